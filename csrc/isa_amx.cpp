@@ -133,7 +133,11 @@ void tile(const Expanded& w, int panel, const Steps<K, Full> steps, Ahead& ahead
     });
     if constexpr (has_min(K)) {
       const Floats low = load(w.m[panel] + steps.half_block(step) * kPanel);
-      steps.each_row([&](int m) { acc[m] = fma(low, splat(of_rows[steps.rows() + m]), acc[m]); });
+      const auto* sums_of_halves = reinterpret_cast<const int32_t*>(of_rows) + (4 + step % halves) * steps.rows();
+      steps.each_row([&](int m) {
+        const float sum = halves == 2 ? half_sum(of_rows[m], sums_of_halves[m]) : of_rows[steps.rows() + m];
+        acc[m] = fma(low, splat(sum), acc[m]);
+      });
     }
     if (step + kDepth < num) begin(step + kDepth);
   }

@@ -23,6 +23,12 @@ void merge_four(uint8_t* p, uint32_t bits) {
   std::memcpy(p, &word, 4);
 }
 
+// The lowest bit of each of four bytes, in the nibble of this output.
+uint8_t bit_of_each(uint32_t four, int output) {
+  const uint32_t nibble = (four | four >> 7 | four >> 14 | four >> 21) & 15u;
+  return static_cast<uint8_t>(nibble << (output % 2 * 4));
+}
+
 // Writes the 32 stored numbers of one output of a block into its place in the payload, four (a group) at a time.
 void put_payload(Kind kind, uint8_t* payload, int output, const uint8_t* numbers) {
   const int bits = payload_bits(kind);
@@ -32,13 +38,16 @@ void put_payload(Kind kind, uint8_t* payload, int output, const uint8_t* numbers
       std::memcpy(payload + 64 * group + 4 * output, &four, 4);
       continue;
     }
+    if (bits < 4) {
+      merge_four(payload + 64 * (group / 4) + 4 * output, (four & 0x03030303u) << (2 * (group % 4)));
+      const uint32_t third = (four >> 2) & 0x01010101u;
+      if (bits == 3) payload[128 + 8 * group + output / 2] |= bit_of_each(third, output);
+      continue;
+    }
     merge_four(payload + 64 * (group % 4) + 4 * output, (four & 0x0F0F0F0Fu) << (group < 4 ? 0 : 4));
     const uint32_t top = (four >> 4) & 0x0F0F0F0Fu;
     if (bits == 6) merge_four(payload + 256 + 64 * (group / 4) + 4 * output, top << (2 * (group % 4)));
-    if (bits == 5) {
-      const uint32_t nibble = (top | top >> 7 | top >> 14 | top >> 21) & 15u;  // one bit of each byte
-      payload[256 + 8 * group + output / 2] |= static_cast<uint8_t>(nibble << (output % 2 * 4));
-    }
+    if (bits == 5) payload[256 + 8 * group + output / 2] |= bit_of_each(top, output);
   }
 }
 
@@ -48,12 +57,31 @@ uint16_t half_power(uint8_t exponent) {
 }
 
 void put_half(uint8_t* at, int output, const uint8_t* half) { std::memcpy(at + 2 * output, half, 2); }
+float float_at(const uint8_t* p) {
+  float value;
+  std::memcpy(&value, p, 4);
+  return value;
+}
+void put_float(uint8_t* at, int output, float value) { std::memcpy(at + 4 * output, &value, 4); }
 
-// ── simple blocks of 32: [d half] ([m half]) ([fifth bits u32]) payload ──
+// ── simple blocks of 32: what belongs to all of them, ([fifth bits u32]) payload ──
+//   Q8_0 Q4_0 Q5_0 IQ4_NL  d half       MXFP4    exponent u8        G4 G8  d float, z float (G8: unsigned numbers)
+//   Q4_1 Q5_1              d, m half    NF4 FP4  d float            NV4    g float, 2 scales of 16 inputs e4m3
+size_t payload_at(Kind kind) {
+  switch (kind) {
+    case Kind::MXFP4: return 1;
+    case Kind::T4: case Kind::F8: return 4;
+    case Kind::NV4: return 6;
+    case Kind::G4: case Kind::G8: return 8;
+    default: return has_min(kind) ? 4 : 2;
+  }
+}
+
 void unpack_simple(Kind kind, const uint8_t* block, uint8_t* numbers) {
-  const uint8_t* p = block + (kind == Kind::MXFP4 ? 1 : has_min(kind) ? 4 : 2);
-  if (kind == Kind::Q8_0) {
-    for (int k = 0; k < kBlock; ++k) numbers[k] = static_cast<uint8_t>(p[k] ^ 0x80);
+  const uint8_t* p = block + payload_at(kind);
+  if (payload_bits(kind) == 8) {
+    const uint8_t flip = kind == Kind::Q8_0 ? 0x80 : 0;
+    for (int k = 0; k < kBlock; ++k) numbers[k] = static_cast<uint8_t>(p[k] ^ flip);
     return;
   }
   uint32_t fifth = 0;
@@ -67,20 +95,44 @@ void unpack_simple(Kind kind, const uint8_t* block, uint8_t* numbers) {
   }
 }
 
+void put_scales(const Matrix& m, uint8_t* scales, int b, int output, const uint8_t* block) {
+  uint8_t* of_block = scales + b / m.group * scale_bytes(m.kind);
+  switch (m.kind) {
+    case Kind::MXFP4: {
+      const uint16_t scale = half_power(block[0]);
+      return put_half(of_block, output, reinterpret_cast<const uint8_t*>(&scale));
+    }
+    case Kind::G4: case Kind::G8:
+      put_float(of_block, output, float_at(block));
+      return put_float(of_block + 64, output, float_at(block + 4) - (m.kind == Kind::G8 ? 128.0f : 0.0f));
+    case Kind::T4: return put_float(of_block, output, float_at(block) / m.table->times);
+    case Kind::NV4:  // e4m3 is read as a half, which makes it 2^8 times too small
+      if (b == 0) put_float(scales, output, float_at(block) * 256.0f / m.table->times);
+      of_block += 64;
+      of_block[output] = block[4];
+      of_block[16 + output] = block[5];
+      return;
+    default:
+      put_half(of_block, output, block);
+      if (has_min(m.kind)) put_half(of_block + 32, output, block + 2);
+  }
+}
+
 void pack_simple(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
   const size_t block_bytes = source_row_bytes(m.kind, kBlock);
   uint8_t numbers[kBlock];
   for (int b = 0; b < m.blocks; ++b, row += block_bytes) {
     unpack_simple(m.kind, row, numbers);
     put_payload(m.kind, panel + b * payload_bytes(m.kind), output, numbers);
-    uint8_t* scales = panel + m.scales_at + b * scale_bytes(m.kind);
-    if (m.kind == Kind::MXFP4) {
-      const uint16_t scale = half_power(row[0]);
-      put_half(scales, output, reinterpret_cast<const uint8_t*>(&scale));
-    } else {
-      put_half(scales, output, row);
-    }
-    if (has_min(m.kind)) put_half(scales + 32, output, row + 2);
+    put_scales(m, panel + m.scales_at, b, output, row);
+  }
+}
+
+// ── F8: d float, 32 e4m3; e4m3 is read as a half, which makes it 2^8 times too small ──
+void pack_eight_bit_floats(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
+  for (int b = 0; b < m.blocks; ++b, row += 4 + kBlock) {
+    put_float(panel + m.scales_at + b / m.group * scale_bytes(m.kind), output, float_at(row) * 256.0f);
+    for (int k = 0; k < kBlock; ++k) panel[static_cast<size_t>(b * kBlock + k) * kPanel + output] = row[4 + k];
   }
 }
 
@@ -137,7 +189,60 @@ void pack_super_six(const Matrix& m, uint8_t* panel, int output, const uint8_t* 
   }
 }
 
-size_t plain_bytes(Kind kind) { return kind == Kind::F32 ? 4 : 2; }
+// ── Q2_K: 16 bytes of scales and mins, 64 bytes of pairs, d, dmin ──
+void pack_super_two(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
+  uint8_t numbers[kBlock];
+  for (int s = 0; s < m.blocks / kSuper; ++s, row += 84) {
+    uint8_t* scales = panel + m.scales_at + s * scale_bytes(m.kind);
+    put_half(scales, output, row + 80);
+    put_half(scales + 32, output, row + 82);
+    for (int j = 0; j < 16; ++j) scales[64 + 16 * j + output] = row[j];
+    for (int j = 0; j < kSuper; ++j) {
+      for (int k = 0; k < kBlock; ++k) numbers[k] = (row[16 + 32 * (j / 4) + k] >> (2 * (j % 4))) & 3;
+      put_payload(m.kind, panel + (s * kSuper + j) * payload_bytes(m.kind), output, numbers);
+    }
+  }
+}
+
+// ── Q3_K: 32 bytes of third bits, 64 bytes of pairs, 12 bytes of 6-bit scales, d ──
+void pack_super_three(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
+  uint8_t numbers[kBlock];
+  for (int s = 0; s < m.blocks / kSuper; ++s, row += 110) {
+    uint8_t* scales = panel + m.scales_at + s * scale_bytes(m.kind);
+    put_half(scales, output, row + 108);
+    for (int j = 0; j < 16; ++j) {
+      const int low = j < 8 ? row[96 + j] & 15 : row[96 + j - 8] >> 4;
+      const int high = (row[104 + j % 4] >> (2 * (j / 4))) & 3;
+      scales[32 + 16 * j + output] = static_cast<uint8_t>((low | high << 4) - 32);
+    }
+    for (int j = 0; j < kSuper; ++j) {
+      for (int k = 0; k < kBlock; ++k)
+        numbers[k] = static_cast<uint8_t>(((row[32 + 32 * (j / 4) + k] >> (2 * (j % 4))) & 3) | ((row[k] >> j) & 1) << 2);
+      put_payload(m.kind, panel + (s * kSuper + j) * payload_bytes(m.kind), output, numbers);
+    }
+  }
+}
+
+// ── IQ4_XS: d, 16 bits of top bits of scales, 4 bytes of their low ones, 128 bytes of nibbles ──
+void pack_super_table(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
+  uint8_t numbers[kBlock];
+  for (int s = 0; s < m.blocks / kSuper; ++s, row += 136) {
+    uint8_t* scales = panel + m.scales_at + s * scale_bytes(m.kind);
+    put_half(scales, output, row);
+    const int tops = row[2] | row[3] << 8;
+    for (int j = 0; j < kSuper; ++j) {
+      const int low = (row[4 + j / 2] >> (4 * (j % 2))) & 15;
+      scales[32 + 16 * j + output] = static_cast<uint8_t>((low | ((tops >> (2 * j)) & 3) << 4) - 32);
+      for (int k = 0; k < 16; ++k) {
+        numbers[k] = row[8 + 16 * j + k] & 15;
+        numbers[k + 16] = row[8 + 16 * j + k] >> 4;
+      }
+      put_payload(m.kind, panel + (s * kSuper + j) * payload_bytes(m.kind), output, numbers);
+    }
+  }
+}
+
+size_t plain_bytes(Kind kind) { return kind == Kind::F32 ? 4 : kind == Kind::F8 ? 1 : 2; }
 
 void pack_plain(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
   const size_t size = plain_bytes(m.kind);
@@ -146,22 +251,55 @@ void pack_plain(const Matrix& m, uint8_t* panel, int output, const uint8_t* row)
 }
 
 void pack_row(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
-  if (!is_quantised(m.kind)) return pack_plain(m, panel, output, row);
-  if (m.kind == Kind::Q6_K) return pack_super_six(m, panel, output, row);
-  if (has_supers(m.kind)) return pack_super_min(m, panel, output, row);
-  pack_simple(m, panel, output, row);
+  switch (m.kind) {
+    case Kind::F32: case Kind::F16: case Kind::BF16: return pack_plain(m, panel, output, row);
+    case Kind::F8: return pack_eight_bit_floats(m, panel, output, row);
+    case Kind::Q6_K: return pack_super_six(m, panel, output, row);
+    case Kind::Q4_K: case Kind::Q5_K: return pack_super_min(m, panel, output, row);
+    case Kind::Q2_K: return pack_super_two(m, panel, output, row);
+    case Kind::Q3_K: return pack_super_three(m, panel, output, row);
+    case Kind::IQ4_XS: return pack_super_table(m, panel, output, row);
+    default: return pack_simple(m, panel, output, row);
+  }
 }
 
 }  // namespace
 
-Kind kind_from_name(const std::string& name) {
-  static const std::pair<const char*, Kind> known[] = {
-      {"Q8_0", Kind::Q8_0}, {"Q4_0", Kind::Q4_0}, {"Q5_0", Kind::Q5_0}, {"Q4_1", Kind::Q4_1},
-      {"Q5_1", Kind::Q5_1}, {"Q4_K", Kind::Q4_K}, {"Q5_K", Kind::Q5_K}, {"Q6_K", Kind::Q6_K},
-      {"MXFP4", Kind::MXFP4}, {"IQ4_NL", Kind::IQ4_NL},
-      {"F32", Kind::F32},   {"F16", Kind::F16},   {"BF16", Kind::BF16}};
-  for (const auto& [text, kind] : known)
-    if (name == text) return kind;
+Packing packing_from_name(const std::string& name) {
+  static const std::pair<const char*, Packing> known[] = {
+      {"Q8_0", {Kind::Q8_0}},
+      {"Q4_0", {Kind::Q4_0}},
+      {"Q5_0", {Kind::Q5_0}},
+      {"Q4_1", {Kind::Q4_1}},
+      {"Q5_1", {Kind::Q5_1}},
+      {"Q4_K", {Kind::Q4_K}},
+      {"Q5_K", {Kind::Q5_K}},
+      {"Q6_K", {Kind::Q6_K}},
+      {"Q2_K", {Kind::Q2_K}},
+      {"Q3_K", {Kind::Q3_K}},
+      {"MXFP4", {Kind::MXFP4, 1, &kE2m1}},
+      {"IQ4_NL", {Kind::IQ4_NL, 1, &kIq4}},
+      {"IQ4_XS", {Kind::IQ4_XS, 1, &kIq4}},
+      {"G4", {Kind::G4}},
+      {"G8", {Kind::G8}},
+      {"NF4", {Kind::T4, 1, &kNf4}},
+      {"FP4", {Kind::T4, 1, &kFp4}},
+      {"NV4", {Kind::NV4, 1, &kE2m1}},
+      {"F32", {Kind::F32}},
+      {"F16", {Kind::F16}},
+      {"BF16", {Kind::BF16}},
+      {"F8", {Kind::F8}}};
+  const size_t colon = name.find(':');
+  for (const auto& [text, packing] : known) {
+    if (name.substr(0, colon) != text) continue;
+    if (colon == std::string::npos) return packing;
+    for (const int group : {2, 4})
+      if (has_groups(packing.kind) && name.substr(colon + 1) == std::to_string(group)) {
+        Packing found = packing;
+        found.group = group;
+        return found;
+      }
+  }
   throw std::invalid_argument("no packed form for weights of kind " + name);
 }
 
@@ -170,6 +308,14 @@ size_t source_row_bytes(Kind kind, int cols) {
   switch (kind) {
     case Kind::Q8_0: return blocks * 34;
     case Kind::Q4_0: case Kind::IQ4_NL: return blocks * 18;
+    case Kind::G4: return blocks * 24;
+    case Kind::G8: return blocks * 40;
+    case Kind::T4: return blocks * 20;
+    case Kind::NV4: return blocks * 22;
+    case Kind::F8: return blocks * 36;
+    case Kind::Q2_K: return blocks / kSuper * 84;
+    case Kind::Q3_K: return blocks / kSuper * 110;
+    case Kind::IQ4_XS: return blocks / kSuper * 136;
     case Kind::MXFP4: return blocks * 17;
     case Kind::Q4_1: return blocks * 20;
     case Kind::Q5_0: return blocks * 22;
@@ -181,29 +327,31 @@ size_t source_row_bytes(Kind kind, int cols) {
   }
 }
 
-Matrix matrix_layout(Kind kind, int rows, int cols) {
-  const int step = !is_quantised(kind) ? 1 : has_supers(kind) ? kBlock * kSuper : kBlock;
+Matrix matrix_layout(const Packing& packing, int rows, int cols) {
+  const Kind kind = packing.kind;
+  const bool in_blocks = is_quantised(kind) || kind == Kind::F8;
+  const int step = !in_blocks ? 1 : has_supers(kind) ? kBlock * kSuper : kBlock * packing.group;
   if (rows <= 0 || rows > std::numeric_limits<int>::max() - kPanel || cols <= 0 || cols % step != 0)
     throw std::invalid_argument("a matrix of this kind needs columns in multiples of " + std::to_string(step) +
                                 ", not " + std::to_string(rows) + " x " + std::to_string(cols));
   Matrix m;
   m.kind = kind;
+  m.group = packing.group;
+  m.table = packing.table;
   m.rows = rows;
   m.cols = cols;
   m.panels = (rows + kPanel - 1) / kPanel;
   m.blocks = cols / kBlock;
-  if (is_quantised(kind)) {
-    m.scales_at = static_cast<size_t>(m.blocks) * payload_bytes(kind);
-    const size_t scale_count = has_supers(kind) ? m.blocks / kSuper : m.blocks;
-    m.panel_bytes = round_up(m.scales_at + scale_count * scale_bytes(kind), 64);
-  } else {
-    m.panel_bytes = round_up(static_cast<size_t>(cols) * kPanel * plain_bytes(kind), 64);
-  }
+  m.scales_at = is_quantised(kind) ? static_cast<size_t>(m.blocks) * payload_bytes(kind)
+                                   : static_cast<size_t>(cols) * kPanel * plain_bytes(kind);
+  const size_t scale_count = !in_blocks ? 0 : has_supers(kind) ? m.blocks / kSuper : m.blocks / m.group;
+  const size_t of_panel = kind == Kind::NV4 ? 64 : 0;  // bytes of scales that all blocks have in common
+  m.panel_bytes = round_up(m.scales_at + of_panel + (in_blocks ? scale_count * scale_bytes(kind) : 0), 64);
   return m;
 }
 
-Matrix empty_matrix(Kind kind, int rows, int cols) {
-  Matrix m = matrix_layout(kind, rows, cols);
+Matrix empty_matrix(const Packing& packing, int rows, int cols) {
+  Matrix m = matrix_layout(packing, rows, cols);
   m.owner = unset_pages(m.num_bytes());
   m.data = m.owner.get();
   return m;
@@ -219,8 +367,8 @@ void pack_panels(const Matrix& m, int first, int last, const uint8_t* source, si
   }
 }
 
-Matrix pack_matrix(Kind kind, int rows, int cols, const uint8_t* source, size_t row_bytes) {
-  const Matrix m = empty_matrix(kind, rows, cols);
+Matrix pack_matrix(const Packing& packing, int rows, int cols, const uint8_t* source, size_t row_bytes) {
+  const Matrix m = empty_matrix(packing, rows, cols);
   pack_panels(m, 0, m.panels, source, row_bytes);
   return m;
 }

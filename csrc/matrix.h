@@ -8,16 +8,25 @@
 //     4 bits  4 times 64 bytes: group j in the low nibbles, group j+4 in the high ones
 //     5 bits  the same, then 8 words of 64 bits: bit i of word j is the fifth bit of byte i of group j
 //     6 bits  as 4 bits, then 2 times 64 bytes: bits 2s, 2s+1 of half h are the top bits of group 4h+s
+//     2 bits  2 times 64 bytes: bits 2s, 2s+1 of half h are group 4h+s
+//     3 bits  the same, then 8 words of 64 bits as with 5 bits
 //   scales
 //     Q8_0 Q4_0 Q5_0   per block        d[16] half
 //     IQ4_NL           per block        d[16] half                       w = d table[q]     (kTables, less its zero)
 //     MXFP4            per block        d[16] bfloat, a power of two     w = d table[q]
 //     Q4_1 Q5_1        per block        d[16], m[16] half                                   w = d q + m
 //     Q4_K Q5_K        per 8 blocks     d[16], dmin[16] half, then sc[8][16], mn[8][16] u8  w = d sc q - dmin mn
-//     Q6_K             per 8 blocks     d[16] half, then sc[16][16] i8, one per 16 inputs   w = d sc (q - 32)
-//   plain matrices: [panel][input][16 outputs] in float32, half or bfloat16
+//     Q6_K Q3_K        per 8 blocks     d[16] half, then sc[16][16] i8, one per 16 inputs   w = d sc (q - 32, or 4)
+//     Q2_K             per 8 blocks     d[16], dmin[16] half, then sm[16][16]: sc, mn in the low and high nibbles
+//     IQ4_XS           per 8 blocks     d[16] half, then sc[8][16] i8                       w = d sc table[q]
+//     G4 G8            per group        d[16], z[16] float                                  w = d (q - z)
+//     NF4 FP4          per group        d[16] float                                         w = d table[q]
+//     NV4              g[16] float first; per block sc[2][16] e4m3, one per 16 inputs       w = g sc table[q]
+//   A group is one block or, where the kind's name says so ("G4:4"), a few that have their scales in common.
+//   plain matrices: [panel][input][16 outputs] in float32, half or bfloat16; of F8, e4m3, behind them d[16] float per group
 //
-// Every number of the file is kept as it is: nothing is rounded again.
+// Every number of the file is kept as it is: nothing is rounded again, except for the tables of NF4 and FP4, whose numbers
+// have 8 bits here.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -26,7 +35,10 @@
 
 namespace tokenmill {
 
-enum class Kind : uint8_t { Q8_0, Q4_0, Q5_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, F32, F16, BF16 };
+enum class Kind : uint8_t {
+  Q8_0, Q4_0, Q5_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, IQ4_XS, Q2_K, Q3_K, G4, G8, T4, NV4, F32, F16, BF16, F8
+};
+// T4: NF4 and FP4, which differ in their table.
 
 inline constexpr int kPanel = 16;
 inline constexpr int kBlock = 32;
@@ -36,8 +48,11 @@ constexpr bool is_quantised(Kind kind) { return kind < Kind::F32; }
 
 constexpr int payload_bits(Kind kind) {
   switch (kind) {
-    case Kind::Q8_0: return 8;
-    case Kind::Q4_0: case Kind::Q4_1: case Kind::Q4_K: case Kind::MXFP4: case Kind::IQ4_NL: return 4;
+    case Kind::Q8_0: case Kind::G8: return 8;
+    case Kind::Q4_0: case Kind::Q4_1: case Kind::Q4_K: case Kind::MXFP4: case Kind::IQ4_NL: case Kind::IQ4_XS:
+    case Kind::G4: case Kind::T4: case Kind::NV4: return 4;
+    case Kind::Q2_K: return 2;
+    case Kind::Q3_K: return 3;
     case Kind::Q5_0: case Kind::Q5_1: case Kind::Q5_K: return 5;
     case Kind::Q6_K: return 6;
     default: return 0;
@@ -46,38 +61,68 @@ constexpr int payload_bits(Kind kind) {
 // log2 of what is subtracted from the stored unsigned number; -1 where nothing is
 constexpr int zero_shift(Kind kind) {
   switch (kind) {
-    case Kind::Q8_0: case Kind::IQ4_NL: return 7;
+    case Kind::Q8_0: case Kind::IQ4_NL: case Kind::IQ4_XS: case Kind::G8: case Kind::T4: return 7;
+    case Kind::Q3_K: return 2;
     case Kind::Q4_0: return 3;
-    case Kind::Q5_0: case Kind::MXFP4: return 4;
+    case Kind::Q5_0: case Kind::MXFP4: case Kind::NV4: return 4;
     case Kind::Q6_K: return 5;
     default: return -1;
   }
 }
-// Formats of 4 bits whose numbers stand in a table: here plus the zero that is taken back. Those of MXFP4 are twice its
-// own, which its scale makes good.
-constexpr bool has_table(Kind kind) { return kind == Kind::MXFP4 || kind == Kind::IQ4_NL; }
-inline constexpr uint8_t kTables[2][16] = {
-    {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4},
-    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}};
-constexpr const uint8_t* table_of(Kind kind) { return kTables[kind == Kind::MXFP4 ? 0 : 1]; }
-// Stored numbers that need all 8 bits once they are unpacked.
-constexpr bool is_wide(Kind kind) { return kind == Kind::Q8_0 || kind == Kind::IQ4_NL; }
-constexpr bool has_min(Kind kind) {
-  return kind == Kind::Q4_1 || kind == Kind::Q5_1 || kind == Kind::Q4_K || kind == Kind::Q5_K;
+// Formats of 4 bits whose numbers stand in a table: here plus the zero that is taken back. Those of e2m1 (MXFP4, NV4) are
+// twice its own, and those of NF4 and FP4 so many times theirs as the table says, which the scales make good.
+constexpr bool has_table(Kind kind) {
+  return kind == Kind::MXFP4 || kind == Kind::IQ4_NL || kind == Kind::IQ4_XS || kind == Kind::T4 || kind == Kind::NV4;
 }
-constexpr bool has_halves(Kind kind) { return kind == Kind::Q6_K; }  // a scale per 16 inputs
-constexpr bool has_supers(Kind kind) { return kind == Kind::Q4_K || kind == Kind::Q5_K || kind == Kind::Q6_K; }
+struct Table {
+  uint8_t numbers[16];
+  float times;
+};
+inline constexpr Table kE2m1{{16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4}, 2.0f};
+inline constexpr Table kIq4{{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}, 1.0f};
+// 112 and 120 are the factors under 128 with which rounding to integers changes the numbers least.
+inline constexpr Table kNf4{{16, 50, 69, 84, 96, 107, 118, 128, 137, 146, 156, 166, 177, 191, 209, 240}, 112.0f};
+inline constexpr Table kFp4{{128, 129, 208, 248, 168, 188, 148, 158, 128, 127, 48, 8, 88, 68, 108, 98}, 120.0f};
+// Stored numbers that need all 8 bits once they are unpacked.
+constexpr bool is_wide(Kind kind) { return zero_shift(kind) == 7; }
+constexpr bool has_min(Kind kind) {
+  return kind == Kind::Q4_1 || kind == Kind::Q5_1 || kind == Kind::Q4_K || kind == Kind::Q5_K || kind == Kind::Q2_K ||
+         kind == Kind::G4 || kind == Kind::G8;
+}
+constexpr bool has_halves(Kind kind) {  // a scale per 16 inputs
+  return kind == Kind::Q6_K || kind == Kind::Q2_K || kind == Kind::Q3_K || kind == Kind::NV4;
+}
+constexpr bool has_supers(Kind kind) {
+  return kind == Kind::Q4_K || kind == Kind::Q5_K || kind == Kind::Q6_K || kind == Kind::Q2_K || kind == Kind::Q3_K ||
+         kind == Kind::IQ4_XS;
+}
+// Kinds of which a few blocks may have their scales in common.
+constexpr bool has_groups(Kind kind) {
+  return kind == Kind::G4 || kind == Kind::G8 || kind == Kind::T4 || kind == Kind::F8;
+}
 
 constexpr size_t payload_bytes(Kind kind) { return static_cast<size_t>(payload_bits(kind)) * kPanel * kBlock / 8; }
 // of a block, or of a super-block where there are some
 constexpr size_t scale_bytes(Kind kind) {
-  if (kind == Kind::Q6_K) return 32 + 256;
+  if (kind == Kind::Q6_K || kind == Kind::Q3_K) return 32 + 256;
+  if (kind == Kind::IQ4_XS) return 32 + 128;
   if (has_supers(kind)) return 64 + 256;
+  if (kind == Kind::T4 || kind == Kind::F8) return 64;
+  if (kind == Kind::G4 || kind == Kind::G8) return 128;
   return has_min(kind) ? 64 : 32;
 }
 
+// What a kind's name says: "Q4_0", "NF4", "G4:4".
+struct Packing {
+  Kind kind = Kind::F32;
+  int group = 1;  // blocks that have their scales in common
+  const Table* table = nullptr;  // where the kind has one
+};
+
 struct Matrix {
   Kind kind = Kind::F32;
+  int group = 1;  // see Packing
+  const Table* table = nullptr;
   int rows = 0, cols = 0;
   int panels = 0, blocks = 0;
   size_t panel_bytes = 0, scales_at = 0;
@@ -89,10 +134,10 @@ struct Matrix {
 };
 
 // Sizes of a packed matrix without its memory. Throws std::invalid_argument for shapes the kind can't have.
-Matrix matrix_layout(Kind kind, int rows, int cols);
+Matrix matrix_layout(const Packing& packing, int rows, int cols);
 // `source` is the file's own rows of blocks (or plain numbers of the kind), `row_bytes` apart.
-Matrix pack_matrix(Kind kind, int rows, int cols, const uint8_t* source, size_t row_bytes);
-Kind kind_from_name(const std::string& name);
+Matrix pack_matrix(const Packing& packing, int rows, int cols, const uint8_t* source, size_t row_bytes);
+Packing packing_from_name(const std::string& name);
 size_t source_row_bytes(Kind kind, int cols);
 
 }  // namespace tokenmill

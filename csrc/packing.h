@@ -6,7 +6,7 @@
 namespace tokenmill {
 
 // A matrix with its memory but no values yet.
-Matrix empty_matrix(Kind kind, int rows, int cols);
+Matrix empty_matrix(const Packing& packing, int rows, int cols);
 // Fills panels [first, last) from the file's rows.
 void pack_panels(const Matrix& m, int first, int last, const uint8_t* source, size_t row_bytes);
 

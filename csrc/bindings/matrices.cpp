@@ -13,8 +13,8 @@ constexpr size_t kWorthThreads = 1 << 19;  // bytes of a matrix that are packed 
 
 // A matrix in memory that belongs to `bytes`, which lives as long as the matrix does.
 template <class Byte>
-Matrix matrix_in(Kind kind, int rows, int cols, const Array<Byte, 1>& bytes) {
-  Matrix m = matrix_layout(kind, rows, cols);
+Matrix matrix_in(const Packing& packing, int rows, int cols, const Array<Byte, 1>& bytes) {
+  Matrix m = matrix_layout(packing, rows, cols);
   auto* data = const_cast<uint8_t*>(bytes.data());
   if (bytes.shape(0) != m.num_bytes() || reinterpret_cast<uintptr_t>(data) % 64 != 0)
     throw std::invalid_argument("a packed matrix of this shape takes " + std::to_string(m.num_bytes()) +
@@ -28,17 +28,18 @@ Matrix matrix_in(Kind kind, int rows, int cols, const Array<Byte, 1>& bytes) {
 }
 
 Matrix matrix_over(const std::string& kind, int rows, int cols, Array<const uint8_t, 1> packed) {
-  return matrix_in(kind_from_name(kind), rows, cols, packed);  // kernels only read
+  return matrix_in(packing_from_name(kind), rows, cols, packed);  // kernels only read
 }
 
 Matrix pack(const std::string& kind_name, int rows, int cols, Array<const uint8_t, 2> source, int threads,
             const std::optional<Array<uint8_t, 1>>& to) {
-  const Kind kind = kind_from_name(kind_name);
-  matrix_layout(kind, rows, cols);  // refuses impossible shapes before sizes are compared
+  const Packing packing = packing_from_name(kind_name);
+  const Kind kind = packing.kind;
+  matrix_layout(packing, rows, cols);  // refuses impossible shapes before sizes are compared
   if (source.shape(0) != static_cast<size_t>(rows) || source.shape(1) != source_row_bytes(kind, cols))
     throw std::invalid_argument("the bytes given are not " + std::to_string(rows) + " rows of " +
                                 std::to_string(source_row_bytes(kind, cols)) + " bytes");
-  const Matrix m = to ? matrix_in(kind, rows, cols, *to) : empty_matrix(kind, rows, cols);
+  const Matrix m = to ? matrix_in(packing, rows, cols, *to) : empty_matrix(packing, rows, cols);
   nb::gil_scoped_release free;
   Pool pool(m.num_bytes() < kWorthThreads ? std::min(threads, 1) : threads);
   pool.run(m.panels, [&](int panel, int) { pack_panels(m, panel, panel + 1, source.data(), source.shape(1)); });
@@ -67,7 +68,7 @@ Linear linear_of(const Matrix& w, const std::optional<FloatVector>& bias) {
 }
 
 void bind_matrices(nb::module_& m) {
-  m.def("source_row_bytes", [](const std::string& kind, int cols) { return source_row_bytes(kind_from_name(kind), cols); });
+  m.def("source_row_bytes", [](const std::string& kind, int cols) { return source_row_bytes(packing_from_name(kind).kind, cols); });
   m.def("embed_rows", &embed_rows, "matrix"_a, "ids"_a, "scale"_a, "out"_a.noconvert(), "isa"_a = "");
   nb::class_<Matrix>(m, "Matrix")
       .def_ro("rows", &Matrix::rows)
@@ -77,7 +78,7 @@ void bind_matrices(nb::module_& m) {
         "to"_a.none().noconvert() = nb::none());
   m.def("matrix_over", &matrix_over, "kind"_a, "rows"_a, "cols"_a, "packed"_a);
   m.def("packed_bytes", [](const std::string& kind, int rows, int cols) {
-    return matrix_layout(kind_from_name(kind), rows, cols).num_bytes();
+    return matrix_layout(packing_from_name(kind), rows, cols).num_bytes();
   }, "kind"_a, "rows"_a, "cols"_a);
 
   nb::class_<Linear>(m, "Linear").def("__init__", [](Linear* self, const Matrix& w, std::optional<FloatVector> bias,

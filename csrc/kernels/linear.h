@@ -31,41 +31,65 @@ inline __attribute__((always_inline)) void each_sum(Body body) {
 
 // ── one block of packed weights ──
 template <Kind K, int Group>
-inline __attribute__((always_inline)) Bytes unpack_group(const uint8_t* p) {
+inline __attribute__((always_inline)) Bytes unpack_group(const Matrix& w, const uint8_t* p) {
   constexpr int Bits = payload_bits(K);
   if constexpr (Bits == 8) return load_bytes(p + 64 * Group);
+  if constexpr (Bits < 4) {
+    const Bytes pairs = bit_pairs<Group % 4>(load_bytes(p + 64 * (Group / 4)));
+    if constexpr (Bits == 3) return add_bits<4>(pairs, p + 128 + 8 * Group);
+    else return pairs;
+  }
   const Bytes both = load_bytes(p + 64 * (Group % 4));
   Bytes low = Group < 4 ? low_nibbles(both) : high_nibbles(both);
-  if constexpr (Bits == 5) low = add_fifth_bit(low, p + 256 + 8 * Group);
+  if constexpr (Bits == 5) low = add_bits<16>(low, p + 256 + 8 * Group);
   if constexpr (Bits == 6) low = add_bit_pair<Group % 4>(low, load_bytes(p + 256 + 64 * (Group / 4)));
-  if constexpr (has_table(K)) low = look_up(low, table_of(K));
+  if constexpr (has_table(K)) low = look_up(low, w.table->numbers);
   return low;
 }
 
-struct BlockScales {
-  Floats d[2];  // the second only where there is a scale per 16 inputs
-  Floats m;
+struct BlockScales {  // the second ones only where there is a scale per 16 inputs
+  Floats d[2];
+  Floats m[2];
 };
 
 template <Kind K>
-inline __attribute__((always_inline)) BlockScales read_scales(const uint8_t* scales, int block) {
+inline __attribute__((always_inline)) BlockScales read_scales(const Matrix& w, const uint8_t* scales, int block) {
   BlockScales out{};
   const auto half = [](const uint8_t* p) { return load_half(reinterpret_cast<const uint16_t*>(p)); };
   if constexpr (has_supers(K)) {
     const uint8_t* base = scales + (block / kSuper) * scale_bytes(K);
     const int j = block % kSuper;
-    if constexpr (K == Kind::Q6_K) {
+    if constexpr (K == Kind::Q6_K || K == Kind::Q3_K) {
       out.d[0] = mul(half(base), load_i8(base + 32 + 32 * j));
       out.d[1] = mul(half(base), load_i8(base + 48 + 32 * j));
+    } else if constexpr (K == Kind::Q2_K) {
+      unroll<2>([&](auto step) {
+        constexpr int h = decltype(step)::value;
+        const Floats both = load_u8(base + 64 + 16 * (2 * j + h));  // 16 * minimum + scale
+        const Floats high = round_even(fma(both, splat(1.0f / 16.0f), splat(-15.0f / 32.0f)));
+        out.d[h] = mul(half(base), fma(high, splat(-16.0f), both));
+        out.m[h] = mul(sub(zeros(), half(base + 32)), high);
+      });
+    } else if constexpr (K == Kind::IQ4_XS) {
+      out.d[0] = mul(half(base), load_i8(base + 32 + 16 * j));
     } else {
       out.d[0] = mul(half(base), load_u8(base + 64 + 16 * j));
-      out.m = mul(sub(zeros(), half(base + 32)), load_u8(base + 192 + 16 * j));
+      out.m[0] = mul(sub(zeros(), half(base + 32)), load_u8(base + 192 + 16 * j));
     }
+  } else if constexpr (K == Kind::NV4) {
+    const Floats of_row = load(reinterpret_cast<const float*>(scales));
+    const uint8_t* base = scales + 64 + block * scale_bytes(K);
+    out.d[0] = mul(of_row, load_e4m3(base));
+    out.d[1] = mul(of_row, load_e4m3(base + 16));
+  } else if constexpr (has_groups(K)) {
+    const auto* base = reinterpret_cast<const float*>(scales + block / w.group * scale_bytes(K));
+    out.d[0] = load(base);
+    if constexpr (has_min(K)) out.m[0] = mul(sub(zeros(), out.d[0]), load(base + 16));
   } else {
     const uint8_t* base = scales + block * scale_bytes(K);
     if constexpr (K == Kind::MXFP4) out.d[0] = load_bfloat(reinterpret_cast<const uint16_t*>(base));
     else out.d[0] = half(base);
-    if constexpr (has_min(K)) out.m = half(base + 32);
+    if constexpr (has_min(K)) out.m[0] = half(base + 32);
   }
   return out;
 }
@@ -76,6 +100,11 @@ inline constexpr int kChunk = 24;
 inline int chunk_of(int blocks) {  // even chunks
   const int chunks = (blocks + kChunk - 1) / kChunk;
   return (blocks + chunks - 1) / chunks;
+}
+
+// The sum of 16 inputs, of which -32 times the integers' is kept.
+inline __attribute__((always_inline)) float half_sum(float scale, int32_t kept) {
+  return scale * (static_cast<float>(kept) * (-1.0f / 32.0f));
 }
 
 // ── activations of a tile of M rows: one block of them, and the blocks of a chunk in the order they are added ──
@@ -91,9 +120,17 @@ struct Record {
   // What the integer sum of row m begins with (the sum over half h where there are two): -offset * sum(q).
   inline __attribute__((always_inline)) Ints start(int h, int m) const {
     if constexpr (zero_shift(K) < 0) return splat_int(0);
-    constexpr int at_field = zero_shift(K) == 7 ? 2 : has_halves(K) ? 4 : 3;
+    constexpr int at_field = has_halves(K) ? 4 : zero_shift(K) == 7 ? 2 : 3;
+    constexpr int stored_shift = has_halves(K) ? 5 : zero_shift(K) == 7 ? 7 : 3;
     const Ints found = splat_int(static_cast<const int32_t*>(field<at_field>())[h * M + m]);
-    return zero_shift(K) == 4 ? shift_left(found, 1) : found;
+    if constexpr (zero_shift(K) > stored_shift) return shift_left(found, zero_shift(K) - stored_shift);
+    else if constexpr (zero_shift(K) < stored_shift) return shift_right(found, stored_shift - zero_shift(K));
+    else return found;
+  }
+  // What row m's minima are multiplied with: its inputs' sum, or that of half h of them.
+  inline __attribute__((always_inline)) float sum(int h, int m) const {
+    if constexpr (!has_halves(K)) return scaled_sum()[m];
+    else return half_sum(scale()[m], static_cast<const int32_t*>(field<4>())[h * M + m]);
   }
 };
 
@@ -152,21 +189,21 @@ void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float
       const Record<K, M> in = chunk.record(i, b);
       const uint8_t* payload = w.panel(panel) + (first + b) * payload_bytes(K);
       for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 4096 + ahead);
-      const BlockScales s = read_scales<K>(scales, first + b);
+      const BlockScales s = read_scales<K>(w, scales, first + b);
       unroll<halves>([&](auto half) {
         constexpr int h = decltype(half)::value;
         Ints dot[M];
         for (int m = 0; m < M; ++m) dot[m] = in.start(h, m);
         unroll<8 / halves>([&](auto step) {
           constexpr int group = decltype(step)::value + h * 4;
-          const Bytes weights = unpack_group<K, group>(payload);
+          const Bytes weights = unpack_group<K, group>(w, payload);
           for (int m = 0; m < M; ++m)
             dot[m] = dot4<is_wide(K)>(dot[m], weights, splat_inputs(in.numbers() + m * kBlock + 4 * group));
         });
         for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(in.scale()[m])), acc[m]);
+        if constexpr (has_min(K))
+          for (int m = 0; m < M; ++m) acc[m] = fma(s.m[h], splat(in.sum(h, m)), acc[m]);
       });
-      if constexpr (has_min(K))
-        for (int m = 0; m < M; ++m) acc[m] = fma(s.m, splat(in.scaled_sum()[m]), acc[m]);
     }
   }
   for (int m = 0; m < M; ++m) store(out + m * out_stride, acc[m]);
@@ -176,12 +213,12 @@ void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float
 struct Expanded {
   const uint8_t* bytes[2];  // [block][8][64]
   const float* d[2];        // [block (x 2)][16]
-  const float* m[2];        // [block][16]
+  const float* m[2];        // [block (x 2)][16]
 };
 struct ChunkScratch {
   alignas(64) uint8_t bytes[2][kChunk * 512];
   alignas(64) float d[2][2 * kChunk * kPanel];
-  alignas(64) float m[2][kChunk * kPanel];
+  alignas(64) float m[2][2 * kChunk * kPanel];
 };
 
 template <Kind K>
@@ -193,20 +230,18 @@ void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, C
   uint8_t* bytes = scratch.bytes[slot];
   to.d[slot] = d;
   to.m[slot] = m;
-  to.bytes[slot] = K == Kind::Q8_0 ? payload : bytes;
+  constexpr int halves = has_halves(K) ? 2 : 1;
+  to.bytes[slot] = payload_bits(K) == 8 ? payload : bytes;
   for (int b = 0; b < blocks; ++b, payload += payload_bytes(K)) {
-    const BlockScales s = read_scales<K>(scales, first + b);
-    if constexpr (has_halves(K)) {
-      store(d + (2 * b) * kPanel, s.d[0]);
-      store(d + (2 * b + 1) * kPanel, s.d[1]);
-    } else {
-      store(d + b * kPanel, s.d[0]);
+    const BlockScales s = read_scales<K>(w, scales, first + b);
+    for (int h = 0; h < halves; ++h) {
+      store(d + (halves * b + h) * kPanel, s.d[h]);
+      if constexpr (has_min(K)) store(m + (halves * b + h) * kPanel, s.m[h]);
     }
-    if constexpr (has_min(K)) store(m + b * kPanel, s.m);
-    if constexpr (K != Kind::Q8_0)
+    if constexpr (payload_bits(K) != 8)
       unroll<8>([&](auto step) {
         constexpr int group = decltype(step)::value;
-        store_bytes(bytes + b * 512 + 64 * group, unpack_group<K, group>(payload));
+        store_bytes(bytes + b * 512 + 64 * group, unpack_group<K, group>(w, payload));
       });
   }
 }
@@ -255,12 +290,12 @@ void wide_tile(const Expanded& w, const TileChunk<K, M>& x, Ahead& ahead, bool o
         each_sum<M, N>([&](int m, int n) {
           acc[m][n] = fma(to_floats(dot[m][n]), mul(scale[n], splat(in.scale()[m])), acc[m][n]);
         });
+        if constexpr (has_min(K)) {
+          Floats low[N];
+          for (int n = 0; n < N; ++n) low[n] = load(w.m[n] + (halves * b + h) * kPanel);
+          each_sum<M, N>([&](int m, int n) { acc[m][n] = fma(low[n], splat(in.sum(h, m)), acc[m][n]); });
+        }
       });
-      if constexpr (has_min(K)) {
-        Floats low[N];
-        for (int n = 0; n < N; ++n) low[n] = load(w.m[n] + b * kPanel);
-        each_sum<M, N>([&](int m, int n) { acc[m][n] = fma(low[n], splat(in.scaled_sum()[m]), acc[m][n]); });
-      }
     }
   }
   ahead = own;
@@ -329,7 +364,13 @@ inline __attribute__((always_inline)) Floats load_plain(const uint8_t* panel, in
   const size_t at = static_cast<size_t>(k) * kPanel;
   if constexpr (K == Kind::F32) return load(reinterpret_cast<const float*>(panel) + at);
   else if constexpr (K == Kind::F16) return load_half(reinterpret_cast<const uint16_t*>(panel) + at);
+  else if constexpr (K == Kind::F8) return load_e4m3(panel + at);
   else return load_bfloat(reinterpret_cast<const uint16_t*>(panel) + at);
+}
+
+// The scales of a group of columns.
+inline __attribute__((always_inline)) Floats plain_scales(const Matrix& w, int panel, int group) {
+  return load(reinterpret_cast<const float*>(w.panel(panel) + w.scales_at) + static_cast<size_t>(group) * kPanel);
 }
 
 template <Kind K, int M, int N>
@@ -339,12 +380,22 @@ void plain_tile(const Matrix& w, int panel, const float* x, size_t stride, bool 
   Floats acc[M][N];
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) acc[m][n] = onto ? load(out + m * out_stride + n * kPanel) : zeros();
-  for (int k = 0; k < w.cols; ++k) {
-    Floats column[N];
-    for (int n = 0; n < N; ++n) column[n] = load_plain<K>(weights[n], k);
-    for (int m = 0; m < M; ++m) {
-      const Floats in = splat(x[m * stride + k]);
-      for (int n = 0; n < N; ++n) acc[m][n] = fma(column[n], in, acc[m][n]);
+  constexpr bool is_scaled = K == Kind::F8;
+  const int size = is_scaled ? kBlock * w.group : w.cols;  // columns with scales in common
+  for (int first = 0; first < w.cols; first += size) {
+    Floats scale[N];
+    if constexpr (is_scaled)
+      for (int n = 0; n < N; ++n) scale[n] = plain_scales(w, panel + n, first / size);
+    for (int k = first; k < first + size; ++k) {
+      Floats column[N];
+      for (int n = 0; n < N; ++n) {
+        column[n] = load_plain<K>(weights[n], k);
+        if constexpr (is_scaled) column[n] = mul(column[n], scale[n]);
+      }
+      for (int m = 0; m < M; ++m) {
+        const Floats in = splat(x[m * stride + k]);
+        for (int n = 0; n < N; ++n) acc[m][n] = fma(column[n], in, acc[m][n]);
+      }
     }
   }
   for (int m = 0; m < M; ++m)
@@ -378,6 +429,14 @@ inline void with_kind(Kind kind, Body body) {
     case Kind::Q6_K: return body(std::integral_constant<Kind, Kind::Q6_K>{});
     case Kind::MXFP4: return body(std::integral_constant<Kind, Kind::MXFP4>{});
     case Kind::IQ4_NL: return body(std::integral_constant<Kind, Kind::IQ4_NL>{});
+    case Kind::IQ4_XS: return body(std::integral_constant<Kind, Kind::IQ4_XS>{});
+    case Kind::Q2_K: return body(std::integral_constant<Kind, Kind::Q2_K>{});
+    case Kind::Q3_K: return body(std::integral_constant<Kind, Kind::Q3_K>{});
+    case Kind::G4: return body(std::integral_constant<Kind, Kind::G4>{});
+    case Kind::G8: return body(std::integral_constant<Kind, Kind::G8>{});
+    case Kind::T4: return body(std::integral_constant<Kind, Kind::T4>{});
+    case Kind::NV4: return body(std::integral_constant<Kind, Kind::NV4>{});
+    case Kind::F8: return body(std::integral_constant<Kind, Kind::F8>{});
     case Kind::F32: return body(std::integral_constant<Kind, Kind::F32>{});
     case Kind::F16: return body(std::integral_constant<Kind, Kind::F16>{});
     case Kind::BF16: return body(std::integral_constant<Kind, Kind::BF16>{});
@@ -401,20 +460,21 @@ void embed_quantised(const Matrix& w, int row, float scale, float* out) {
   const uint8_t* scales = payload + w.scales_at;
   const int lane = row % kPanel;
   const float zero = zero_shift(K) < 0 ? 0.0f : static_cast<float>(1 << (zero_shift(K) < 0 ? 0 : zero_shift(K)));
-  float d[2][16], m[16];
+  float d[2][16], m[2][16];
   uint8_t bytes[512];
   for (int b = 0; b < w.blocks; ++b, payload += payload_bytes(K)) {
-    const BlockScales s = read_scales<K>(scales, b);
-    store(d[0], s.d[0]);
-    store(d[1], has_halves(K) ? s.d[1] : s.d[0]);
-    store(m, has_min(K) ? s.m : zeros());
+    const BlockScales s = read_scales<K>(w, scales, b);
+    for (int h = 0; h < 2; ++h) {
+      store(d[h], s.d[has_halves(K) ? h : 0]);
+      store(m[h], has_min(K) ? s.m[has_halves(K) ? h : 0] : zeros());
+    }
     unroll<8>([&](auto step) {
       constexpr int group = decltype(step)::value;
-      store_bytes(bytes + 64 * group, unpack_group<K, group>(payload));
+      store_bytes(bytes + 64 * group, unpack_group<K, group>(w, payload));
     });
     for (int k = 0; k < kBlock; ++k) {
       const float q = static_cast<float>(bytes[64 * (k / 4) + 4 * lane + k % 4]) - zero;
-      out[b * kBlock + k] = (d[k / 16][lane] * q + m[lane]) * scale;
+      out[b * kBlock + k] = (d[k / 16][lane] * q + m[k / 16][lane]) * scale;
     }
   }
 }
@@ -427,7 +487,9 @@ inline void embed(const Matrix& w, int row, float scale, float* out) {
     } else {
       float lanes[kPanel];
       for (int k = 0; k < w.cols; ++k) {
-        store(lanes, load_plain<K>(w.panel(row / kPanel), k));
+        Floats column = load_plain<K>(w.panel(row / kPanel), k);
+        if constexpr (K == Kind::F8) column = mul(column, plain_scales(w, row / kPanel, k / (kBlock * w.group)));
+        store(lanes, column);
         out[k] = lanes[row % kPanel] * scale;
       }
     }

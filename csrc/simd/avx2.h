@@ -95,6 +95,11 @@ inline Floats load_bfloat(const uint16_t* p) {
   };
   return {widen(load128(p)), widen(load128(p + 8))};
 }
+inline Floats load_e4m3(const uint8_t* p) {
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load128(p)), 7);
+  const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xBF80)));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
 inline Floats load_u8(const uint8_t* p) {
   const __m128i raw = load128(p);
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(raw)),
@@ -155,7 +160,8 @@ inline Bytes look_up(Bytes x, const uint8_t* table) {
   const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(both, x.a), _mm256_shuffle_epi8(both, x.b)};
 }
-inline Bytes add_fifth_bit(Bytes x, const uint8_t* bits) {
+template <int Bit>
+inline Bytes add_bits(Bytes x, const uint8_t* bits) {
   const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3,
                                           3, 3, 3, 3, 3, 3);
   const __m256i each = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
@@ -164,9 +170,15 @@ inline Bytes add_fifth_bit(Bytes x, const uint8_t* bits) {
     std::memcpy(&word, word_at, 4);
     const __m256i byte = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), spread), each);
     const __m256i set = _mm256_cmpeq_epi8(byte, each);
-    return _mm256_or_si256(value, _mm256_and_si256(set, _mm256_set1_epi8(16)));
+    return _mm256_or_si256(value, _mm256_and_si256(set, _mm256_set1_epi8(Bit)));
   };
   return {half(x.a, bits), half(x.b, bits + 4)};
+}
+template <int Slot>
+inline Bytes bit_pairs(Bytes x) {
+  const __m256i mask = _mm256_set1_epi8(3);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 2 * Slot), mask),
+          _mm256_and_si256(_mm256_srli_epi16(x.b, 2 * Slot), mask)};
 }
 template <int Slot>
 inline Bytes add_bit_pair(Bytes x, Bytes pairs) {

@@ -91,6 +91,11 @@ inline Floats load_bfloat(const uint16_t* p) {
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
+// e4m3 times 2^-8: its bits are those of a half of that value
+inline Floats load_e4m3(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xBF80))))};
+}
 inline Floats load_u8(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
@@ -157,11 +162,17 @@ inline Bytes high_nibbles(Bytes a) {
 inline Bytes look_up(Bytes a, const uint8_t* table) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), a.v)};
 }
-// adds 16 to the bytes whose bit is set in the 64-bit word at `bits`
-inline Bytes add_fifth_bit(Bytes a, const uint8_t* bits) {
+// adds `Bit` to the bytes whose bit is set in the 64-bit word at `bits`
+template <int Bit>
+inline Bytes add_bits(Bytes a, const uint8_t* bits) {
   uint64_t word;
   std::memcpy(&word, bits, 8);
-  return {_mm512_mask_add_epi8(a.v, static_cast<__mmask64>(word), a.v, _mm512_set1_epi8(16))};
+  return {_mm512_mask_add_epi8(a.v, static_cast<__mmask64>(word), a.v, _mm512_set1_epi8(Bit))};
+}
+// the two bits at 2 * Slot of every byte
+template <int Slot>
+inline Bytes bit_pairs(Bytes a) {
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 2 * Slot), _mm512_set1_epi8(3))};
 }
 // adds 16 * (the two bits at 2 * Slot of every byte of `pairs`)
 template <int Slot>

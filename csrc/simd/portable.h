@@ -110,6 +110,9 @@ inline void store_half(uint16_t* p, Floats a) {
 inline Floats load_bfloat(const uint16_t* p) {
   return each([&](int i) { return bfloat_to_float(p[i]); });
 }
+inline Floats load_e4m3(const uint8_t* p) {
+  return each([&](int i) { return half_to_float(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7F) << 7)); });
+}
 inline Floats load_u8(const uint8_t* p) {
   return each([&](int i) { return static_cast<float>(p[i]); });
 }
@@ -180,8 +183,14 @@ inline Bytes high_nibbles(Bytes a) {
   for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] >> 4);
   return a;
 }
-inline Bytes add_fifth_bit(Bytes a, const uint8_t* bits) {
-  for (int i = 0; i < 64; ++i) a.v[i] |= static_cast<uint8_t>(((bits[i / 8] >> (i % 8)) & 1) << 4);
+template <int Bit>
+inline Bytes add_bits(Bytes a, const uint8_t* bits) {
+  for (int i = 0; i < 64; ++i) a.v[i] |= static_cast<uint8_t>(((bits[i / 8] >> (i % 8)) & 1) * Bit);
+  return a;
+}
+template <int Slot>
+inline Bytes bit_pairs(Bytes a) {
+  for (int i = 0; i < 64; ++i) a.v[i] = (a.v[i] >> (2 * Slot)) & 3;
   return a;
 }
 template <int Slot>

@@ -24,16 +24,15 @@ namespace {
 
 struct Format {
   const char* name;
-  Kind kind;
-  int columns, bytes;  // of a block as files have it
+  int bytes;  // of a block as files have it
   std::vector<int> halves;  // where its float16 numbers are
+  std::vector<int> floats = {};  // and its float32 ones
 };
 const Format kFormats[] = {
-    {"Q8_0", Kind::Q8_0, 32, 34, {0}},         {"Q4_0", Kind::Q4_0, 32, 18, {0}},
-    {"Q5_0", Kind::Q5_0, 32, 22, {0}},         {"Q4_1", Kind::Q4_1, 32, 20, {0, 2}},
-    {"Q5_1", Kind::Q5_1, 32, 24, {0, 2}},      {"Q4_K", Kind::Q4_K, 256, 144, {0, 2}},
-    {"Q5_K", Kind::Q5_K, 256, 176, {0, 2}},    {"Q6_K", Kind::Q6_K, 256, 210, {208}},
-    {"IQ4_NL", Kind::IQ4_NL, 32, 18, {0}},
+    {"Q8_0", 34, {0}},      {"Q4_0", 18, {0}},       {"Q5_0", 22, {0}},     {"Q4_1", 20, {0, 2}},
+    {"Q5_1", 24, {0, 2}},   {"Q4_K", 144, {0, 2}},   {"Q5_K", 176, {0, 2}}, {"Q6_K", 210, {208}},
+    {"IQ4_NL", 18, {0}},    {"IQ4_XS", 136, {0}},    {"Q2_K", 84, {80, 82}}, {"Q3_K", 110, {108}},
+    {"G4:2", 24, {}, {0, 4}}, {"G8:4", 40, {}, {0, 4}}, {"NF4:2", 20, {}, {0}}, {"NV4", 22, {}, {0}},
 };
 
 using Floats = std::vector<float>;
@@ -49,17 +48,23 @@ Floats random_floats(size_t count) {
   return out;
 }
 
-// Any bytes are numbers of a format, except for its halves: those are between 2^-9 and 2^-8.
+// Any bytes are numbers of a format, except for its halves and floats: those are between 2^-9 and 2^-8.
 Matrix random_matrix(const Format& format, int rows, int columns) {
-  const size_t row_bytes = source_row_bytes(format.kind, columns);
+  const Packing packing = packing_from_name(format.name);
+  const size_t row_bytes = source_row_bytes(packing.kind, columns);
   std::vector<uint8_t> source(static_cast<size_t>(rows) * row_bytes);
   for (uint8_t& byte : source) byte = static_cast<uint8_t>(generator());
-  for (size_t block = 0; block < source.size(); block += static_cast<size_t>(format.bytes))
+  for (size_t block = 0; block < source.size(); block += static_cast<size_t>(format.bytes)) {
     for (const int at : format.halves) {
       const auto half = static_cast<uint16_t>(0x1800u + generator() % 0x400u);
       std::memcpy(source.data() + block + at, &half, 2);
     }
-  return pack_matrix(format.kind, rows, columns, source.data(), row_bytes);
+    for (const int at : format.floats) {
+      const uint32_t whole = 0x3B000000u + generator() % 0x800000u;
+      std::memcpy(source.data() + block + at, &whole, 4);
+    }
+  }
+  return pack_matrix(packing, rows, columns, source.data(), row_bytes);
 }
 
 // ── products ──

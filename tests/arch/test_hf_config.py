@@ -144,9 +144,14 @@ def test_global_layers_alone_are_scaled_in_gemma3() -> None:
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "8 bits"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 5}}, "5 bits"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}}, "marlin"),
+        ({"quantization_config": {"quant_method": "quanto"}}, "quanto"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "e5m2"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}}, "W4A8_AWQ"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "transform_config": {"a": 1}}}, "transform"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}}, "gemv"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "af4"}}, "af4"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": 66}, "hidden_size"),
@@ -179,12 +184,18 @@ def test_variants_are_refused_by_name(change: dict[str, Any], named: str) -> Non
         spec_from_hf({**LLAMA, **change})
 
 
-def test_quantisation_beside_the_config_is_refused(tmp_path: Path) -> None:
+def test_quantisation_beside_the_config_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_spec(tmp_path).num_layers == 2
-    (tmp_path / "hf_quant_config.json").write_text("{}")
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text("{}")
     with pytest.raises(UnsupportedModel, match="hf_quant_config"):
         read_spec(tmp_path)
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(UnsupportedModel, match="W4A8_AWQ"):
+        read_spec(tmp_path)
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}))
+    assert read_spec(tmp_path).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, "\udcff"])

@@ -11,15 +11,23 @@ import numpy as np
 import pytest
 import torch
 
+from tokenmill.arch.block_formats import OTHER_TYPES
+from tokenmill.ops.blocks import FLOAT_TABLES, expanded
 from tokenmill.ops.cpu import instruction_sets, is_available
 from tokenmill.ops.cpu.availability import native
-from tokenmill.ops.cpu.packing import PACKED_QUANTS, quantized_q8
+from tokenmill.ops.cpu.packing import PACKED_QUANTS, kind_of, pack_as, quantized_q8
+from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.dequantize import dequantize
 
 pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
 
 SETS = instruction_sets() if is_available()[0] else []
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HALVES_AT = {"MXFP4": (), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+HALVES_AT |= {"Q2_K": (80, 82), "Q3_K": (108,)}
+EXACT = {"F8", *PLAIN}  # multiplied with inputs that are not rounded
+KINDS = sorted(PACKED_QUANTS | PLAIN.keys() | {"G4:4", "G8:2", "NF4:2", "F8:4"})
+TABLE_TIMES = {"NF4": 112, "FP4": 120}  # the tables of kernels are integers
 MOST_ROWS = 29
 COARSE = math.inf  # no block has second bytes
 
@@ -30,6 +38,8 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     if kind in PLAIN:
         plain = torch.from_numpy(rng.standard_normal((rows, columns))).to(PLAIN[kind])
         return plain.double().numpy(), plain.view(torch.uint8).numpy()
+    if kind.partition(":")[0] in OTHER_TYPES:
+        return other_blocks(*kind.partition(":")[::2], rows, columns, rng)
     quant = gguf.GGMLQuantizationType[kind]
     values, size = gguf.GGML_QUANT_SIZES[quant]
     blocks = rng.integers(0, 256, (rows, columns // values, size), np.uint8)
@@ -42,10 +52,40 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     return gguf.quants.dequantize(source, quant).astype(np.float64), source
 
 
+def other_blocks(
+    kind: str, group: str, rows: int, columns: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks that GGUF has not, with float32 scales, of which `group` neighbours have the same"""
+    size, every = OTHER_TYPES[kind].block_bytes, int(group or 1)
+    count = columns // 32
+    blocks = rng.integers(0, 256, (rows, count, size), np.uint8)
+
+    def put(at: int, numbers: np.ndarray, times: int) -> None:
+        blocks[:, :, at : at + 4] = np.repeat(numbers.astype(np.float32), times, axis=1).view(np.uint8)
+
+    groups = (rows, count // every, 1)
+    put(0, rng.uniform(0.001, 0.01, groups), every)
+    if kind in ("G4", "G8"):
+        put(4, rng.integers(0, 16 if kind == "G4" else 256, groups), every)
+    if kind == "NV4":
+        put(0, rng.uniform(0.001, 0.01, (rows, 1, 1)), count)
+        blocks[:, :, 4:6] = rng.integers(40, 80, (rows, count, 2))  # scales about 1
+    if kind == "F8":
+        blocks[:, :, 4:] &= 0xBF
+    flat = torch.from_numpy(blocks.reshape(-1, size))
+    values = expanded(kind, flat)
+    if kind in TABLE_TIMES:
+        times = TABLE_TIMES[kind]
+        scales = flat[:, :4].contiguous().view(torch.float32)
+        codes = torch.cat([flat[:, 4:] & 15, flat[:, 4:] >> 4], dim=1).long()
+        values = (torch.tensor(FLOAT_TABLES[kind]) * times).round()[codes] / times * scales
+    return values.view(rows, columns).double().numpy(), blocks.reshape(rows, -1)
+
+
 def rounded_inputs(x: np.ndarray, kind: str, outlier_threshold: float) -> np.ndarray:
     """What the kernel multiplies where weights are quantised: whole numbers per block of 32 with one byte, or two where
     the block's largest number is more than `outlier_threshold` times the quadratic mean of all blocks' largest."""
-    if kind in PLAIN:
+    if kind.partition(":")[0] in EXACT:
         return x.astype(np.float64)
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(-1, keepdims=True)
@@ -69,10 +109,9 @@ def product(bench: Any, matrix: Any, x: np.ndarray, bias: np.ndarray | None = No
     return out
 
 
-@pytest.mark.parametrize("outlier_threshold", [COARSE, 1.2, 0.0])
+@pytest.mark.parametrize(("shape", "outlier_threshold"), [((37, 256), COARSE), ((37, 256), 0.0), ((96, 768), 1.2)])
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("kind", sorted(PACKED_QUANTS | PLAIN.keys()))
-@pytest.mark.parametrize("shape", [(37, 256), (96, 768)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_product_is_right_and_rows_keep_their_bits(
     isa: str, kind: str, shape: tuple[int, int], outlier_threshold: float
 ) -> None:
@@ -88,7 +127,7 @@ def test_product_is_right_and_rows_keep_their_bits(
         assert np.array_equal(product(bench, matrix, x[-rows:]), together[-rows:])
 
 
-@pytest.mark.parametrize("kind", sorted(PACKED_QUANTS))
+@pytest.mark.parametrize("kind", sorted(PACKED_QUANTS - EXACT))
 def test_two_bytes_round_a_hundred_times_finer(kind: str) -> None:
     values, source = random_blocks(kind, 64, 512)
     matrix = native().pack(kind, 64, 512, source)
@@ -110,7 +149,7 @@ def test_outliers_cost_little_where_their_blocks_are_fine() -> None:
 
 
 @pytest.mark.parametrize("outlier_threshold", [COARSE, 1.2, 0.0])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "F32"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "Q2_K", "NV4", "G8:2", "F32"])
 def test_hundreds_of_rows_equal_single_ones(kind: str, outlier_threshold: float) -> None:
     _, source = random_blocks(kind, 80, 1024)
     matrix = native().pack(kind, 80, 1024, source)
@@ -122,7 +161,7 @@ def test_hundreds_of_rows_equal_single_ones(kind: str, outlier_threshold: float)
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("kind", sorted(PACKED_QUANTS | PLAIN.keys()))
+@pytest.mark.parametrize("kind", KINDS)
 def test_lookup_gives_the_files_own_values(isa: str, kind: str) -> None:
     values, source = random_blocks(kind, 50, 512)
     matrix = native().pack(kind, 50, 512, source)
@@ -130,6 +169,22 @@ def test_lookup_gives_the_files_own_values(isa: str, kind: str) -> None:
     out = np.empty((4, 512), np.float32)
     native().embed_rows(matrix, ids, 2.0, out, isa)
     assert np.allclose(out, 2.0 * values[ids], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("quant", ["B8", "NV4D"])
+def test_formats_that_differ_in_rounding_only_are_packed_as_another(quant: str) -> None:
+    """bitsandbytes' int8 and compressed-tensors' NVFP4, whose makers round scales in an order of their own"""
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (24, 4, OTHER_TYPES[quant].block_bytes), np.uint8)
+    of_row = rng.uniform(1, 2, (24, 1, 1)).astype(np.float32)
+    data[:, :, :4] = np.repeat(of_row, 4, axis=1).view(np.uint8)
+    if quant == "NV4D":
+        data[:, :, 4:6] = rng.integers(40, 80, (24, 4, 2))
+    raw = RawTensor("x", (24, 128), torch.from_numpy(data.reshape(24, -1)), quant, same_scales=4)
+    matrix = pack_as(kind_of(raw, "none"), raw, dequantize)
+    out = np.empty((24, 128), np.float32)
+    native().embed_rows(matrix, np.arange(24), 1.0, out, "")
+    assert np.allclose(out, dequantize(raw).numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_bias_is_added() -> None:

@@ -11,26 +11,35 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word has output 0, 1, ... of its eight
+AWQ_PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}  # which part of a word has output 0, 1, ... of its own
 
 
 def signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
+def bit_words(values: list[int], bits: int) -> list[int]:
+    """Words of 32 bits, values one behind the other without gaps"""
+    whole = sum(value << (bits * place) for place, value in enumerate(values))
+    return [signed((whole >> at) & 0xFFFFFFFF) for at in range(0, len(values) * bits, 32)]
+
+
 def quantised(
-    weight: torch.Tensor, group: int, *, symmetric: bool
+    weight: torch.Tensor, group: int, *, symmetric: bool, bits: int = 4
 ) -> tuple[list[list[int]], list[list[int]], torch.Tensor]:
     """codes [out][in], zeros [out][groups], scales float16 [out, groups]"""
     rng = random.Random(0)
     num_out, num_in = weight.shape
     grouped = weight.view(num_out, num_in // group, group)
-    scales = (grouped.abs().amax(2) / 7).half()
-    zeros = [[8 if symmetric else rng.randrange(1, 16) for _ in range(num_in // group)] for _ in range(num_out)]
+    middle, most = 1 << (bits - 1), (1 << bits) - 1
+    scales = (grouped.abs().amax(2) / (middle - 1)).half()
+    zeros = [
+        [middle if symmetric else rng.randrange(1, most + 1) for _ in range(num_in // group)] for _ in range(num_out)
+    ]
     codes = [
         [
             min(
-                15,
+                most,
                 max(0, round(float(weight[row, column] / scales[row, column // group])) + zeros[row][column // group]),
             )
             for column in range(num_in)
@@ -49,22 +58,26 @@ def plain(codes: list[list[int]], zeros: list[list[int]], scales: torch.Tensor, 
     )
 
 
-def written(name: str, layout: str, codes: Any, zeros: Any, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+def written(
+    name: str, layout: str, codes: Any, zeros: Any, scales: torch.Tensor, bits: int = 4
+) -> dict[str, torch.Tensor]:
     num_out, num_in, num_groups = len(codes), len(codes[0]), scales.shape[1]
+    each = 32 // bits  # values of a word
 
     def along_outputs(table: Any, line: int, low: int) -> list[int]:
         words = []
-        for first in range(0, num_out, 8):
-            places = AWQ_PLACES if layout == "awq" else range(8)
-            words.append(signed(sum((table[first + i][line] - low) << (4 * place) for i, place in enumerate(places))))
+        for first in range(0, num_out, each):
+            places = AWQ_PLACES[bits] if layout == "awq" else range(each)
+            parts = ((table[first + i][line] - low) << (bits * place) for i, place in enumerate(places))
+            words.append(signed(sum(parts)))
         return words
 
     if layout == "awq":
         qweight = [along_outputs(codes, column, 0) for column in range(num_in)]
     else:
         qweight = [
-            [signed(sum(codes[row][first + i] << (4 * i) for i in range(8))) for row in range(num_out)]
-            for first in range(0, num_in, 8)
+            [signed(sum(codes[row][first + i] << (bits * i) for i in range(each))) for row in range(num_out)]
+            for first in range(0, num_in, each)
         ]
     qzeros = [along_outputs(zeros, number, 1 if layout == "gptq" else 0) for number in range(num_groups)]
     return {

@@ -17,6 +17,7 @@ from typing import Any
 from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.quantization import read_quantization
 from tokenmill.arch.spec import (
     Activation,
     Gqa,
@@ -78,17 +79,8 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 def _check_quantization(fields: ConfigFields) -> None:
     quantization = fields.section("quantization_config")
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") or quantization.get("quant_algo") or "unknown"
-    hint = "use the unquantised checkpoint or a GGUF"
-    if method == "mxfp4":
-        return
-    if method not in ("gptq", "awq"):
-        fields.refuse(f"quantization_config {method!r} is not supported", hint=hint)
-    bits, layout = quantization.get("bits"), quantization.get("version", "gemm")
-    if bits != 4 or (method == "awq" and str(layout).lower() != "gemm"):
-        fields.refuse(f"{method} of {bits} bits, layout {layout!r}, is not supported: 4 bits are", hint=hint)
+    if quantization:
+        read_quantization(quantization, fields.source)
 
 
 def _check_task(fields: ConfigFields) -> None:

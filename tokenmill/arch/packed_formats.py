@@ -2,7 +2,8 @@
 is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engine count these bytes.
 
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
-    5 and 6 bits     8 bits a value; formats of 4 bits with a table too
+    5 and 6 bits     8 bits a value; formats of 4 bits with a table of integers too
+    others           expanded: fp8 of a checkpoint, nf4 and fp4, 2 and 3 bits
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
     MXFP4 experts    as they are: 4 bits a value (`ops/triton/quant/fp4.py`)
 """
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenmill.arch.block_formats import BLOCK
 from tokenmill.arch.families import BY_NAME
-from tokenmill.arch.gguf_file import read_gguf_model
-from tokenmill.arch.read import read_json
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME, read_gguf_model
+from tokenmill.arch.quantization import read_quantization
+from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import sources_of, tensors_of
 
@@ -72,6 +75,12 @@ _FORMATS = {
     # numbers of a table, which are integers of 8 bits
     "IQ4_NL": _Format(8, 32, has_minima=False),
     "MXFP4": _Format(8, 32, has_minima=False),
+    "NV4": _Format(8, 16, has_minima=False),
+    "NV4D": _Format(8, 16, has_minima=False),
+    # what other makers write
+    "G4": _Format(4, 32, has_minima=True),
+    "G8": _Format(8, 32, has_minima=True),
+    "B8": _Format(8, 32, has_minima=False),
 }
 
 
@@ -96,8 +105,7 @@ def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
     """Formats of those tensors of a checkpoint that may stay packed, under our names."""
     described = path if path.suffix == ".json" else path / "config.json"
     if described.is_file():
-        config = read_json(described).get("quantization_config")
-        return grouped_formats(spec, config) if isinstance(config, dict) else {}
+        return configured_formats(spec, quantization_config(described))
     if path.suffix != ".gguf":
         path = next(iter(sorted(path.glob("*.gguf"))), path)
     if not path.is_file() or spec.family not in BY_NAME:
@@ -109,23 +117,22 @@ def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
 
 
 def drawable_formats(stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-    """Those formats of a checkpoint that random weights in its place have too: blocks with scales of their own"""
-    return {name: one for name, one in stored.items() if one.same_scales == 1}
+    """Those formats of a checkpoint that random weights in its place have too: GGUF's, with scales of their own"""
+    return {name: one for name, one in stored.items() if one.same_scales == 1 and one.quant in GGML_TYPE_BY_NAME}
 
 
-def grouped_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[str, Stored]:
-    """GPTQ's and AWQ's: the matrices of all layers, unless their columns are out of order; MXFP4's: those of experts.
-    `config` is a quantization_config."""
-    if config.get("quant_method") == "mxfp4":
-        return {name: Stored("MXFP4") for name in tensors_of(spec) if ".experts." in name and name.endswith(".weight")}
-    is_awq = config.get("quant_method") == "awq"
-    if config.get("quant_method") not in ("gptq", "awq") or (config.get("desc_act") and not is_awq):
+def configured_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[str, Stored]:
+    """Formats of the matrices of a checkpoint with this quantization_config, by what it says of them."""
+    if not config or spec.family not in BY_NAME:
         return {}
-    has_minima = config.get("zero_point", True) if is_awq else not config.get("sym", True)
-    size = int(config.get("group_size", MAX_GROUP))
-    stored = Stored("Q4_1" if has_minima else "Q4_0", (size if size > 0 else MAX_GROUP) // 32)
-    return {name: stored for name, tensor in tensors_of(spec).items() if _is_grouped(name, tensor.kind)}
-
-
-def _is_grouped(name: str, kind: str) -> bool:
-    return kind == "linear" and name.startswith("layers.") and not name.endswith(WHOLE)
+    quantization = read_quantization(config)
+    sources = sources_of(spec, BY_NAME[spec.family].hf_rules)
+    found = {}
+    for name, tensor in tensors_of(spec).items():
+        if tensor.kind != "linear" or name.endswith(WHOLE) or name not in sources:
+            continue
+        scheme = quantization.scheme_of(sources[name].names[0].removesuffix(".weight"))
+        if scheme is not None and not scheme.is_expanded and scheme.quant in _FORMATS:
+            columns = tensor.shape[-1]
+            found[name] = Stored(scheme.quant, max(1, (scheme.group or columns // BLOCK * BLOCK) // BLOCK))
+    return found

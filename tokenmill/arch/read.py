@@ -22,7 +22,7 @@ def read_spec(path: Path | str) -> ModelSpec:
     if not path.exists():
         raise ModelError(f"{path} does not exist")
     if path.suffix == ".json":
-        return spec_from_hf(read_json(path))
+        return _read_config(path)
     return spec_from_gguf(read_gguf_model(path))
 
 
@@ -30,10 +30,30 @@ def _read_directory(directory: Path) -> ModelSpec:
     config = directory / "config.json"
     if not config.is_file():
         return _read_lone_gguf(directory)
-    if (directory / "hf_quant_config.json").exists():
-        raise UnsupportedModel(f"{directory}: quantised by hf_quant_config.json, which is not supported")
     generation = directory / "generation_config.json"
-    return spec_from_hf(read_json(config), generation=read_json(generation) if generation.is_file() else None)
+    return _read_config(config, read_json(generation) if generation.is_file() else None)
+
+
+def _read_config(config: Path, generation: dict[str, Any] | None = None) -> ModelSpec:
+    quantization = quantization_config(config)
+    found = read_json(config)
+    return spec_from_hf(
+        {**found, "quantization_config": quantization} if quantization else found, generation=generation
+    )
+
+
+def quantization_config(config: Path) -> dict[str, Any]:
+    """How the matrices beside a config.json are quantised: as it says itself, or the hf_quant_config.json beside it, in
+    which ModelOpt describes them; empty where they are not."""
+    whole = read_json(config)
+    text = whole.get("text_config")
+    found = whole.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    beside = config.with_name(config.name.removesuffix("config.json") + "hf_quant_config.json")
+    if not found and beside.is_file():
+        found = read_json(beside).get("quantization")
+        if not isinstance(found, dict):
+            raise UnsupportedModel(f"{beside} says nothing of a quantization")
+    return found if isinstance(found, dict) else {}
 
 
 def _read_lone_gguf(directory: Path) -> ModelSpec:

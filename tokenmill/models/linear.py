@@ -19,7 +19,7 @@ from tokenmill.arch.regions import Matrices
 from tokenmill.arch.spec import RMS_NORM, NormSpec
 from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.batch import Mode
-from tokenmill.ops.blocks import FORMATS
+from tokenmill.ops.blocks import is_known
 from tokenmill.ops.interface import LinearWeight, Norm, Ops
 from tokenmill.ops.low_rank import HeldExperts, HeldLowRank, LowRank
 from tokenmill.ops.raw import RawTensor
@@ -79,7 +79,7 @@ class Loader:
 
     def dense(self, raw: RawTensor) -> torch.Tensor:
         """Plain values in the compute dtype, on the device."""
-        if self.device.type == "cuda" and (raw.quant is None or raw.quant in FORMATS):
+        if self.device.type == "cuda" and (raw.quant is None or is_known(raw.quant)):
             raw = replace(raw, data=to_gpu(raw.data, self.device))  # converted there, where it costs nothing
         return dequantize(raw, self.dtype).to(self.device)
 

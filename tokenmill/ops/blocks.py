@@ -10,9 +10,12 @@ reference's, so results are equal to it bit for bit.
     Q5_1  d[2] m[2] high[4] q[16]  d * q + m                Q6_K  q[128] high[64] scales[16] d[2]  16 groups of 16:
     Q8_0  d[2] q[32]               d * q                          d * scale * (q - 32)
 
-Two formats of 4 bits have their numbers in a table:
+Some formats of 4 bits have their numbers in a table:
 
     IQ4_NL  d[2] q[16]             d * table[q]             MXFP4  e[1] q[16]      2 ** (e - 128) * table[q]
+
+`arch/block_formats.py` has those that are not GGUF's. Floats of 8 bits and tables of floats are no integers with a
+scale: they are only expanded (`_FLOATS`).
 """
 
 from __future__ import annotations
@@ -24,21 +27,39 @@ import torch
 
 IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers 0, 0.5, 1 ... -6
+# Quantiles of the normal distribution, and floats of 2 bits of exponent and one of mantissa: as bitsandbytes has them.
+NF4_TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4_TABLE = tuple(sign * size / 12 for sign in (1, -1) for size in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+FLOAT_TABLES = {"NF4": NF4_TABLE, "FP4": FP4_TABLE}
 
 
 @dataclass(frozen=True)
 class BlockParts:
-    """A weight is scale * (code - zero) + minimum of its group."""
+    """A weight is scale * (code - zero) + minimum of its group, where zero may be the group's own."""
 
     codes: torch.Tensor  # uint8 [blocks, groups, columns of a group]
     zero: int
     scales: torch.Tensor  # float32 [blocks, groups]
     minima: torch.Tensor | None = None  # float32 [blocks, groups]; None: all 0
+    zeros: torch.Tensor | None = None  # float32 [blocks, groups], in the place of `zero`
+
+
+def is_known(quant: str | None) -> bool:
+    """Return whether `expanded` takes blocks of this format."""
+    return quant in FORMATS or quant in _FLOATS
 
 
 def expanded(quant: str, blocks: torch.Tensor) -> torch.Tensor:
     """uint8 [blocks, bytes] → float32 [blocks, values]"""
+    if quant in _FLOATS:
+        return _FLOATS[quant](blocks)
     parts = FORMATS[quant](blocks)
+    if parts.zeros is not None:
+        return ((parts.codes.float() - parts.zeros.unsqueeze(2)) * parts.scales.unsqueeze(2)).flatten(1)
     values = parts.codes.view(torch.int8).add(-parts.zero).float() * parts.scales.unsqueeze(2)
     return (values if parts.minima is None else values + parts.minima.unsqueeze(2)).flatten(1)
 
@@ -46,6 +67,16 @@ def expanded(quant: str, blocks: torch.Tensor) -> torch.Tensor:
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
     """The half-precision number at byte `start` of each block: float32 [blocks, 1]"""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _float(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The number of single precision at byte `start` of each block: float32 [blocks, 1]"""
+    return blocks[:, start : start + 4].contiguous().view(torch.float32)
+
+
+def _e4m3(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [...] → float32 [...]"""
+    return packed.contiguous().view(torch.float8_e4m3fn).float()
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
@@ -102,6 +133,46 @@ def _mxfp4(blocks: torch.Tensor) -> BlockParts:
     return _one_group(_looked_up(blocks[:, 1:], MXFP4_TABLE, 16), 16, scales)
 
 
+def _g4(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(_nibbles(blocks[:, 8:]).unsqueeze(1), 0, _float(blocks, 0), zeros=_float(blocks, 4))
+
+
+def _g8(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(blocks[:, 8:].unsqueeze(1), 0, _float(blocks, 0), zeros=_float(blocks, 4))
+
+
+def _b8(blocks: torch.Tensor) -> BlockParts:
+    return _one_group(blocks[:, 4:] ^ 128, 128, _float(blocks, 0) * (1 / 127))
+
+
+def _e2m1(blocks: torch.Tensor, scales: torch.Tensor) -> BlockParts:
+    """Scales become half as large, since the table's numbers are twice their own."""
+    codes = _looked_up(blocks[:, 6:], MXFP4_TABLE, 16).view(-1, 2, 16)
+    return BlockParts(codes, 16, scales * 0.5)
+
+
+def _nv4(blocks: torch.Tensor) -> BlockParts:
+    return _e2m1(blocks, _e4m3(blocks[:, 4:6]) * _float(blocks, 0))
+
+
+def _nv4d(blocks: torch.Tensor) -> BlockParts:
+    return _e2m1(blocks, _e4m3(blocks[:, 4:6]) / _float(blocks, 0))
+
+
+def _b8_values(blocks: torch.Tensor) -> torch.Tensor:
+    """In the order in which its maker multiplies"""
+    return blocks[:, 4:].view(torch.int8).float() * _float(blocks, 0) * (1 / 127)
+
+
+def _f8(blocks: torch.Tensor) -> torch.Tensor:
+    return _e4m3(blocks[:, 4:]) * _float(blocks, 0)
+
+
+def _from_table(quant: str, blocks: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor(FLOAT_TABLES[quant], device=blocks.device)
+    return table[_nibbles(blocks[:, 4:]).long()] * _float(blocks, 0)
+
+
 def _scales_and_mins(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight 6-bit scales and mins out of 12 bytes; the top bits of the first four hold those of the last four."""
     scale, minimum, low = packed.view(-1, 3, 4).unbind(1)
@@ -147,4 +218,15 @@ FORMATS: dict[str, Callable[[torch.Tensor], BlockParts]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "MXFP4": _mxfp4,
+    "G4": _g4,
+    "G8": _g8,
+    "B8": _b8,
+    "NV4": _nv4,
+    "NV4D": _nv4d,
+}
+_FLOATS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "B8": _b8_values,
+    "F8": _f8,
+    "NF4": lambda blocks: _from_table("NF4", blocks),
+    "FP4": lambda blocks: _from_table("FP4", blocks),
 }

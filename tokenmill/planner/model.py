@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -18,11 +19,11 @@ from tokenmill.arch.cost import DTYPE_BYTES, WeightParts, weight_parts
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
-from tokenmill.arch.packed_formats import grouped_formats
-from tokenmill.arch.read import read_json, read_spec
+from tokenmill.arch.packed_formats import Stored, configured_formats
+from tokenmill.arch.read import quantization_config, read_json, read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.engine.backends import TRITON, KeptWeights, StoredWeights
-from tokenmill.errors import InvalidConfig, UnknownModel
+from tokenmill.errors import InvalidConfig, UnknownModel, UnsupportedModel
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.store import resolve_model
 from tokenmill.store.catalog import find_entry
@@ -126,28 +127,29 @@ def _kept_on_gpu(stored: StoredWeights) -> KeptWeights:
 
 def model_from_config(path: Path, name: str) -> PlannedModel:
     config = read_json(path)
-    config["quantization_config"] = config.get("quantization_config") or _quantised_beside(path)
+    config["quantization_config"] = quantization_config(path)
     return _from_config(config, name)
 
 
 def _from_config(config: dict[str, Any], name: str) -> PlannedModel:
     quantisation = config.pop("quantization_config", None)
     model = outline_from_hf(config)
-    if not isinstance(quantisation, dict):
+    if not isinstance(quantisation, dict) or not quantisation:
         return PlannedModel(name, model, plain_dtype(model))
     dtype = quantised_dtype(quantisation)
-    formats = grouped_formats(model, quantisation) if isinstance(model, ModelSpec) else {}
+    formats = _formats(model, quantisation) if isinstance(model, ModelSpec) else {}
     if not isinstance(model, ModelSpec) or not formats:
         return PlannedModel(name, model, dtype)
     kept = _kept_on_gpu(StoredWeights(model, None, formats))
     return PlannedModel(name, model, dtype, kept=kept.parts, expands_weights=kept.expands_weights)
 
 
-def _quantised_beside(path: Path) -> dict[str, Any] | None:
-    """Read hf_quant_config.json, where some checkpoints describe their quantisation."""
-    beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
-    found = read_json(beside).get("quantization") if beside.is_file() else None
-    return found if isinstance(found, dict) else None
+def _formats(model: ModelSpec, quantisation: dict[str, Any]) -> Mapping[str, Stored]:
+    """Formats of matrices; none where weights so quantised are planned but not computed with."""
+    try:
+        return configured_formats(model, quantisation)
+    except UnsupportedModel:
+        return {}
 
 
 def plain_dtype(spec: Model) -> str:

@@ -93,6 +93,7 @@ class SafetensorsCheckpoint:
         self.files = files
         self.place = str(files[0] if len(files) == 1 else files[0].parent)
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}  # in the format's own words: "BF16", "F8_E4M3", ...
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         for path in files:
@@ -104,7 +105,8 @@ class SafetensorsCheckpoint:
             if name in self._files:
                 raise DamagedFile(f"{path}: tensor {name!r} is in {self._files[name].name} too")
             self._files[name] = path
-            self.shapes[name] = tuple(file.get_slice(name).get_shape())
+            found = file.get_slice(name)
+            self.shapes[name], self.dtypes[name] = tuple(found.get_shape()), str(found.get_dtype())
 
     def load(self, name: str) -> RawTensor:
         data = self.tensor(name)

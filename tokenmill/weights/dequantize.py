@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
+from tokenmill.arch.block_formats import BLOCK_TYPES
 from tokenmill.errors import UnsupportedModel
-from tokenmill.ops.blocks import FORMATS, expanded
+from tokenmill.ops.blocks import expanded, is_known
 from tokenmill.ops.raw import RawTensor
 
 CHUNK_VALUES = 1 << 20  # values expanded at once: small enough to stay in a cache
@@ -32,9 +32,9 @@ def dequantize(raw: RawTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 def _expanded(rows: torch.Tensor, raw: RawTensor) -> torch.Tensor:
     """Expand uint8 [rows, bytes] to float32 [rows, values]."""
     assert raw.quant is not None
-    if raw.quant not in FORMATS:
+    if not is_known(raw.quant):
         return _expanded_by_gguf(rows, raw)
-    blocks = rows.reshape(-1, GGML_TYPE_BY_NAME[raw.quant].block_bytes)
+    blocks = rows.reshape(-1, BLOCK_TYPES[raw.quant].block_bytes)
     return expanded(raw.quant, blocks).view(rows.shape[0], raw.shape[-1])
 
 

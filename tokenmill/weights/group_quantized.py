@@ -1,134 +1,114 @@
-"""Checkpoints made by GPTQ and AWQ: 4-bit weights with a scale and a zero for each group of columns.
+"""Matrices made by GPTQ and AWQ: integers with a scale and a zero for each group of columns.
 
-A matrix [out, in] is stored transposed, eight values per int32:
+A matrix [out, in] is stored transposed, so many values per int32 as fit (of 4 bits: eight):
 
     GPTQ   qweight [in / 8, out], eight inputs a word     qzeros [groups, out / 8], stored one too low (not in v2)
     AWQ    qweight [in, out / 8], eight outputs a word in the order 0 2 4 6 1 3 5 7        qzeros in the same order
     both   scales [groups, out]        value = scale * (q - zero)
 
-They are repacked into GGUF's blocks of 32 columns, which every backend knows. Where all zeros are 8 that is Q4_0 and
-nothing is rounded; else Q4_1, whose -zero * scale has half precision. Where the columns of a group do not lie together
-(GPTQ's act order) the values are expanded.
+GPTQ has 2, 3, 4 or 8 bits (of 3 bits, 32 values lie in 3 words), AWQ 4 or 8 (four values in the order 0 2 1 3). Where
+the columns of a group do not lie together (GPTQ's act order, `g_idx`) the values are expanded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tokenmill.errors import DamagedFile
-from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.checkpoint import SafetensorsCheckpoint
+from tokenmill.weights.scaled_blocks import Groups, in_blocks, integer_blocks
+from tokenmill.weights.stored_matrix import StoredMatrix, refuse_parts
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-BLOCK = 32
+AWQ_ORDERS = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 _PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
+WORD_BITS = 32
+
+
+def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[str, StoredMatrix]:
+    stems = [name.removesuffix(".qweight") for name in checkpoint.shapes if name.endswith(".qweight")]
+    if stems and not config:
+        raise DamagedFile(
+            f"{checkpoint.place} holds GPTQ or AWQ tensors, but its config.json has no quantization_config",
+            hint="take the config.json that belongs to these files",
+        )
+    is_awq = config.get("quant_method") == "awq" or str(config.get("packing_format")).endswith("awq")
+    zeros_are_low = not is_awq and config.get("checkpoint_format") != "gptq_v2"
+    layout = _Layout(checkpoint, int(config.get("bits") or config.get("w_bit") or 4), is_awq, zeros_are_low)
+    return {f"{stem}.weight": layout.matrix(stem) for stem in stems}
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The parts of a quantised matrix."""
+class _Layout:
+    checkpoint: SafetensorsCheckpoint
+    bits: int
+    is_awq: bool
+    zeros_are_low: bool
 
-    codes: torch.Tensor  # uint8 [out, in]
-    zeros: torch.Tensor  # uint8 [out, groups]
-    scales: torch.Tensor  # float16 [out, groups]
-    owners: torch.Tensor  # int64 [in]: the group of each column
+    def matrix(self, stem: str) -> StoredMatrix:
+        parts = tuple(stem + part for part in _PARTS if stem + part in self.checkpoint.shapes)
+        return StoredMatrix(parts, self._shape(stem), lambda name: integer_blocks(name, self._groups(stem)))
 
-
-class GroupQuantizedCheckpoint:
-    """A view of a checkpoint with `X.weight` in place of `X.qweight`, `X.qzeros` and `X.scales`."""
-
-    def __init__(self, inner: SafetensorsCheckpoint, config: Mapping[str, Any]) -> None:
-        """`config`: the quantization_config of its config.json, which the reader of the spec has checked."""
-        self._inner = inner
-        self._is_awq = config.get("quant_method") == "awq"
-        self._zeros_are_low = not self._is_awq and config.get("checkpoint_format") != "gptq_v2"
-        self._matrices = [name.removesuffix(".qweight") for name in inner.shapes if name.endswith(".qweight")]
-        parts = {matrix + part for matrix in self._matrices for part in _PARTS}
-        self.shapes = {name: shape for name, shape in inner.shapes.items() if name not in parts}
-        self.shapes |= {f"{matrix}.weight": self._shape(matrix) for matrix in self._matrices}
-
-    @property
-    def place(self) -> str:
-        return self._inner.place
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return self._inner.files
-
-    def load(self, name: str) -> RawTensor:
-        matrix = name.removesuffix(".weight")
-        if name in self._inner.shapes or f"{matrix}.qweight" not in self._inner.shapes:
-            return self._inner.load(name)
-        return as_blocks(name, self._groups(matrix))
-
-    def _shape(self, matrix: str) -> tuple[int, int]:
+    def _shape(self, stem: str) -> tuple[int, int]:
         """Return [out, in], after a check that all parts fit together."""
-        shapes = [self._inner.shapes.get(matrix + part, ()) for part in (".qweight", ".qzeros", ".scales")]
+        shapes = [self.checkpoint.shapes.get(stem + part, ()) for part in _PARTS[:3]]
         if any(len(shape) != 2 for shape in shapes):
-            raise DamagedFile(f"{self.place}: {matrix!r} lacks one of {', '.join(_PARTS[:3])}")
+            raise DamagedFile(f"{self.checkpoint.place}: {stem!r} lacks one of {', '.join(_PARTS[:3])}")
         (first, second), zeros, (num_groups, num_out) = shapes
-        num_in, packed_out = (first, second * 8) if self._is_awq else (first * 8, second)
-        if packed_out != num_out or zeros != (num_groups, num_out // 8) or num_in % max(1, num_groups):
-            raise DamagedFile(f"{self.place}: the parts of {matrix!r} do not fit together: {shapes}")
+        if self.is_awq:
+            num_in, packed_out = first, second * WORD_BITS // self.bits
+        else:
+            num_in, packed_out = first * WORD_BITS // self.bits, second
+        packed_zeros = (num_groups, num_out * self.bits // WORD_BITS)
+        if packed_out != num_out or zeros != packed_zeros or num_in % max(1, num_groups):
+            refuse_parts(self.checkpoint.place, stem, qweight=shapes[0], qzeros=zeros, scales=shapes[2])
         return num_out, num_in
 
-    def _groups(self, matrix: str) -> Groups:
-        num_out, num_in = self._shape(matrix)
-        words = self._inner.tensor(f"{matrix}.qweight")
-        if self._is_awq:
-            codes = nibbles(words)[..., inverse(AWQ_ORDER)].reshape(num_in, num_out).t()
+    def _groups(self, stem: str) -> Groups:
+        _, num_in = self._shape(stem)
+        words = self.checkpoint.tensor(f"{stem}.qweight")
+        if self.is_awq:
+            codes = self._reordered(unpacked(words, self.bits)).t()
         else:
-            codes = nibbles(words.t().contiguous()).reshape(num_out, num_in)
-        zeros = nibbles(self._inner.tensor(f"{matrix}.qzeros"))
-        zeros = zeros[..., inverse(AWQ_ORDER)] if self._is_awq else zeros
-        zeros = zeros.reshape(-1, num_out).t() + int(self._zeros_are_low)
-        scales = self._inner.tensor(f"{matrix}.scales").to(torch.float16).t()
-        return Groups(codes.contiguous(), zeros.contiguous(), scales.contiguous(), self._owners(matrix, num_in, scales))
+            codes = unpacked(words.t().contiguous(), self.bits)
+        zeros = unpacked(self.checkpoint.tensor(f"{stem}.qzeros"), self.bits)
+        zeros = self._reordered(zeros) if self.is_awq else zeros
+        # A zero of -1 was stored as the highest code.
+        low = (zeros.int() + 1) % (1 << self.bits) if self.zeros_are_low else zeros
+        scales = self.checkpoint.tensor(f"{stem}.scales").t()
+        owners = self._owners(stem, num_in, scales.shape[1])
+        return Groups(codes.contiguous(), self.bits, low.t().contiguous(), scales.contiguous(), owners)
 
-    def _owners(self, matrix: str, num_in: int, scales: torch.Tensor) -> torch.Tensor:
-        num_groups = scales.shape[1]
-        plain = torch.arange(num_in) // (num_in // num_groups)
-        if f"{matrix}.g_idx" not in self._inner.shapes:
-            return plain
-        owners = self._inner.tensor(f"{matrix}.g_idx").long()
-        if owners.shape != plain.shape or int(owners.min()) < 0 or int(owners.max()) >= num_groups:
-            raise DamagedFile(f"{self.place}: {matrix}.g_idx does not number {num_groups} groups of {num_in} columns")
+    def _reordered(self, values: torch.Tensor) -> torch.Tensor:
+        order = inverse(AWQ_ORDERS[self.bits])
+        return in_blocks(values, len(order))[..., order].flatten(-2)
+
+    def _owners(self, stem: str, num_in: int, num_groups: int) -> torch.Tensor | None:
+        if f"{stem}.g_idx" not in self.checkpoint.shapes:
+            return None
+        owners = self.checkpoint.tensor(f"{stem}.g_idx").long()
+        if owners.shape != (num_in,) or int(owners.min()) < 0 or int(owners.max()) >= num_groups:
+            raise DamagedFile(
+                f"{self.checkpoint.place}: {stem}.g_idx does not number {num_groups} groups of {num_in} columns"
+            )
         return owners
 
 
-def nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Unpack int32 [..., n] to uint8 [..., n, 8], lowest bits first."""
-    halves = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-    return torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2)
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [..., n] → uint8 [..., 32n / bits]: values without gaps between them, lowest bits first."""
+    pieces = words.contiguous().view(torch.uint8)  # [..., 4n]
+    if bits == 8:
+        return pieces
+    if bits in (2, 4):
+        return torch.stack([(pieces >> at) & ((1 << bits) - 1) for at in range(0, 8, bits)], dim=-1).flatten(-2)
+    places = torch.arange(8, dtype=torch.uint8)
+    single = ((pieces.unsqueeze(-1) >> places) & 1).flatten(-2)  # a bit a byte
+    values = in_blocks(single[..., : single.shape[-1] // bits * bits], bits)
+    return (values << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
 def inverse(order: Sequence[int]) -> list[int]:
     return [order.index(place) for place in range(len(order))]
-
-
-def as_blocks(name: str, groups: Groups) -> RawTensor:
-    num_out, num_in = groups.codes.shape
-    size = num_in // groups.scales.shape[1]
-    if size % BLOCK or not torch.equal(groups.owners, torch.arange(num_in) // size):
-        return RawTensor(name, (num_out, num_in), expanded(groups))
-    heads = [groups.scales]
-    if not bool((groups.zeros == 8).all()):
-        heads.append((groups.scales.float() * -groups.zeros.float()).to(torch.float16))
-    numbers = torch.stack(
-        [head.repeat_interleave(size // BLOCK, dim=1) for head in heads], dim=2
-    )  # [out, blocks, heads]
-    blocks = groups.codes.view(num_out, -1, 2, BLOCK // 2)
-    packed = torch.cat((numbers.view(torch.uint8), blocks[:, :, 0] | (blocks[:, :, 1] << 4)), dim=2)
-    quant = "Q4_0" if len(heads) == 1 else "Q4_1"
-    return RawTensor(name, (num_out, num_in), packed.flatten(1), quant, same_scales=size // BLOCK)
-
-
-def expanded(groups: Groups) -> torch.Tensor:
-    """Dequantise to float32 [out, in]."""
-    zeros, scales = (part[:, groups.owners].float() for part in (groups.zeros, groups.scales))
-    return (groups.codes.float() - zeros) * scales

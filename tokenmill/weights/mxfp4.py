@@ -1,64 +1,51 @@
-"""Checkpoints with MXFP4 matrices (gpt-oss): numbers of 4 bits, and a power of two for each 32 of them.
+"""Matrices in MXFP4: numbers of 4 bits (e2m1), and a power of two for each 32 of them.
 
-    X_blocks [..., rows, groups, 16]   two numbers a byte, the first in the low nibble
-    X_scales [..., rows, groups]       exponents, 127 too high
+    gpt-oss              X_blocks [..., rows, groups, 16], X_scales [..., rows, groups]: exponents, 127 too high
+    compressed-tensors   X.weight_packed uint8 [rows, columns / 2], X.weight_scale uint8 [rows, groups]
 
-The same numbers are handed on in GGUF's blocks, which every backend knows: an exponent, then 16 bytes whose low nibbles
-are the first half of the group. Nothing is rounded.
+The first of two numbers is in the low nibble. The same numbers are handed on in GGUF's blocks, which every backend
+knows: an exponent, then 16 bytes whose low nibbles are the first half of the group. Nothing is rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
-from tokenmill.errors import DamagedFile
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.checkpoint import SafetensorsCheckpoint
+from tokenmill.weights.stored_matrix import StoredMatrix, refuse_parts
 
 GROUP, BYTES = 32, 16
 BLOCKS, SCALES = "_blocks", "_scales"
+PACKED = ".weight_packed"
 
 
-class Mxfp4Checkpoint:
-    """A view of a checkpoint with `X` in place of `X_blocks` and `X_scales`."""
+def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[str, StoredMatrix]:
+    found = {}
+    for name, shape in checkpoint.shapes.items():
+        if name.endswith(BLOCKS):
+            weight = name.removesuffix(BLOCKS)
+            parts, blocks = (name, weight + SCALES), shape
+        elif name.endswith(PACKED) and checkpoint.dtypes.get(f"{name.removesuffix('_packed')}_scale") == "U8":
+            weight = name.removesuffix("_packed")
+            parts, blocks = (name, f"{weight}_scale"), (*shape[:-1], shape[-1] // BYTES, BYTES)
+        else:
+            continue
+        scales = checkpoint.shapes.get(parts[1], ())
+        if len(blocks) < 3 or blocks[-1] != BYTES or blocks[:-1] != scales or shape[-1] % BYTES:
+            refuse_parts(checkpoint.place, weight, blocks=shape, scales=scales)
+        whole = (*blocks[:-2], blocks[-2] * GROUP)
+        found[weight] = StoredMatrix(parts, whole, partial(_load, checkpoint, parts, whole))
+    return found
 
-    def __init__(self, inner: SafetensorsCheckpoint) -> None:
-        self._inner = inner
-        found = [name.removesuffix(BLOCKS) for name in inner.shapes if name.endswith(BLOCKS)]
-        parts = {name + part for name in found for part in (BLOCKS, SCALES)}
-        self.matrices = {name: self._shape(name) for name in found}
-        self.shapes = {name: shape for name, shape in inner.shapes.items() if name not in parts} | self.matrices
-        self._last: RawTensor | None = None  # gate and up are one tensor, and asked for one after the other
 
-    @property
-    def place(self) -> str:
-        return self._inner.place
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return self._inner.files
-
-    def load(self, name: str) -> RawTensor:
-        if name not in self.matrices:
-            return self._inner.load(name)
-        last = self._last
-        if last is None or last.name != name:
-            blocks, scales = (self._inner.tensor(name + part) for part in (BLOCKS, SCALES))
-            last = RawTensor(name, self.matrices[name], as_gguf_blocks(blocks, scales), "MXFP4")
-            self._last = last
-        return last
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the values, after a check that both parts fit together."""
-        blocks, scales = (self._inner.shapes.get(name + part, ()) for part in (BLOCKS, SCALES))
-        if len(blocks) < 3 or blocks[-1] != BYTES or blocks[:-1] != scales:
-            raise DamagedFile(
-                f"{self.place}: the parts of {name!r} do not fit together: blocks {list(blocks)}, scales {list(scales)}"
-            )
-        return (*blocks[:-2], blocks[-2] * GROUP)
+def _load(checkpoint: SafetensorsCheckpoint, parts: tuple[str, str], shape: tuple[int, ...], name: str) -> RawTensor:
+    blocks, scales = (checkpoint.tensor(part) for part in parts)
+    return RawTensor(name, shape, as_gguf_blocks(blocks.reshape(*scales.shape, BYTES), scales), "MXFP4")
 
 
 def as_gguf_blocks(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

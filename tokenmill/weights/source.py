@@ -8,22 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tokenmill.arch.families import BY_NAME
 from tokenmill.arch.family import Family
 from tokenmill.arch.gguf_file import read_gguf_model
-from tokenmill.arch.read import read_json
+from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import GGUF_FACTS, Rules, TensorSource, sources_of
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
-from tokenmill.weights.group_quantized import GroupQuantizedCheckpoint
+from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.locate import locate
-from tokenmill.weights.mxfp4 import BLOCKS, Mxfp4Checkpoint
+from tokenmill.weights.quantized_checkpoint import QuantizedCheckpoint
+from tokenmill.weights.scaled_blocks import alike
 
 _COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers old checkpoints saved; we compute them
 
@@ -44,7 +45,7 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
         return CheckpointWeights(gguf, sources_of(spec, family.gguf_traits.rules), GGUF_FACTS)
     checkpoint = _safetensors(location.files)
     rules = _with_prefix(family, checkpoint.shapes)
-    if isinstance(checkpoint, Mxfp4Checkpoint):  # their rows are outputs already
+    if isinstance(checkpoint, QuantizedCheckpoint) and checkpoint.has_rows_of_outputs:
         rules = {ours: replace(rule, transposed=False) for ours, rule in rules.items()}
     tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
     further = _extra_layers(spec, rules)
@@ -59,17 +60,13 @@ def _extra_layers(spec: ModelSpec, rules: Rules) -> tuple[str, ...]:
 
 def _safetensors(files: tuple[Path, ...]) -> Checkpoint:
     checkpoint = SafetensorsCheckpoint(files)
-    if any(name.endswith(BLOCKS) for name in checkpoint.shapes):
-        return Mxfp4Checkpoint(checkpoint)
-    if not any(name.endswith(".qweight") for name in checkpoint.shapes):
-        return checkpoint
-    config = read_json(files[0].parent / "config.json").get("quantization_config")
-    if not isinstance(config, dict):
-        raise DamagedFile(
-            f"{checkpoint.place} holds GPTQ or AWQ tensors, but its config.json has no quantization_config",
-            hint="take the config.json that belongs to these files",
-        )
-    return GroupQuantizedCheckpoint(checkpoint, config)
+    found = QuantizedCheckpoint(checkpoint, _quantization_config(files[0].parent))
+    return found if found.matrices else checkpoint
+
+
+def _quantization_config(folder: Path) -> Mapping[str, Any]:
+    config = folder / "config.json"
+    return quantization_config(config) if config.is_file() else {}
 
 
 def _family(spec: ModelSpec) -> Family:
@@ -124,6 +121,7 @@ class CheckpointWeights:
             return self._product(name, parts[0], *source.times)
         if len(parts) == 1:
             return replace(parts[0], name=name)
+        parts = alike(parts)
         data = torch.stack([part.data for part in parts])
         return replace(parts[0], name=name, shape=(len(parts), *parts[0].shape), data=data)
 
@@ -137,9 +135,7 @@ class CheckpointWeights:
     def _product(self, name: str, left: RawTensor, theirs: str, shape: tuple[int, int]) -> RawTensor:
         """Two matrices with nothing between them, as one"""
         right = self._part(theirs, TensorSource((theirs,), shape))
-        if left.quant or right.quant:
-            raise UnsupportedModel(f"tensor {theirs!r}: quantised matrices can't be multiplied by each other")
-        return replace(left, name=name, shape=(left.shape[0], shape[1]), data=left.data.float() @ right.data.float())
+        return RawTensor(name, (left.shape[0], shape[1]), dequantize(left) @ dequantize(right))
 
     def check(self) -> None:
         """Raise one error that names every missing, misshapen and unexpected tensor."""

@@ -1,4 +1,5 @@
-"""From checkpoint tensors to the kernels' panels. The numbers of the file are kept: nothing is rounded again.
+"""From checkpoint tensors to the kernels' panels. The numbers of the file are kept: nothing is rounded again, except
+for the tables of nf4 and fp4, of which kernels keep 8 bits.
 
 Block formats without a packed form of their own are expanded and kept as float16; the smallest error of all choices
 (relative 2^-11) at the price of memory. Plain tensors keep their type.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -21,7 +22,11 @@ from numpy.typing import NDArray
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.raw import RawTensor
 
-PACKED_QUANTS = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL"})
+PACKED_QUANTS = frozenset(
+    {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"}
+    | {"G4", "G8", "NF4", "FP4", "NV4", "F8"}
+)
+GROUPED = ("G4", "G8", "NF4", "FP4", "F8")  # scales of a few blocks are kept once where they are the same: "G4:4"
 _PLAIN_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ALIGNMENT = 64  # of a packed matrix, in bytes
 
@@ -91,10 +96,43 @@ class Packer:
         return [pack_as(kind, raw, self.dense, self.threads, to) for raw, to in zip(raws, places, strict=True)]
 
 
+def _as_g8(blocks: torch.Tensor) -> torch.Tensor:
+    """bitsandbytes' int8 as G8: a third number in front, and unsigned"""
+    scales = blocks[..., :4].contiguous().view(torch.float32) * (1 / 127)
+    header = torch.cat((scales, torch.full_like(scales, 128.0)), dim=-1)
+    return torch.cat((header.view(torch.uint8), blocks[..., 4:] ^ 128), dim=-1)
+
+
+def _as_nv4(blocks: torch.Tensor) -> torch.Tensor:
+    """The inverse of the number by which scales are divided"""
+    inverse = 1 / blocks[..., :4].contiguous().view(torch.float32)
+    return torch.cat((inverse.view(torch.uint8), blocks[..., 4:]), dim=-1)
+
+
+# Formats that differ from a packed one in the order in which their maker rounds.
+_VARIANTS: dict[str, tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "B8": ("G8", 36, _as_g8),
+    "NV4D": ("NV4", 22, _as_nv4),
+}
+
+
+def _without_variant(raw: RawTensor) -> RawTensor:
+    if raw.quant not in _VARIANTS:
+        return raw
+    quant, block_bytes, converted = _VARIANTS[raw.quant]
+    data = converted(raw.data.reshape(*raw.data.shape[:-1], -1, block_bytes)).flatten(-2)
+    return replace(raw, data=data, quant=quant)
+
+
 def kind_of(raw: RawTensor, quantization: Quantization) -> str:
     """The packed form that a tensor gets."""
-    if raw.quant in PACKED_QUANTS:
-        return str(raw.quant)
+    quant = _VARIANTS[raw.quant][0] if raw.quant in _VARIANTS else raw.quant
+    if quant in GROUPED:
+        num_blocks = raw.shape[-1] // 32
+        group = next(size for size in (4, 2, 1) if raw.same_scales % size == 0 and num_blocks % size == 0)
+        return str(quant) if group == 1 else f"{quant}:{group}"
+    if quant in PACKED_QUANTS:
+        return str(quant)
     if quantization == "int8" and raw.shape[-1] % 32 == 0:
         return "Q8_0"
     return "F16" if raw.quant else _PLAIN_KINDS.get(raw.data.dtype, "F32")
@@ -102,7 +140,8 @@ def kind_of(raw: RawTensor, quantization: Quantization) -> str:
 
 def pack_as(kind: str, raw: RawTensor, dense: Dense, threads: int = 1, to: Bytes | None = None) -> Any:
     rows, columns = raw.shape
-    if raw.quant == kind:
+    raw = _without_variant(raw)
+    if raw.quant == kind.partition(":")[0]:
         return native().pack(kind, rows, columns, raw.data.contiguous().numpy(), threads, to)
     values = dense(raw).to(torch.float16) if raw.quant else raw.data.contiguous()
     if kind == "Q8_0":
@@ -113,7 +152,7 @@ def pack_as(kind: str, raw: RawTensor, dense: Dense, threads: int = 1, to: Bytes
 
 
 def _slices(raw: RawTensor) -> list[RawTensor]:
-    return [RawTensor(raw.name, raw.shape[1:], raw.data[index], raw.quant) for index in range(raw.shape[0])]
+    return [replace(raw, shape=raw.shape[1:], data=raw.data[index]) for index in range(raw.shape[0])]
 
 
 @cache
@@ -121,7 +160,7 @@ def layout_digest() -> str:
     """A digest of how the kernels lay out every kind; a cache of packed bytes is valid for one digest only."""
     rows, cols = 40, 512  # panels that are full and one that is not, super-blocks and blocks
     digest = hashlib.sha256()
-    for kind in (*sorted(PACKED_QUANTS), *_PLAIN_KINDS.values()):
+    for kind in (*sorted(PACKED_QUANTS), *(f"{kind}:4" for kind in GROUPED), *_PLAIN_KINDS.values()):
         row_bytes = native().source_row_bytes(kind, cols)
         source = (np.arange(rows * row_bytes, dtype=np.uint64) * 2654435761 >> 7).astype(np.uint8)
         packed = aligned_bytes(native().packed_bytes(kind, rows, cols))

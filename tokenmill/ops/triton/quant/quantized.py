@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
+from tokenmill.arch.block_formats import BLOCK_TYPES
 from tokenmill.arch.packed_formats import INT4_GROUP, INT8_GROUP, PackedIntFormat
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
@@ -28,7 +28,7 @@ from tokenmill.ops.triton.quant.packed_int import dequantize_packed, pack_ints, 
 
 FP8 = torch.float8_e4m3fn
 INT4_INTERLEAVES = (INTERLEAVE, 16)
-NUM_CODES = {"Q4_1": 16, "Q4_K": 16, "Q5_1": 32, "Q5_K": 32}  # of formats with minima
+NUM_CODES = {"Q4_1": 16, "Q4_K": 16, "Q5_1": 32, "Q5_K": 32, "G4": 16, "G8": 256}  # of formats with minima or zeros
 
 
 @dataclass(frozen=True)
@@ -142,16 +142,17 @@ def interleaved(first: PackedIntMatrix, second: PackedIntMatrix, num_parts: int)
 
 def _pack_rows(blocks: torch.Tensor, quant: str, form: PackedIntFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Words and scales. Values are -8 to 7 of 4 bits also where codes began at 0: the minimum is the middle's then."""
-    parts = BLOCK_FORMATS[quant](blocks.reshape(-1, GGML_TYPE_BY_NAME[quant].block_bytes))
+    parts = BLOCK_FORMATS[quant](blocks.reshape(-1, BLOCK_TYPES[quant].block_bytes))
     codes = parts.codes.reshape(len(blocks), -1)
     every = form.group // parts.codes.shape[2]  # neighbouring groups are alike
     scales = parts.scales.view(len(blocks), -1)[:, ::every]
     zero = parts.zero
-    if parts.minima is not None:
+    minima = parts.minima if parts.zeros is None else -parts.scales * parts.zeros
+    if minima is not None:
         zero = NUM_CODES[quant] // 2
-        scales = paired(scales, parts.minima.view(len(blocks), -1)[:, ::every] + zero * scales)
+        scales = paired(scales, minima.view(len(blocks), -1)[:, ::every] + zero * scales)
     stored = codes + ((1 << (form.bits - 1)) - zero)
-    scales = scales if parts.minima is not None else scales.to(torch.float16)
+    scales = scales if minima is not None else scales.to(torch.float16)
     return pack_ints(stored, form.span, form.bits), scales.t().contiguous()
 
 

@@ -1,0 +1,313 @@
+"""How a checkpoint says that its matrices are quantised: `quantization_config` of config.json, or hf_quant_config.json.
+
+Every maker has its own words. They are read into one `Quantization`: which matrices are stored in which way. What
+stands there and cannot be computed with is refused by name; what only speaks of activations is not needed, because
+activations are never quantised as the maker did (`docs/design/quantisation.md`).
+
+    gptq, awq, auto-round    integers with a scale and a zero for each group of columns
+    compressed-tensors       pack-quantized, int-quantized, float-quantized, naive-quantized, mxfp4, mxfp8, nvfp4; mixed
+    fp8, fbgemm_fp8          e4m3 with scales of blocks, rows or whole matrices
+    modelopt                 FP8, NVFP4, or one of them for each matrix
+    bitsandbytes             nf4, fp4, int8
+    hqq                      integers with a scale and a zero that are floats
+    mxfp4                    experts of gpt-oss
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+
+from tokenmill.arch.fields import ConfigFields
+
+HINT = "use the unquantised checkpoint, a GGUF, or one of the formats in docs/models.md"
+GPTQ_BITS = (2, 3, 4, 8)
+ROW = 0  # group: a whole row of a matrix
+MAX_EXPRESSION = 200  # characters of a regular expression
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPEATS = re.compile(r"[*+{]")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The way some matrices are stored."""
+
+    quant: str  # the block format that they become (`block_formats.py`), if its scales can be kept
+    group: int = ROW  # columns that have a scale in common
+    is_expanded: bool = False  # no block format holds them: columns of a group do not lie together
+    bits: int = 0  # of integers
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a checkpoint's config says of its quantised matrices."""
+
+    method: str  # in words, for people
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # (patterns of modules, how they are stored); the first counts
+    excluded: tuple[str, ...] = ()  # patterns of modules that are not quantised
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """The scheme of a module, named as in the checkpoint and without ".weight"."""
+        if any(_fits(pattern, module) for pattern in self.excluded):
+            return None
+        return next((scheme for patterns, scheme in self.schemes if any(_fits(one, module) for one in patterns)), None)
+
+
+def _fits(pattern: str, module: str) -> bool:
+    """Return whether a maker's pattern means a module: its name or the start or end of it, a glob, a regular
+    expression, or a class of modules."""
+    if pattern == "Linear":
+        return True
+    if pattern.startswith("re:"):
+        return _matches(pattern[3:], module)
+    names = {module, module.replace("model.", "model.language_model.", 1)}
+    if "*" in pattern:
+        return any(fnmatchcase(name, pattern) for name in names)
+    return any(f".{pattern}." in f".{name}." for name in names)
+
+
+def _matches(expression: str, module: str) -> bool:
+    """Match a regular expression of a file; one that could take very long is not tried."""
+    if len(expression) > MAX_EXPRESSION or _REPEATED_GROUP.search(expression) or len(_REPEATS.findall(expression)) > 8:
+        return False
+    try:
+        return re.match(expression, module) is not None
+    except re.error:
+        return False
+
+
+def read_quantization(config: Mapping[str, Any], source: str = "quantization_config") -> Quantization:
+    """Read a quantization_config, or the "quantization" of an hf_quant_config.json."""
+    fields = ConfigFields(config, source)
+    method = config.get("quant_method") or ("modelopt" if "quant_algo" in config else "unknown")
+    if method == "fp8" and "quant_algo" in config:
+        method = "modelopt"
+    if method not in _METHODS:
+        known = ", ".join(_METHODS)
+        fields.refuse(f"quantization_config {method!r} is not supported", hint=f"these are: {known}; {HINT}")
+    return _METHODS[method](fields)
+
+
+def _patterns(fields: ConfigFields, *keys: str) -> tuple[str, ...]:
+    """Patterns of modules from the first of these keys that has some."""
+    for key in keys:
+        value = fields.get(key)
+        if value:
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                fields.refuse(f"{key} is {str(value)[:80]}, expected a list of strings")
+            return tuple(value)
+    return ()
+
+
+def _group(fields: ConfigFields, default: int) -> int:
+    size = fields.get("group_size")
+    size = default if size is None else size
+    if not isinstance(size, int) or size == 0 or size < -1:
+        fields.refuse(f"group_size is {size!r}, expected a number of columns or -1")
+    return ROW if size == -1 else size
+
+
+def _wrong_bits(fields: ConfigFields, method: str, bits: object, known: str) -> NoReturn:
+    fields.refuse(f"{method} of {bits} bits is not supported: {known} are", hint=HINT)
+
+
+def _integers(bits: int, group: int, *, symmetric: bool, is_expanded: bool = False) -> Scheme:
+    names = ("Q4_0", "G4") if bits <= 4 else ("Q8_0", "G8")
+    return Scheme(names[0] if symmetric and bits in (4, 8) else names[1], group, is_expanded, bits)
+
+
+def _gptq(fields: ConfigFields) -> Quantization:
+    bits, form = fields.get("bits"), fields.get("checkpoint_format") or "gptq"
+    if bits not in GPTQ_BITS:
+        _wrong_bits(fields, "gptq", bits, "2, 3, 4 and 8")
+    if form not in ("gptq", "gptq_v2"):
+        fields.refuse(f"gptq's checkpoint_format {form!r} is not supported: gptq and gptq_v2 are", hint=HINT)
+    if fields.get("dynamic"):
+        fields.refuse("gptq with different settings for some modules (dynamic) is not supported", hint=HINT)
+    group = _group(fields, 128)
+    is_shuffled = bool(fields.get("desc_act")) and group != ROW
+    scheme = _integers(bits, group, symmetric=fields.get("sym") is not False, is_expanded=is_shuffled)
+    return Quantization(f"GPTQ, {bits} bits", ((("Linear",), scheme),), _whole_head(fields))
+
+
+def _awq(fields: ConfigFields) -> Quantization:
+    bits, layout = fields.get("bits") or fields.get("w_bit"), str(fields.get("version") or "gemm").lower()
+    if bits not in (4, 8):
+        _wrong_bits(fields, "awq", bits, "4 and 8")
+    if layout != "gemm":
+        fields.refuse(f"awq of {bits} bits, layout {layout!r}, is not supported: gemm is", hint=HINT)
+    scheme = _integers(bits, _group(fields, 128), symmetric=fields.get("zero_point") is False)
+    excluded = (*_patterns(fields, "modules_to_not_convert"), *_whole_head(fields))
+    return Quantization(f"AWQ, {bits} bits", ((("Linear",), scheme),), excluded)
+
+
+def _auto_round(fields: ConfigFields) -> Quantization:
+    packing = str(fields.get("packing_format") or "auto_round:auto_gptq")
+    if fields.get("extra_config"):
+        fields.refuse("auto-round with different settings for some modules (extra_config) is not supported", hint=HINT)
+    if packing.endswith("awq"):
+        return _awq(ConfigFields({**fields.values, "zero_point": fields.get("sym") is False}, fields.source))
+    if not packing.endswith("gptq"):
+        fields.refuse(f"auto-round's packing_format {packing!r} is not supported: gptq's and awq's are", hint=HINT)
+    return _gptq(fields)
+
+
+def _whole_head(fields: ConfigFields) -> tuple[str, ...]:
+    return () if fields.get("lm_head") else ("lm_head",)
+
+
+def _fp8(fields: ConfigFields) -> Quantization:
+    form = str(fields.get("fmt") or "e4m3").removeprefix("float8_").removesuffix("fn")
+    if form != "e4m3":
+        fields.refuse(f"fp8 in {form} is not supported: e4m3 is", hint=HINT)
+    blocks = _fp8_block(fields)
+    excluded = _patterns(fields, "modules_to_not_convert", "ignored_layers")
+    method = "fp8" if blocks is None else f"fp8, blocks of {blocks[0]} × {blocks[1]}"
+    return Quantization(method, ((("Linear",), Scheme("F8", ROW if blocks is None else blocks[1])),), excluded)
+
+
+def block_sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Rows and columns that have a scale in common, for all parts of a quantization_config that say so."""
+    found = []
+    if config.get("weight_block_size") is not None:
+        found.append(_fp8_block(ConfigFields(config, "quantization_config")))
+    for group in (config.get("config_groups") or {}).values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and weights.get("strategy") == "block":
+            size = {"weight_block_size": weights.get("block_structure") or [128, 128]}
+            found.append(_fp8_block(ConfigFields(size, "block_structure")))
+        elif isinstance(weights, dict) and isinstance(weights.get("group_size"), int) and weights["group_size"] > 0:
+            found.append((1, weights["group_size"]))
+    if config.get("quant_algo") in ("FP8_PB_WO", "MIXED_PRECISION"):
+        found.append((128, 128))
+    return tuple(size for size in found if size is not None)
+
+
+def _fp8_block(fields: ConfigFields) -> tuple[int, int] | None:
+    """Rows and columns that have a scale in common; None: the scales' own shape says it."""
+    size = fields.get("weight_block_size")
+    if size is None:
+        return None
+    if not isinstance(size, list) or len(size) != 2 or not all(isinstance(one, int) and one > 0 for one in size):
+        fields.refuse(f"weight_block_size is {str(size)[:80]}, expected two numbers above zero")
+    return size[0], size[1]
+
+
+def _compressed_tensors(fields: ConfigFields) -> Quantization:
+    whole = fields.get("format") or "dense"
+    for key in ("sparsity_config", "transform_config"):
+        section = fields.get(key)
+        if isinstance(section, dict) and section and section.get("format") != "dense":
+            fields.refuse(f"compressed-tensors with a {key} is not supported", hint=HINT)
+    groups = fields.section("config_groups") or {}
+    schemes = []
+    for name, group in groups.items():
+        section = group if isinstance(group, dict) else {}
+        weights = section.get("weights")
+        if not isinstance(weights, dict):
+            continue  # only activations
+        inner = ConfigFields(weights, f"{fields.source}, {name}")
+        targets = _patterns(ConfigFields(section, inner.source), "targets") or ("Linear",)
+        schemes.append((targets, _compressed_scheme(inner, str(section.get("format") or whole))))
+    method = f"compressed-tensors, {whole}"
+    return Quantization(method, tuple(schemes), _patterns(fields, "ignore"))
+
+
+COMPRESSED_INTEGERS = ("pack-quantized", "int-quantized", "naive-quantized")
+COMPRESSED_FLOATS = ("float-quantized", "naive-quantized", "mxfp8-quantized")
+COMPRESSED_FP4 = {"nvfp4-pack-quantized": "NV4D", "mxfp4-pack-quantized": "MXFP4"}
+
+
+def _compressed_scheme(weights: ConfigFields, form: str) -> Scheme:
+    bits, kind = weights.integer("num_bits"), weights.get("type") or "int"
+    strategy = weights.get("strategy") or "tensor"
+    if kind == "float" and form in COMPRESSED_FP4 and bits == 4:
+        return Scheme(COMPRESSED_FP4[form], 16 if form.startswith("nv") else 32)
+    if kind == "float" and form in COMPRESSED_FLOATS and bits == 8:
+        block = weights.get("block_structure")
+        columns = block[1] if isinstance(block, list) and len(block) == 2 else 128 if strategy == "block" else ROW
+        return Scheme("F8", weights.integer("group_size") if strategy == "group" else columns)
+    if kind != "int" or form not in COMPRESSED_INTEGERS or bits > 8:
+        weights.refuse(f"compressed-tensors' {form} of {bits} bits ({kind}) is not supported", hint=HINT)
+    group = weights.integer("group_size") if strategy == "group" else ROW
+    is_shuffled = weights.get("actorder") in ("group", True)
+    symmetric = weights.get("symmetric") is not False
+    return _integers(bits, group, symmetric=symmetric, is_expanded=is_shuffled)
+
+
+_ALGORITHMS = {
+    "FP8": Scheme("F8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("F8"),
+    "FP8_PB_WO": Scheme("F8", 128),
+    "NVFP4": Scheme("NV4", 16),
+    "W4A16_NVFP4": Scheme("NV4", 16),
+    "NVFP4_AWQ": Scheme("NV4", 16),
+}
+
+
+def _modelopt(fields: ConfigFields) -> Quantization:
+    algorithm = fields.get("quant_algo")
+    excluded = _patterns(fields, "exclude_modules", "ignore")
+    if algorithm == "MIXED_PRECISION":
+        layers = fields.section("quantized_layers") or {}
+        schemes = tuple(
+            ((name,), _algorithm(ConfigFields(one if isinstance(one, dict) else {}, f"{fields.source}, {name}")))
+            for name, one in layers.items()
+        )
+        return Quantization("ModelOpt, mixed", schemes, excluded)
+    return Quantization(f"ModelOpt, {algorithm}", ((("Linear",), _algorithm(fields)),), excluded)
+
+
+def _algorithm(fields: ConfigFields) -> Scheme:
+    algorithm = fields.get("quant_algo")
+    if algorithm not in _ALGORITHMS:
+        known = ", ".join(_ALGORITHMS)
+        fields.refuse(f"ModelOpt's quant_algo {algorithm!r} is not supported: these are: {known}", hint=HINT)
+    return _ALGORITHMS[algorithm]
+
+
+def _bitsandbytes(fields: ConfigFields) -> Quantization:
+    excluded = _patterns(fields, "llm_int8_skip_modules") or ("lm_head",)
+    if fields.get("load_in_8bit") or fields.get("_load_in_8bit"):
+        return Quantization("bitsandbytes, int8", ((("Linear",), Scheme("G8")),), excluded)
+    kind = str(fields.get("bnb_4bit_quant_type") or "fp4")
+    if kind not in ("nf4", "fp4"):
+        fields.refuse(f"bitsandbytes' bnb_4bit_quant_type {kind!r} is not supported: nf4 and fp4 are", hint=HINT)
+    return Quantization(f"bitsandbytes, {kind}", ((("Linear",), Scheme(kind.upper(), 64)),), excluded)
+
+
+def _hqq(fields: ConfigFields) -> Quantization:
+    settings = fields.section("quant_config") or {}
+    weights = settings.get("weight_quant_params", settings)
+    if not isinstance(weights, dict) or "nbits" not in weights:
+        fields.refuse("hqq without one setting for all modules (weight_quant_params) is not supported", hint=HINT)
+    inner = ConfigFields(weights, fields.source)
+    bits = inner.integer("nbits")
+    if bits not in (1, 2, 3, 4, 8):
+        _wrong_bits(fields, "hqq", bits, "1, 2, 3, 4 and 8")
+    axis = weights.get("axis", 0)
+    scheme = Scheme("G4" if bits <= 4 else "G8", _group(inner, 64), is_expanded=axis != 1)
+    return Quantization(f"HQQ, {bits} bits", ((("Linear",), scheme),), _patterns(fields, "skip_modules"))
+
+
+def _mxfp4(fields: ConfigFields) -> Quantization:
+    excluded = _patterns(fields, "modules_to_not_convert")
+    return Quantization("MXFP4 experts", ((("experts",), Scheme("MXFP4", 32)),), excluded)
+
+
+_METHODS: Mapping[str, Callable[[ConfigFields], Quantization]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "auto-round": _auto_round,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "bitsandbytes": _bitsandbytes,
+    "hqq": _hqq,
+    "mxfp4": _mxfp4,
+}

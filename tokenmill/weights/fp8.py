@@ -1,0 +1,73 @@
+"""Matrices in fp8 (e4m3) with scales: DeepSeek's and Qwen's blocks, compressed-tensors, ModelOpt, FBGEMM, mxfp8.
+
+    X.weight              e4m3 [rows, columns], or [experts, rows, columns]
+    X.weight_scale_inv    one for each block, despite the name to be multiplied by     (or X.weight_scale)
+    X.weight_scale        one for the matrix, for each row, for each block, or powers of two for 32 columns each
+
+A value is its number times its scale. All forms of scales become F8 blocks, whose scales are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenmill.arch.block_formats import BLOCK
+from tokenmill.arch.quantization import block_sizes
+from tokenmill.errors import DamagedFile, UnsupportedModel
+from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.checkpoint import SafetensorsCheckpoint
+from tokenmill.weights.scaled_blocks import in_blocks, with_headers
+from tokenmill.weights.stored_matrix import StoredMatrix, finite, grid_of, refuse_parts
+
+SCALES = ("_scale_inv", "_scale")
+NAN = 0x7F  # the bits of e4m3 that are no number, but for the sign
+
+
+def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[str, StoredMatrix]:
+    blocks = block_sizes(config)
+    found = {}
+    for name, dtype in checkpoint.dtypes.items():
+        if dtype == "F8_E5M2":
+            raise UnsupportedModel(f"{checkpoint.place}: {name!r} is fp8 in e5m2, which is not supported: e4m3 is")
+        if dtype != "F8_E4M3" or len(checkpoint.shapes[name]) < 2:
+            continue
+        scales = next((name + suffix for suffix in SCALES if name + suffix in checkpoint.shapes), None)
+        if scales is None:
+            if name.endswith("_scale"):
+                continue  # of NVFP4
+            raise DamagedFile(f"{checkpoint.place}: {name!r} is fp8, but its scales are missing")
+        shape, of_scales = checkpoint.shapes[name], torch.empty(checkpoint.shapes[scales], device="meta")
+        grid_of(checkpoint.place, name, shape, of_scales, blocks)
+        found[name] = StoredMatrix((name, scales), shape, partial(_load, checkpoint, scales, blocks))
+    return found
+
+
+def _load(
+    checkpoint: SafetensorsCheckpoint, scales_name: str, sizes: Sequence[tuple[int, int]], name: str
+) -> RawTensor:
+    numbers = checkpoint.tensor(name)
+    scales = finite(checkpoint, scales_name)
+    shape = tuple(numbers.shape)
+    bits = numbers.view(torch.uint8)
+    if bool(((bits & NAN) == NAN).any()):
+        raise DamagedFile(f"{checkpoint.place}: {name!r} has values that are no numbers")
+    grid, rows, columns = grid_of(checkpoint.place, name, shape, scales, sizes)
+    if shape[-1] % BLOCK or (columns % BLOCK and grid.shape[-1] > 1):
+        return RawTensor(name, shape, numbers.float() * _spread(grid, rows, columns, shape))
+    num_blocks = shape[-1] // BLOCK
+    every = columns // BLOCK if grid.shape[-1] > 1 else num_blocks
+    per_block = grid.repeat_interleave(every, dim=-1)[..., :num_blocks]
+    if per_block.shape[-1] != num_blocks:
+        refuse_parts(checkpoint.place, name, matrix=shape, scales=tuple(grid.shape))
+    header = per_block.repeat_interleave(rows, dim=-2)[..., : shape[-2], :].unsqueeze(-1)
+    blocks = in_blocks(bits, BLOCK)
+    return with_headers(name, shape, header, blocks, "F8", same_scales=every)
+
+
+def _spread(grid: torch.Tensor, rows: int, columns: int, shape: tuple[int, ...]) -> torch.Tensor:
+    whole = grid.repeat_interleave(rows, dim=-2).repeat_interleave(columns, dim=-1)
+    return whole[..., : shape[-2], : shape[-1]]

@@ -1,0 +1,110 @@
+"""Matrices that other makers than GGUF's store as numbers and scales apart, as blocks (`arch/block_formats.py`).
+
+Integers with scales that half precision holds, and zeros in the middle, become GGUF's own Q4_0 and Q8_0, which every
+kernel knows; all others keep their scales and zeros in float32. What no block holds (groups of odd sizes, columns of a
+group that do not lie together) is expanded to the precision of its scales, as its maker does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tokenmill.arch.block_formats import BLOCK
+from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.dequantize import dequantize
+
+WIDER = {"Q4_0": "G4", "Q8_0": "G8"}  # of the same numbers, with scales of single precision
+HEADER_BYTES = 2  # of these two
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The parts of a matrix of integers: a value is scale * (code - zero)."""
+
+    codes: torch.Tensor  # uint8 [out, in]
+    bits: int  # of a code
+    zeros: torch.Tensor  # [out, groups], of any type
+    scales: torch.Tensor  # [out, groups], of any floating type
+    owners: torch.Tensor | None = None  # int64 [in]: the group of each column, where groups do not lie together
+
+
+def integer_blocks(name: str, groups: Groups) -> RawTensor:
+    (num_out, num_in), num_groups = groups.codes.shape, groups.scales.shape[1]
+    size = num_in // num_groups
+    if size % BLOCK or not _is_in_order(groups.owners, num_in, size):
+        return RawTensor(name, (num_out, num_in), _expanded(groups, size))
+    is_small = groups.bits <= 4
+    every = size // BLOCK
+    scales, zeros = groups.scales.float(), groups.zeros.float()
+    if _fits_half(scales, zeros, 8 if is_small else 128):
+        codes = groups.codes if is_small else groups.codes ^ 128
+        header = _repeated(scales.to(torch.float16), every).unsqueeze(2).view(torch.uint8)
+        quant = "Q4_0" if is_small else "Q8_0"
+    else:
+        codes, quant = groups.codes, "G4" if is_small else "G8"
+        header = _repeated(torch.stack((scales, zeros), dim=2), every).view(torch.uint8)
+    numbers = codes.view(num_out, -1, BLOCK)
+    packed = torch.cat((header, nibble_pairs(numbers) if is_small else numbers), dim=2)
+    return RawTensor(name, (num_out, num_in), packed.flatten(1), quant, same_scales=every)
+
+
+def _repeated(values: torch.Tensor, times: int) -> torch.Tensor:
+    return values.repeat_interleave(times, dim=1).contiguous()
+
+
+def _fits_half(scales: torch.Tensor, zeros: torch.Tensor, middle: int) -> bool:
+    return bool((zeros == middle).all()) and torch.equal(scales.to(torch.float16).float(), scales)
+
+
+def _is_in_order(owners: torch.Tensor | None, num_in: int, size: int) -> bool:
+    return owners is None or torch.equal(owners, torch.arange(num_in) // size)
+
+
+def _expanded(groups: Groups, size: int) -> torch.Tensor:
+    """Dequantise to [out, in]; sums and products of such small numbers are exact before they are rounded."""
+    owners = groups.owners if groups.owners is not None else torch.arange(groups.codes.shape[1]) // size
+    zeros, scales = (part[:, owners].float() for part in (groups.zeros, groups.scales))
+    return ((groups.codes.float() - zeros) * scales).to(groups.scales.dtype)
+
+
+def in_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., n * size] → [..., n, size]"""
+    return values.reshape(*values.shape[:-1], -1, size)
+
+
+def nibble_pairs(numbers: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 32], each below 16 → uint8 [..., 16]: the first half in the low nibbles"""
+    return numbers[..., : BLOCK // 2] | (numbers[..., BLOCK // 2 :] << 4)
+
+
+def with_headers(name: str, shape: tuple[int, ...], header: torch.Tensor, numbers: torch.Tensor, quant: str,
+                 same_scales: int = 1) -> RawTensor:  # fmt: skip
+    """A tensor of blocks: header [..., blocks, n] of any type, numbers uint8 [..., blocks, bytes]"""
+    data = torch.cat((header.contiguous().view(torch.uint8), numbers), dim=-1).flatten(-2)
+    return RawTensor(name, shape, data, quant, same_scales)
+
+
+def alike(parts: Sequence[RawTensor]) -> list[RawTensor]:
+    """Matrices of one shape in one format, so that they can be stacked: experts of which some have scales that others
+    have not are all given the wider ones; where formats differ altogether all are expanded."""
+    if len({(part.quant, part.same_scales, part.data.dtype) for part in parts}) == 1:
+        return list(parts)
+    every = math.gcd(*(part.same_scales for part in parts))
+    wide = [replace(_widened(part) if part.quant in WIDER else part, same_scales=every) for part in parts]
+    if len({part.quant for part in wide}) == 1 and wide[0].quant is not None:
+        return wide
+    return [replace(part, data=dequantize(part), quant=None, same_scales=1) for part in parts]
+
+
+def _widened(raw: RawTensor) -> RawTensor:
+    """Q4_0 as G4, Q8_0 as G8"""
+    size, middle = (BLOCK // 2, 8.0) if raw.quant == "Q4_0" else (BLOCK, 128.0)
+    blocks = in_blocks(raw.data, HEADER_BYTES + size)
+    scales = blocks[..., :HEADER_BYTES].contiguous().view(torch.float16).float()
+    numbers = blocks[..., HEADER_BYTES:] if raw.quant == "Q4_0" else blocks[..., HEADER_BYTES:] ^ 128
+    header = torch.cat((scales, torch.full_like(scales, middle)), dim=-1)
+    return with_headers(raw.name, raw.shape, header, numbers, WIDER[str(raw.quant)], raw.same_scales)

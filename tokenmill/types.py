@@ -321,6 +321,16 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     mirostat_mu: float | None = None  # mirostat's limit after the last token, for an engine that resumes the sequence
 
 
+class KVNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The blocks of a core that can be found in its prefix cache, by their hashes, or what has changed among them since
+    the last news."""
+
+    number: int  # one more than that of the news before; a gap means that some were lost
+    is_snapshot: bool = False  # `stored` is all there is
+    stored: list[bytes] = []
+    gone: list[bytes] = []
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a request."""
 

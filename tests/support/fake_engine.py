@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
 from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
@@ -130,6 +131,9 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.running), kv_blocks_used=len(self.running), kv_blocks_total=100)
+
+    def replicas(self) -> list[dict[str, Any]]:
+        return []
 
     async def close(self) -> None:
         self.state = "dead"

@@ -43,6 +43,9 @@ class ServerConfig:
     """Models in memory at the same time; by default as many as fit."""
     model_memory_gb: float | None = None
     """Memory for all models together, in GB; by default what is free at the start (of a GPU, all it has)."""
+    replicas: int = 1
+    """Engine processes of each model that the server is started with; requests go where their beginning is cached and
+    little waits. On CPUs they share threads and memory; on GPUs each has a device of its own."""
     manage_models: bool | None = None
     """Let clients load and unload models, and pull, create, copy, delete and upload them (Ollama's /api routes for
     that); by default only where the server listens on this machine alone."""
@@ -117,6 +120,7 @@ DAY_S = 86_400.0
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),
     "max_loaded_models": (1, 1 << 20),
+    "replicas": (1, 64),
     "model_memory_gb": (0.001, 1e6),
     "max_body_bytes": (1, 1 << 40),
     "max_prompts": (1, 1 << 20),

@@ -28,6 +28,7 @@ from tokenmill.engine.messages import Abort, AdapterRead
 from tokenmill.engine.model_text import ModelText
 from tokenmill.engine.replicas import Replica, Replicas, RequestRun, Router
 from tokenmill.engine.served_adapters import ServedAdapters
+from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, LoadedAdapter, ModelInfo, require_ready
 from tokenmill.engine.stream import EventBuffer, EventStream
 from tokenmill.engine.text_workers import TextWorkers, text_size
@@ -47,10 +48,17 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, frontend: ModelFrontend, make_client: MakeClient | Sequence[MakeClient], *, router: Router | None = None
+        self,
+        frontend: ModelFrontend,
+        make_client: MakeClient | Sequence[MakeClient],
+        *,
+        router: Router | None = None,
+        spare: SpareCore | None = None,
     ) -> None:
-        """`make_client`: one for each core. `router`: chooses among several cores."""
+        """`make_client`: one for each core. `router`: chooses among several cores. `spare`: a process in reserve for
+        one that dies, which this engine fills up and ends."""
         self._frontend = frontend
+        self._spare = spare
         self._replicas = Replicas(
             [make_client] if callable(make_client) else make_client,
             deliver=self._deliver,
@@ -201,6 +209,8 @@ class AsyncEngine:
         known = [one.info.max_context for one in self._replicas.all if one.supervisor.info is not None]
         self._input_processor = self._frontend.input_processor(min(known))
         self._adapters.note_ready(replica, info)
+        if self._spare is not None and all(one.is_ready for one in self._replicas.all):
+            asyncio.get_running_loop().run_in_executor(None, self._spare.refill)
 
     def _core_died(self, replica: Replica, error: TokenmillError) -> None:
         self._adapters.note_death(replica, error)
@@ -303,6 +313,10 @@ class AsyncEngine:
         """Running and waiting requests, the KV cache, sums since the start."""
         return self._replicas.stats()
 
+    def replicas(self) -> list[dict[str, Any]]:
+        """What each core does, for people who watch them."""
+        return self._replicas.described()
+
     def is_idle(self) -> bool:
         """Return whether no request is here, not even one that is being tokenised."""
         return not self._running and not self._num_preparing
@@ -315,9 +329,11 @@ class AsyncEngine:
         return not self._running
 
     async def close(self) -> None:
-        """End the core; running requests fail."""
+        """End the cores; running requests fail."""
         self._workers.close()
         await self._replicas.close()
+        if self._spare is not None:
+            await asyncio.to_thread(self._spare.discard)
 
 
 def open_core_client(frontend: ModelFrontend, *, in_process: bool, child: CoreProcess | None = None) -> CoreClient:

@@ -36,9 +36,10 @@ from tokenmill.guided.compile import Compiler
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.masks import StepMasks
 from tokenmill.guided.vocabulary import Vocabulary
+from tokenmill.kv.blocks import BlockNews
 from tokenmill.observe.buckets import STEP_TOKENS
 from tokenmill.scheduler import Scheduler
-from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
+from tokenmill.types import KVNews, Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from tokenmill.lora.adapter import Adapter
@@ -115,6 +116,7 @@ class EngineCore:
         self._clock = clock
         self._in_flight: deque[InFlight] = deque()
         self._refusals: list[SequenceOutput] = []
+        self._news: BlockNews | None = None
         self._num_steps = 0
         self._busy_s = 0.0
         self._step_counts = [0] * (len(STEP_TOKENS) + 1)
@@ -171,6 +173,14 @@ class EngineCore:
             self._scheduler.abort(request_id)
         else:
             self._scheduler.abort_sequence(request_id, index)
+
+    def watch_blocks(self) -> None:
+        """Begin to tell which blocks are in the prefix cache."""
+        self._news = self._scheduler.watch_blocks()
+
+    def pop_news(self) -> KVNews | None:
+        """What has changed in the prefix cache since the last time, if somebody wants to know."""
+        return None if self._news is None else self._news.pop()
 
     def step(self) -> list[SequenceOutput]:
         """Launch what can be planned, collect the oldest step in flight, and return what it brought."""

@@ -14,8 +14,9 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -203,6 +204,6 @@ class ProcessCoreClient:
             receive(Failed(f"the engine process ended with {ending}"))
 
 
-def own_core_process(config: EngineConfig) -> CoreProcess:
+def own_core_process(config: EngineConfig, environment: Mapping[str, str] = MappingProxyType({})) -> CoreProcess:
     """Start a core's process, which is its own: it starts fast unless the config says otherwise."""
-    return CoreProcess(fast_start=config.ops.fast_start is not False)
+    return CoreProcess(fast_start=config.ops.fast_start is not False, environment=environment)

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 EXIT_TIMEOUT_S = 3.0
 STOP_SIGNAL = signal.SIGUSR1  # from a parent to a child that does not read its messages; SIGTERM comes from others too
@@ -29,10 +30,15 @@ PLAIN_START = "--no-fast-start"  # the child's last argument, where it is not to
 
 class CoreProcess:
     def __init__(
-        self, program: Sequence[str] = ("-m", "tokenmill.engine.core_main"), *, fast_start: bool = True
+        self,
+        program: Sequence[str] = ("-m", "tokenmill.engine.core_main"),
+        *,
+        fast_start: bool = True,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`program`: what Python runs; its arguments are the folder of its sockets and its parent's pid. `fast_start`:
-        whether the child may use start-up tricks (`engine/startup`)."""
+        whether the child may use start-up tricks (`engine/startup`). `environment`: variables besides this
+        process's."""
         # Where its sockets lie; of mode 0700.
         place = socket_path(tempfile.gettempdir())
         remove_abandoned(place)
@@ -42,7 +48,7 @@ class CoreProcess:
         # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
         self._process = subprocess.Popen(
             [*own_python(), *program, self._folder.name, str(os.getpid()), *switch],
-            env={name: value for name, value in os.environ.items() if name not in SECRETS},
+            env={**{name: value for name, value in os.environ.items() if name not in SECRETS}, **environment},
             stdin=subprocess.DEVNULL,
             process_group=0,
         )

@@ -25,6 +25,7 @@ from tokenmill.engine.messages import (
     Submit,
     ToCore,
     UnloadAdapter,
+    WatchBlocks,
 )
 from tokenmill.engine.status import FailedAdapter, LoadedAdapter
 
@@ -62,7 +63,7 @@ def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]
         for message in messages:
             if isinstance(message, Shutdown):
                 return
-            _handle(core, message)
+            handle_message(core, message)
         busy = core.has_work
         patience_s = QUIET_S if busy or messages else 0.0 if core.run_idle_task() else None
         if patience_s is None and not is_prepared:
@@ -75,11 +76,12 @@ def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]
             mailbox.send(AdapterRead(loaded, adapter if isinstance(adapter, FailedAdapter) else None))
         # An idle engine says so once: gauges must not keep the last busy moment.
         if outputs or busy != was_busy or not busy:
-            mailbox.send(Outputs(outputs, core.stats()))
+            mailbox.send(Outputs(outputs, core.stats(), core.pop_news()))
         was_busy = busy
 
 
-def _handle(core: EngineCore, message: ToCore) -> None:
+def handle_message(core: EngineCore, message: ToCore) -> None:
+    """Do what the front asks; its last message is the loop's own business."""
     match message:
         case Submit(request):
             core.add(request)
@@ -89,5 +91,7 @@ def _handle(core: EngineCore, message: ToCore) -> None:
             core.adapters.start_loading(name, Path(path))
         case UnloadAdapter(name):
             core.adapters.unload(name)
+        case WatchBlocks():
+            core.watch_blocks()
         case _:
             raise AssertionError(f"unexpected message {type(message).__name__}")

@@ -6,7 +6,7 @@ import msgspec
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.status import CoreInfo, EngineStats, FailedAdapter, LoadedAdapter
-from tokenmill.types import Request, SequenceOutput
+from tokenmill.types import KVNews, Request, SequenceOutput
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -38,6 +38,10 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class WatchBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Tell from now on, beside the outputs, which blocks are in the prefix cache; begin with all of them."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -46,9 +50,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     info: CoreInfo
 
 
-class Outputs(msgspec.Struct, frozen=True, tag=True):
+class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     outputs: list[SequenceOutput]
     stats: EngineStats
+    news: KVNews | None = None
 
 
 class AdapterRead(msgspec.Struct, frozen=True, tag=True):
@@ -70,5 +75,5 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """The core is alive (`heartbeat.py`)."""
 
 
-ToCore = Start | Submit | Abort | LoadAdapter | UnloadAdapter | Shutdown
+ToCore = Start | Submit | Abort | LoadAdapter | UnloadAdapter | WatchBlocks | Shutdown
 FromCore = Ready | Outputs | AdapterRead | Failed | Beat

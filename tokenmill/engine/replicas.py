@@ -17,6 +17,7 @@ come, or fails when it kills that one too. All others that shared its cores go o
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -35,9 +36,8 @@ SUSPECT_DEATHS = 2  # without a token in between
 MOST_DEATHS = 3
 
 NOW = ("running", "waiting", "waiting_for_grammar", "kv_blocks_used", "kv_blocks_total")
-TOTALS = tuple(
-    name for name in EngineStats.__struct_fields__ if name not in (*NOW, "step_counts", "engine_pid", "restarts")
-)
+APART = (*NOW, "step_counts", "engine_pid", "restarts", "resumed")
+TOTALS = tuple(name for name in EngineStats.__struct_fields__ if name not in APART)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +53,7 @@ class RequestRun:
     num_deaths: int = 0  # of its cores, without a token in between
     num_given: int = 0  # tokens at the last of them
     num_placed: int = 0  # how often it was given to a core
+    placed_s: float = 0.0  # when it was, the last time
 
     @property
     def is_suspect(self) -> bool:
@@ -97,6 +98,10 @@ class Router(Protocol):
         """A core was started, or started again: it remembers nothing."""
         ...
 
+    def note_end(self, run: RequestRun) -> None:
+        """A request has ended well."""
+        ...
+
 
 class Replica:
     """One core of a model."""
@@ -106,6 +111,8 @@ class Replica:
         self.runs: dict[str, RequestRun] = {}
         self.adapters: dict[str, str] = {}  # digests of those that are loaded, by name
         self.coming_adapters: set[str] = set()  # names of those that are being loaded
+        self.num_placed: Counter[str] = Counter()  # requests that it was given, by the reason
+        self.num_sequences = 0  # of its requests
         self.num_prefilling = 0  # tokens of its requests that have to be computed before their next one is drawn
         self.probation: RequestRun | None = None  # a suspect, which is alone here
         self.is_reserved = False  # for a suspect: it gets no other request
@@ -142,9 +149,10 @@ class Replica:
     def forget_core(self) -> list[RequestRun]:
         """Let go of all that a dead core had; the requests that it leaves."""
         self._earlier = self.totals()
-        self.stats = EngineStats()
+        self.stats = EngineStats(kv_blocks_total=self.stats.kv_blocks_total)
         runs, self.runs = list(self.runs.values()), {}
-        self.adapters, self.coming_adapters, self.num_prefilling = {}, set(), 0
+        self.adapters, self.coming_adapters = {}, set()
+        self.num_sequences = self.num_prefilling = 0
         self.probation, self.is_reserved = None, False
         return runs
 
@@ -156,6 +164,10 @@ def added(each: Sequence[EngineStats], names: Sequence[str]) -> dict[str, Any]:
     return sums
 
 
+SHOWN = (
+    *("running", "waiting", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prefix_query_tokens"),
+    *("steps", "step_tokens", "busy_s", "preemptions", "engine_pid", "restarts"),
+)
 Deliver = Callable[[RequestRun, SequenceOutput], None]
 Fail = Callable[[RequestRun, TokenmillError], None]
 
@@ -203,10 +215,24 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Statistics of all cores together."""
-        if len(self.all) == 1:
-            return self.all[0].totals()
         each = [replica.totals() for replica in self.all]
-        return EngineStats(engine_pid=each[0].engine_pid, **added(each, (*NOW, *TOTALS, "restarts")))
+        sums = added(each, (*NOW, *TOTALS, "restarts"))
+        return EngineStats(engine_pid=each[0].engine_pid, resumed=self.num_resumed, **sums)
+
+    def described(self) -> list[dict[str, Any]]:
+        """What each core does, for people who watch them."""
+        return [
+            {
+                "replica": replica.index,
+                "state": replica.health.state,
+                "detail": replica.health.detail,
+                "requests": len(replica.runs),
+                "prefill_tokens": replica.num_prefilling,
+                "num_placed": replica.num_placed,
+                **{name: getattr(replica.totals(), name) for name in SHOWN},
+            }
+            for replica in self.all
+        ]
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -222,6 +248,8 @@ class Replicas:
             if run in self._parked:
                 self._parked.remove(run)
             return
+        if self._router is not None and not tell_core:
+            self._router.note_end(run)
         self._withdraw(run, replica, tell_core=tell_core)
         if replica.probation is run:
             replica.probation = None
@@ -231,6 +259,7 @@ class Replicas:
     def _withdraw(self, run: RequestRun, replica: Replica, *, tell_core: bool) -> None:
         """Take a request from a core. What that core still says of it does not count."""
         replica.runs.pop(run.core_id, None)
+        replica.num_sequences -= run.request.params.num_sequences
         if tell_core:
             replica.send(Abort(run.core_id))
         if run.is_starting:
@@ -268,7 +297,9 @@ class Replicas:
         if run.is_suspect:
             replica.probation, replica.is_reserved = run, False
         run.replica, run.why, run.num_uncached, run.is_starting = replica, route.why, route.num_uncached, True
-        run.num_placed += 1
+        run.num_placed, run.placed_s = run.num_placed + 1, asyncio.get_running_loop().time()
+        replica.num_placed[route.why] += 1
+        replica.num_sequences += run.request.params.num_sequences
         replica.num_prefilling += route.num_uncached
         replica.runs[run.core_id] = run
         self.num_resumed += run.num_placed > 1

@@ -71,6 +71,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0  # ... and accepted
     engine_pid: int = 0
     restarts: int = 0  # after deaths of the engine's process
+    resumed: int = 0  # requests that went on with another process
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ BlockPool     every block, each with the number of tables that hold it
 BlockTable    where the tokens of one sequence lie, per cache group
 HashChain     the hashes of one sequence's full blocks
 PrefixIndex   registered blocks by hash
+BlockNews     what changes among them
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
-from tokenmill.types import BlockTableUpdate
+from tokenmill.types import BlockTableUpdate, KVNews
 
 NULL_BLOCK = 0
 DIGEST_BYTES = 16
@@ -223,6 +224,7 @@ class PrefixIndex:
     def __init__(self, num_groups: int) -> None:
         self._blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._hashes: dict[int, tuple[int, bytes]] = {}
+        self.news: BlockNews | None = None  # None: nobody wants to know
 
     def find(self, group: int, block_hash: bytes) -> int | None:
         return self._blocks[group].get(block_hash)
@@ -232,11 +234,19 @@ class PrefixIndex:
         if block not in self._hashes and block_hash not in self._blocks[group]:
             self._blocks[group][block_hash] = block
             self._hashes[block] = (group, block_hash)
+            if self.news is not None:
+                self.news.note(group, block_hash, is_stored=True)
 
     def forget(self, block: int) -> None:
         if registered := self._hashes.pop(block, None):
             group, block_hash = registered
             del self._blocks[group][block_hash]
+            if self.news is not None:
+                self.news.note(group, block_hash, is_stored=False)
+
+    def hashes(self, group: int) -> list[bytes]:
+        """The hashes of all registered blocks of a group."""
+        return list(self._blocks[group])
 
     def has(self, block: int) -> bool:
         return block in self._hashes
@@ -247,3 +257,35 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Assert that every registered block is found by its own hash."""
         assert all(self.find(group, block_hash) == block for block, (group, block_hash) in self._hashes.items())
+
+
+class BlockNews:
+    """What changes among the registered blocks of one cache group, for those who send requests where their beginning is
+    cached already. Told as often as somebody asks; a block that came and went in between is not mentioned."""
+
+    def __init__(self, index: PrefixIndex, group: int) -> None:
+        """News begin with a snapshot."""
+        self._index = index
+        self._group = group
+        self._number = 0
+        self._is_stored: dict[bytes, bool] = {}
+
+    def note(self, group: int, block_hash: bytes, *, is_stored: bool) -> None:
+        if group != self._group:
+            return
+        before = self._is_stored.pop(block_hash, None)
+        if before is None or before is is_stored:
+            self._is_stored[block_hash] = is_stored
+
+    def pop(self) -> KVNews | None:
+        """What has changed since the last time; None: nothing has."""
+        number, self._number = self._number, self._number + 1
+        if number == 0:
+            self._is_stored = {}
+            return KVNews(number=0, is_snapshot=True, stored=self._index.hashes(self._group))
+        if not self._is_stored:
+            self._number = number
+            return None
+        changed, self._is_stored = self._is_stored, {}
+        stored = [block_hash for block_hash, is_stored in changed.items() if is_stored]
+        return KVNews(number=number, stored=stored, gone=[one for one, is_stored in changed.items() if not is_stored])

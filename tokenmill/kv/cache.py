@@ -24,7 +24,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from tokenmill.arch.cache_parts import CHUNK, CacheKind
-from tokenmill.kv.blocks import NULL_BLOCK, BlockPool, BlockTable, HashChain, PrefixIndex, RowIds
+from tokenmill.kv.blocks import NULL_BLOCK, BlockNews, BlockPool, BlockTable, HashChain, PrefixIndex, RowIds
 from tokenmill.kv.entries import REGIONS, EntryRule
 
 Copies = list[tuple[int, int]]  # (from block, to block)
@@ -70,6 +70,12 @@ class KVCache:
         self._by_token = [group for group, rule in enumerate(self.rules) if rule.kind != "state"]
         self.regions = tuple(dict.fromkeys(rule.region for rule in self.rules))
         self.is_recurrent = STATES in self.regions
+
+    def watch_blocks(self) -> BlockNews:
+        """Begin to tell which blocks can be found: those of the first group that keeps all of a sequence, if any."""
+        group = next((number for number, rule in enumerate(self.rules) if rule.keeps_all), 0)
+        self.prefix.news = BlockNews(self.prefix, group)
+        return self.prefix.news
 
     def chain(self, salt: str, adapter: str = "") -> HashChain:
         return HashChain(salt, self.block_size, adapter)

@@ -29,6 +29,10 @@
 | engine_steps_total                | counter   | steps computed                                                |
 | engine_busy_seconds_total         | counter   | time spent in steps                                           |
 | engine_restarts_total             | counter   | engine processes started again after a death                  |
+| resumed_requests_total            | counter   | requests that went on in another engine process, or a new one |
+| replica_ready{replica}            | gauge     | 1 while an engine process takes requests (with --replicas)    |
+| replica_requests{replica}         | gauge     | requests that it works on                                     |
+| routes_total{replica,reason}      | counter   | requests that it was given, by why: cached, busy, level ...   |
 | model_loaded                      | gauge     | 1 while the model is in memory                                |
 | model_unloads_total               | counter   | how often the model left the memory                           |
 | cache_config_info                 | gauge     | 1; labels say the size of a KV block and how many there are   |
@@ -105,6 +109,16 @@ class EngineState:
     waiting_for_grammar: int = 0  # among those that wait
     step_counts: tuple[int, ...] = ()  # steps by how many tokens they computed, in buckets of STEP_TOKENS
     step_tokens: int = 0  # all together
+    resumed: int = 0  # requests
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """One of several engine processes of a model."""
+
+    is_ready: bool
+    num_requests: int
+    routes: Mapping[str, int]  # requests that it was given so far, by the reason
 
 
 NO_ENGINE = EngineState(0, 0, 0.0, 0, 0, 0)
@@ -138,13 +152,18 @@ FAMILIES: dict[str, tuple[str, Kind] | tuple[str, Kind, tuple[str, ...]]] = {
     "engine_steps": ("Steps computed", Counter),
     "engine_busy_seconds": ("Time spent in steps", Counter),
     "engine_restarts": ("Engine processes started again after a death", Counter),
+    "resumed_requests": ("Requests that went on in another engine process", Counter),
+    "replica_ready": ("Whether an engine process takes requests", Gauge, ("replica",)),
+    "replica_requests": ("Requests that an engine process works on", Gauge, ("replica",)),
+    "routes": ("Requests that an engine process was given, by the reason", Counter, ("replica", "reason")),
     "model_info": ("The models that are served", Gauge),
     "model_loaded": ("Whether the model is in memory", Gauge),
     "model_unloads": ("How often the model left the memory", Counter),
     "waiting_by_reason": ("Waiting requests by what they wait for", Gauge, ("reason",)),
     "cache_config_info": ("The KV cache", Gauge, ("block_size", "num_gpu_blocks")),
 }
-LABELLED = ("requests", "waiting_by_reason", "cache_config_info")  # families with labels beside the model
+REPLICA_FAMILIES = ("replica_ready", "replica_requests", "routes")
+LABELLED = ("requests", "waiting_by_reason", "cache_config_info", *REPLICA_FAMILIES)  # by other labels too
 LIVE_FAMILIES: dict[str, tuple[str, tuple[float, ...]]] = {
     "inter_token_latency_seconds": ("Between two outputs of a choice", PER_TOKEN_S),
     "step_tokens": ("Tokens that a step computes", STEP_TOKENS),
@@ -237,6 +256,8 @@ class ModelMetrics:
         self._requests = {one: requests.labels(model, one) for one in get_args(Outcome)}  # all exported from 0 on
         self._reasons = {one: reasons.labels(model, one) for one in get_args(WaitingReason)}
         self._cache_config, self._model = families["cache_config_info"], model
+        self._replicas = {name: families[name] for name in REPLICA_FAMILIES}
+        self._routes: dict[tuple[str, str], int] = {}  # as they were counted last
         self.gaps = live["inter_token_latency_seconds"]  # written by those who send outputs
         self._steps = live["step_tokens"]
         self._series["model_info"].set(1)
@@ -300,9 +321,21 @@ class ModelMetrics:
             ("accepted_draft_tokens", self._last.accepted, now.accepted),
             ("engine_steps", self._last.steps, now.steps),
             ("engine_busy_seconds", self._last.busy_s, now.busy_s),
+            ("resumed_requests", self._last.resumed, now.resumed),
         ):
             self._series[name].inc(total - before if total >= before else total)  # smaller: the engine was restarted
         self._last = now
+
+    def set_replicas(self, replicas: Mapping[str, ReplicaState]) -> None:
+        """Note what the engine processes of a model do, where it has several."""
+        for replica, state in replicas.items():
+            self._replicas["replica_ready"].labels(self._model, replica).set(state.is_ready)
+            self._replicas["replica_requests"].labels(self._model, replica).set(state.num_requests)
+            for reason, total in state.routes.items():
+                before = self._routes.get((replica, reason), 0)
+                more = total - before if total >= before else total
+                self._replicas["routes"].labels(self._model, replica, reason).inc(more)
+                self._routes[replica, reason] = total
 
     def _count_steps(self, now: EngineState) -> None:
         before = self._last.step_counts or (0,) * len(now.step_counts)

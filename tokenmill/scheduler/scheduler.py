@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest
+from tokenmill.kv.blocks import BlockNews
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.admission import Admission, WaitingQueue, build_request_state, check_feasible
 from tokenmill.scheduler.background import BackgroundShare
@@ -80,6 +81,10 @@ class Scheduler:
 
     def has(self, request_id: str) -> bool:
         return request_id in self._states
+
+    def watch_blocks(self) -> BlockNews:
+        """Begin to tell which blocks are in the prefix cache."""
+        return self._cache.watch_blocks()
 
     def uses_adapter(self, adapter: str) -> bool:
         """Tell whether a request with an adapter waits or runs, or a plan in flight loads it."""

@@ -19,6 +19,7 @@ from tokenmill.observe.metrics import (
     Metrics,
     ModelMetrics,
     Outcome,
+    ReplicaState,
     RequestSize,
     RequestTimes,
     SeriesValue,
@@ -194,6 +195,13 @@ class Accounting:
             series.engine_restarted(stats.restarts - known)
         self._num_restarts[name] = stats.restarts
         series.set_engine(_state(stats))
+        if gate.loaded is not None and len(replicas := gate.loaded.replicas()) > 1:
+            series.set_replicas(
+                {
+                    str(one["replica"]): ReplicaState(one["state"] == "ready", one["requests"], one["num_placed"])
+                    for one in replicas
+                }
+            )
 
 
 def _state(stats: EngineStats) -> EngineState:
@@ -212,4 +220,5 @@ def _state(stats: EngineStats) -> EngineState:
         waiting_for_grammar=stats.waiting_for_grammar,
         step_counts=tuple(stats.step_counts),
         step_tokens=stats.step_tokens,
+        resumed=stats.resumed,
     )

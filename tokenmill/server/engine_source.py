@@ -22,6 +22,7 @@ from tokenmill.engine.model_text import ModelText
 from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import InvalidConfig
+from tokenmill.fleet.start import start_fleet
 from tokenmill.observe.log import get_log
 from tokenmill.server.gate import ModelReader, ServedEngine
 from tokenmill.server.loader import ModelMemory
@@ -55,13 +56,15 @@ class EngineSource:
         spare: SpareCore,
         *,
         announce: Announce | None = None,
+        num_replicas: int = 1,
     ) -> None:
         """`spare`: a process for the next load, if one waits. `announce` is called beside the first load, and says what
-        to log before its choices."""
+        to log before its choices. `num_replicas`: cores that the model runs on."""
         self._config = config
         self._plan = plan
         self._spare = spare
         self._announce = announce
+        self._num_replicas = num_replicas
         self._frontend: ModelFrontend | None = None
         self._engine: AsyncEngine | None = None
 
@@ -75,21 +78,31 @@ class EngineSource:
 
     def plan(self, available_bytes: int | None, num_models: int) -> ModelMemory:
         frontend = self._read()
-        return self._plan(PlanRequest(self._config, frontend.model_path, frontend.name, available_bytes, num_models))
+        alone = PlanRequest(self._config, frontend.model_path, frontend.name, available_bytes, num_models)
+        memory = self._plan(alone)
+        if self._num_replicas == 1 or memory.device != "cpu":
+            return memory
+        share = memory.device_bytes // self._num_replicas
+        return together(self._plan(alone._replace(available_bytes=share)), self._num_replicas, memory.device_bytes)
 
     def held(self) -> ModelMemory:
         assert self._engine is not None
         cache = replace(self._config.cache, num_blocks=self._engine.core.num_blocks)
         frontend, config = self._read(), replace(self._config, cache=cache)
-        return self._plan(PlanRequest(config, frontend.model_path, frontend.name, None, 1))
+        memory = self._plan(PlanRequest(config, frontend.model_path, frontend.name, None, 1))
+        return together(memory, self._num_replicas, memory.device_bytes) if memory.device == "cpu" else memory
 
     async def start(self, memory: ModelMemory | None) -> ServedEngine:
         child = self._spare.take(fast_start=self._config.ops.fast_start is not False)
+        if memory is None and self._num_replicas > 1:
+            memory = await asyncio.to_thread(self.plan, None, 1)
+            if memory.problem is not None:
+                raise InvalidConfig(memory.problem, param="replicas", hint="ask for fewer replicas")
         config = self._config if memory is None else within(memory, self._config)
         frontend = None if self._frontend is None else replace(self._frontend, config=config)
         announce, self._announce = self._announce, None
         planning = asyncio.gather(asyncio.to_thread(announce or list), return_exceptions=True)  # while the model loads
-        self._engine = engine = await AsyncEngine.start(config, child=child, frontend=frontend)
+        self._engine = engine = await start_fleet(config, self._num_replicas, child=child, frontend=frontend)
         self._frontend = self._frontend or engine.frontend
         log_plan(*await planning)
         whose = "" if memory is None else f" for {engine.info.name}"
@@ -98,6 +111,16 @@ class EngineSource:
         log.info("weights%s loaded in %.2f s", whose, engine.core.load_s)
         await asyncio.to_thread(self._spare.refill)
         return engine
+
+
+def together(memory: ModelMemory, num_replicas: int, device_bytes: int) -> ModelMemory:
+    """What several cores take that take this much each."""
+    return replace(
+        memory,
+        device_bytes=device_bytes,
+        fixed_bytes=memory.fixed_bytes * num_replicas,
+        total_bytes=memory.total_bytes * num_replicas,
+    )
 
 
 def within(memory: ModelMemory, config: EngineConfig) -> EngineConfig:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
 from tokenmill.engine.status import EngineStats, Health, ModelInfo, require_ready
@@ -45,6 +45,7 @@ class ServedEngine(Protocol):
     def is_idle(self) -> bool: ...
     def health(self) -> Health: ...
     def stats(self) -> EngineStats: ...
+    def replicas(self) -> list[dict[str, Any]]: ...
     async def close(self) -> None: ...
 
 
@@ -269,6 +270,9 @@ class GatedEngine:
 
     def stats(self) -> EngineStats:
         return self._gate.stats() or EngineStats()
+
+    def replicas(self) -> list[dict[str, Any]]:
+        return [] if (engine := self._gate.loaded) is None else engine.replicas()
 
     async def close(self) -> None:
         if (engine := self._gate.loaded) is not None:

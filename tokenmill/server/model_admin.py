@@ -59,6 +59,27 @@ ROW: Schema = object_of(
     keep_alive_s=_or_null({"type": "number"}),
     expires_in_s=_or_null({"type": "number"}),
 )
+REPLICA: Schema = object_of(
+    model=TEXT,
+    replica=COUNT,
+    state={"enum": ["loading", "ready", "stalled", "draining", "dead"]},
+    detail=TEXT,
+    requests=COUNT,
+    prefill_tokens=COUNT,
+    num_placed={"type": "object", "additionalProperties": COUNT},
+    running=COUNT,
+    waiting=COUNT,
+    kv_blocks_used=COUNT,
+    kv_blocks_total=COUNT,
+    prefix_hit_tokens=COUNT,
+    prefix_query_tokens=COUNT,
+    steps=COUNT,
+    step_tokens=COUNT,
+    busy_s={"type": "number"},
+    preemptions=COUNT,
+    engine_pid=COUNT,
+    restarts=COUNT,
+)
 CHANGED: Schema = object_of(success=FLAG, model=TEXT, status=STATUS)
 LOAD_BODY: Schema = {
     "type": "object",
@@ -76,6 +97,15 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
             for device, (total, used) in context.loader.memory().items()
         }
         return json_response({"object": "list", "data": await model_rows(context), "memory": memory})
+
+    async def list_replicas(request: Request) -> Response:
+        rows = [
+            {"model": gate.label, **row}
+            for gate in context.registry.gates
+            if gate.loaded is not None
+            for row in gate.loaded.replicas()
+        ]
+        return json_response({"object": "list", "data": rows})
 
     async def load_model(request: Request) -> Response:
         require_manager(request, context.config)
@@ -98,6 +128,15 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
     changing = (*READING, 403)
     return [
         Endpoint("GET", "/models", list_models, TAG, object_of(object=TEXT, data=list_of(ROW)), (503,)),
+        Endpoint(
+            "GET",
+            "/replicas",
+            list_replicas,
+            TAG,
+            object_of(object=TEXT, data=list_of(REPLICA)),
+            (503,),
+            description="The engine processes of models in memory: state, requests, KV blocks, sums since the start.",
+        ),
         Endpoint(
             "POST",
             "/models/load",

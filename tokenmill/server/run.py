@@ -83,7 +83,8 @@ def run_server(
         loader = loader_of(config)
         gates = [gate_of_config(model) for model in models]
         for gate, model in zip(gates, models, strict=True):
-            source = EngineSource(model.engine, plan, spare, announce=announce if gate is gates[0] else None)
+            announced = announce if gate is gates[0] else None
+            source = EngineSource(model.engine, plan, spare, announce=announced, num_replicas=config.replicas)
             loader.add(gate, source, waits=len(gates) > 1)
         if len(gates) > 1:
             require_distinct(gates)
@@ -297,11 +298,12 @@ class ServerLifecycle:
         await self._context.state.close()
 
     async def _end_at_once(self) -> None:
-        stats = [gate.stats() for gate in self._context.registry.gates]
+        engines = [gate.loaded for gate in self._context.registry.gates if gate.loaded is not None]
+        pids = [core["engine_pid"] for engine in engines for core in engine.replicas()]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._context.loader.close(), FORCED_CLOSE_S)
-        for one in stats:
-            kill_child(one.engine_pid if one is not None else 0)
+        for pid in pids:
+            kill_child(pid)
         os._exit(EXIT_FORCED)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -152,6 +153,9 @@ class VariantEngine:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def replicas(self) -> list[dict[str, Any]]:
+        return self._engine.replicas()
 
     async def close(self) -> None:
         """Leave the engine to the model it belongs to."""

@@ -1,0 +1,205 @@
+"""Several cores on a virtual clock: where requests go, and that none is lost when cores die.
+
+All but the model is the real thing, and the same every time, however busy the machine is."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from tokenmill import AsyncEngine, SamplingParams
+from tokenmill.engine.replicas import MOST_DEATHS
+from tokenmill.errors import RequestFailed
+from tokenmill.fleet.router import PrefixRouter
+from tokenmill.fleet.virtual import VOCAB_SIZE, VirtualDevice, run_virtually, virtual_engine
+from tokenmill.types import PromptRequest
+
+DEVICE = VirtualDevice(num_blocks=20_000, start_s=2.0)
+SLOW_DEVICE = VirtualDevice(step_s=0.06, token_s=25e-6, num_blocks=20_000, max_running=128, start_s=2.0)
+
+
+def prompt(rng: random.Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+async def ask(engine: AsyncEngine, tokens: Sequence[int], request_id: str, **params: int) -> tuple[list[int], float]:
+    """The tokens of all choices, and the longest time between two of them."""
+    asked = SamplingParams(**{"max_tokens": 16, "seed": 5, **params})
+    choices: dict[int, list[int]] = {}
+    times = []
+    async for event in engine.submit(PromptRequest(prompt=list(tokens), params=asked, request_id=request_id)):
+        choices.setdefault(event.index, []).extend(event.token_ids)
+        times.append(asyncio.get_running_loop().time())
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return [token for _, ids in sorted(choices.items()) for token in ids], max(gaps, default=0.0)
+
+
+def place_of(engine: AsyncEngine, request_id: str) -> int:
+    """The core that a running request is on."""
+    (place,) = [one.index for one in engine._replicas.all if request_id in one.runs]
+    return place
+
+
+# ── where requests go ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("gap_s", [0.5, 0.02], ids=["idle cores", "busy cores"])
+def test_a_shared_system_prompt_pulls_nothing_to_one_core(gap_s: float) -> None:
+    """50 conversations of 6 turns that all begin alike."""
+    rng = random.Random(1)
+    system = prompt(rng, 1500)
+    places: dict[int, list[int]] = {}
+
+    async def talk(engine: AsyncEngine, number: int, starts_s: float) -> None:
+        own = random.Random(number)
+        await asyncio.sleep(starts_s)
+        told = system + prompt(own, 60)
+        for turn in range(6):
+            name = f"{number}.{turn}"
+            answering = asyncio.create_task(ask(engine, told, name, max_tokens=40))
+            await asyncio.sleep(0)
+            places.setdefault(number, []).append(place_of(engine, name))
+            answer, _ = await answering
+            await asyncio.sleep(own.uniform(0.5, 4.0))
+            told = told + answer + prompt(own, 30)
+
+    async def scenario() -> None:
+        engine = virtual_engine(DEVICE, 3, PrefixRouter(3))
+        await engine.open()
+        await asyncio.gather(*(talk(engine, number, number * gap_s) for number in range(50)))
+        await engine.close()
+
+    run_virtually(scenario())
+    counted = Counter(place for turns in places.values() for place in turns)
+    fullest = max(counted.values()) / (sum(counted.values()) / 3)
+    staying = [now == before for turns in places.values() for before, now in pairwise(turns)]
+    assert fullest <= 1.15, counted
+    assert sum(staying) / len(staying) >= 0.95
+
+
+def test_tenants_and_adapters_share_no_cache_and_draw_nobody() -> None:
+    async def scenario() -> None:
+        engine = virtual_engine(DEVICE, 2, PrefixRouter(2))
+        await engine.open()
+        tokens = prompt(random.Random(4), 4000)
+        await ask(engine, tokens, "first")
+        first = next(one["replica"] for one in engine.replicas() if one["steps"])
+        asked = PromptRequest(prompt=tokens, params=SamplingParams(max_tokens=4), cache_salt="other", request_id="o")
+        stream = engine.submit(asked)
+        assert place_of(engine, "o") != first, "what others have cached is nothing to it, so the idler core is better"
+        async for _ in stream:
+            pass
+        stream = engine.submit(PromptRequest(prompt=tokens, params=SamplingParams(max_tokens=4), request_id="same"))
+        assert place_of(engine, "same") == first
+        async for _ in stream:
+            pass
+        routes = [one["num_placed"] for one in engine.replicas()]
+        assert sum(one.get("cached", 0) for one in routes) == 1
+        await engine.close()
+
+    run_virtually(scenario())
+
+
+def test_a_busy_core_sends_a_conversation_away() -> None:
+    async def scenario() -> None:
+        engine = virtual_engine(DEVICE, 2, PrefixRouter(2))
+        await engine.open()
+        rng = random.Random(6)
+        tokens = prompt(rng, 320)
+        await ask(engine, tokens, "first")
+        first = next(one["replica"] for one in engine.replicas() if one["steps"])
+        long = asyncio.create_task(ask(engine, tokens + prompt(rng, 60_000), "long"))
+        await asyncio.sleep(0)
+        assert place_of(engine, "long") == first
+        following = asyncio.create_task(ask(engine, tokens + prompt(rng, 8), "next"))
+        await asyncio.sleep(0)
+        assert place_of(engine, "next") != first
+        await asyncio.gather(long, following)
+        assert sum(one["num_placed"].get("busy", 0) for one in engine.replicas()) == 1
+        await engine.close()
+
+    run_virtually(scenario())
+
+
+# ── deaths ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def sixty_streams(engine: AsyncEngine) -> list[tuple[list[int], float]]:
+    rng = random.Random(8)
+    asked = [
+        ask(
+            engine,
+            prompt(rng, rng.randrange(20, 1200)),
+            str(number),
+            max_tokens=rng.randrange(200, 900),
+            seed=number,
+            n=rng.choice([1, 1, 3]),
+        )
+        for number in range(60)
+    ]
+    return await asyncio.gather(*asked)
+
+
+def test_killing_a_core_every_three_seconds_loses_nothing() -> None:
+    async def scenario(kills: bool) -> tuple[list[tuple[list[int], float]], int]:
+        engine = virtual_engine(SLOW_DEVICE, 3, PrefixRouter(3))
+        await engine.open()
+
+        async def kill() -> None:
+            rng = random.Random(9)
+            while True:
+                await asyncio.sleep(3.0)
+                alive = [one for one in engine._replicas.all if one.is_ready]
+                client = rng.choice(alive).supervisor._client
+                assert client is not None
+                client.kill()
+
+        killing = asyncio.create_task(kill() if kills else asyncio.sleep(0))
+        found = await sixty_streams(engine)
+        killing.cancel()
+        stats = engine.stats()
+        await engine.close()
+        assert stats.restarts == 0 or stats.resumed > stats.restarts
+        return found, stats.restarts
+
+    expected, _ = run_virtually(scenario(kills=False))
+    found, num_restarts = run_virtually(scenario(kills=True))
+    assert num_restarts >= 12
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    # A dead core's third of all tokens is computed again by the two others.
+    recompute_s = 20 * (1200 + 900) * SLOW_DEVICE.token_s
+    assert max(gap_s for _, gap_s in found) <= recompute_s + 0.5
+
+
+def test_a_request_that_kills_cores_dies_alone_and_others_go_on() -> None:
+    async def scenario() -> None:
+        engine = virtual_engine(DEVICE, 3, PrefixRouter(3))
+        await engine.open()
+        others = asyncio.create_task(sixty_streams(engine))
+        await asyncio.sleep(0.3)
+        poison = asyncio.create_task(ask(engine, [7] * 100, "poison", max_tokens=500))
+        deaths = 0
+        while not poison.done():
+            await asyncio.sleep(0.001)
+            for replica in engine._replicas.all:
+                run = next((one for one in replica.runs.values() if one.request.request_id == "poison"), None)
+                if run is not None and engine.num_generated("poison") >= 20:
+                    deaths += 1
+                    client = replica.supervisor._client
+                    assert client is not None
+                    client.kill()
+        with pytest.raises(RequestFailed, match="have died"):
+            await poison
+        assert deaths == MOST_DEATHS
+        expected = engine.stats().restarts
+        found = await others
+        assert engine.stats().restarts == expected == MOST_DEATHS
+        assert all(tokens for tokens, _ in found)
+        await engine.close()
+
+    run_virtually(scenario())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.timing import SOON_S, eventually
+from tests.support.timing import eventually
 from tokenmill.engine import core_process
 from tokenmill.engine.core_process import CoreProcess, hold, remove_abandoned
 
@@ -28,7 +28,7 @@ def test_a_core_knows_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     process = CoreProcess(WAITS)
     try:
         environment = Path(f"/proc/{process._process.pid}/environ")
-        assert eventually(lambda: b"TOKENMILL_TEST" in environment.read_bytes(), SOON_S)  # empty while it is started
+        assert eventually(lambda: b"TOKENMILL_TEST" in environment.read_bytes())  # empty while it is started
         assert b"a secret" not in environment.read_bytes()
     finally:
         process.kill()

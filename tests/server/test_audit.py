@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.scripted_server import scripted_server
-from tests.support.timing import SOON_S, eventually
+from tests.support.timing import eventually
 from tokenmill.cli import main
 from tokenmill.config.server import ServerConfig
 from tokenmill.server import audit
@@ -90,7 +90,7 @@ def test_a_server_records_who_was_refused_and_what_became_of_keys(
             assert server.get("/v1/models", headers={"authorization": "Bearer wrong-secret"}).status_code == 401
         assert server.get("/v1/models").status_code == 401
         assert server.get("/v1/models", headers=KEY).status_code == 200
-        assert eventually(lambda: "no key" in path.read_text(), SOON_S)
+        assert eventually(lambda: "no key" in path.read_text())
     assert main(["keys", "add", "alice", "--keys-file", str(keys)]) == 0
     assert main(["keys", "revoke", "alice", "--keys-file", str(keys)]) == 0
     assert [line["event"] for _, line in read_entries(keys.with_name("audit.jsonl"))] == ["key_added", "key_revoked"]

@@ -84,7 +84,7 @@ def test_a_body_that_is_announced_too_large_is_refused_at_once(
     with socket.create_connection((parts.hostname, parts.port), timeout=SOON_S) as connection:
         connection.sendall(head)
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < SOON_S
         monkeypatch.setattr(http_protocol, "MAX_UNREAD_BYTES", 100_000)
         with pytest.raises(OSError):  # what comes all the same is dropped, up to a limit
             while True:
@@ -105,9 +105,9 @@ def test_a_client_that_never_reads_is_given_up(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((parts.hostname, parts.port))
         connection.sendall(head + body)
-        assert eventually(lambda: len(server.engine.seen) == 1, SOON_S)
-        assert eventually(lambda: not open_connections(server), SOON_S)
-        assert eventually(lambda: not server.engine.running, SOON_S)
+        assert eventually(lambda: len(server.engine.seen) == 1)
+        assert eventually(lambda: not open_connections(server))
+        assert eventually(lambda: not server.engine.running)
 
 
 def open_connections(server: RunningServer) -> bool:

@@ -99,8 +99,8 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, word: str
 
 def test_ten_thousand_keys_are_found_as_fast_as_one() -> None:
     ring = KeyRing([f"key {number}".encode() for number in range(10_000)])
-    began = time.perf_counter()
+    began = time.process_time()
     for number in range(1000):
         assert ring.find([f"key {number * 7}".encode()]) is not None
         assert ring.find([b"none"]) is None
-    assert (time.perf_counter() - began) / 2000 < 200e-6, "about 2 us on a quiet machine"
+    assert (time.process_time() - began) / 2000 < 200e-6, "about 2 us on a quiet machine"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.metric_values import metric_values
 from tests.support.scripted_server import ScriptedServer, scripted_server
-from tests.support.timing import SOON_S, eventually
+from tests.support.timing import eventually
 from tokenmill.cli import main
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidRequest
@@ -51,7 +51,7 @@ def test_the_ledger_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         refused = ask(server, "bob", temperature=-1)
         leave_early(server, "alice")
         assert refused == (0, 0)
-        assert eventually(lambda: len(usage(server, "alice", "?group_by=outcome")) == 2, SOON_S)
+        assert eventually(lambda: len(usage(server, "alice", "?group_by=outcome")) == 2)
         (alice,), (bob,) = usage(server, "alice", "?group_by="), usage(server, "bob", "?group_by=")
         assert alice["requests"] == 11 and bob["requests"] == 11
         assert bob["completion_tokens"] == sum(one for _, one in counted[1::2])
@@ -109,4 +109,4 @@ def test_times_between_outputs_and_sizes_of_steps_are_measured() -> None:
         assert values["tokenmill_request_max_tokens_sum"] == 30 and values["tokenmill_request_num_choices_sum"] == 2
         assert values["tokenmill_http_responses_total{200}"] >= 1
         name = "tokenmill_event_loop_lag_seconds_count"
-        assert eventually(lambda: metric_values(server.get("/metrics").text)[name] > 0, SOON_S)
+        assert eventually(lambda: metric_values(server.get("/metrics").text)[name] > 0)

@@ -174,6 +174,6 @@ def test_one_at_a_time_also_after_clients_that_leave(limited: tuple[RunningServe
         next(lines)
         refused = server.http.post(server.url + "/v1/chat/completions", json=CHAT, headers=headers)
         assert refused.status_code == 429 and "at a time" in refused.text
-    assert eventually(lambda: not server.engine.running, 5)
+    assert eventually(lambda: not server.engine.running)
     server.engine.delay_s = 0
-    assert eventually(lambda: server.post("/v1/chat/completions", CHAT, headers=headers).status_code == 200, 5)
+    assert eventually(lambda: server.post("/v1/chat/completions", CHAT, headers=headers).status_code == 200)

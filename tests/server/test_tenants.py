@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.loopback import CHAT, RunningServer, Serving
 from tests.support.scripted_server import ScriptedServer, scripted_server
-from tests.support.timing import SOON_S, eventually
+from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server import generation
 from tokenmill.server.auth import may_be_local
@@ -155,7 +155,7 @@ def test_tokens_of_clients_that_leave_are_counted() -> None:
             lines = reply.iter_lines()
             seen = [next(lines) for _ in range(40)]
         num_seen = sum(line.startswith("data: {") for line in seen)
-        assert eventually(lambda: counted(server)[0] > 0, SOON_S)
+        assert eventually(lambda: counted(server)[0] > 0)
         prompt, generated = counted(server)
         assert prompt > 3 and num_seen <= generated < 300
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 SOON_S = 20.0
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 1.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = SOON_S) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if condition():

@@ -67,7 +67,7 @@ def wait_for_answer(page: Page, text: str) -> None:
 
 def wait_until(page: Page, condition: str) -> None:
     """Wait for a condition on the page. (playwright's own way needs `eval`, which the page's policy forbids.)"""
-    assert eventually(lambda: bool(page.evaluate(condition)), SOON_S), condition
+    assert eventually(lambda: bool(page.evaluate(condition))), condition
 
 
 def note_states(page: Page, selector: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 from tokenmill.arch.cache_parts import CacheField
 from tokenmill.arch.cost import kv_bytes_per_token
 from tokenmill.arch.indexer import Indexer
+from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import Gqa, LayerSpec, Mla, MlpSpec, ModelSpec, ShortConv
+from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, CacheGroup, KVLayout
 from tokenmill.kv.storage import KVStorage
 
@@ -124,3 +127,18 @@ def test_keys_of_an_index_have_blocks_of_their_own_where_layers_share_one() -> N
     storage = KVStorage(mixed, 4, 16, torch.device("cpu"))
     assert storage.group(4) == storage.group(4, "latents") != storage.group(4, "index_keys")
     assert storage.fields(4)["index_keys"].shape[1:] == (16, 24)
+
+
+def test_blocks_hold_whole_compressed_entries(shared_dir: Path) -> None:
+    """DeepSeek V4: a token keeps its share of an entry; windows and what entries are made of are given back."""
+    spec = read_spec(shared_dir / "goldens" / "tiny" / "deepseek_v4")
+    layout = KVLayout.from_spec(spec)
+    assert layout.block_multiple == 16
+    with pytest.raises(InvalidConfig, match="multiple of 16"):
+        layout.rules(24)
+    kept = {field.name: (field.shape, group.window) for group in layout.groups for field in group.fields}
+    assert kept["entries"] == ((32,), 16) and kept["index_compressed"] == ((4,), None)
+    sizes = {field.shape for group in layout.groups for field in group.fields if field.name == "compressed"}
+    assert sizes == {(32 // 16,), (32 // 4,)}
+    per_token = sum(32 // rate for rate in (16, 4, 16)) + 16 // 4 + 32  # the first layer keeps its window alone
+    assert kv_bytes_per_token(spec, "float32") == 4 * per_token

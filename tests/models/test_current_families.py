@@ -25,8 +25,8 @@ from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.source import open_weights
 
 TRAINED = (
-    "exaone4", "gemma3n", "gemma4", "gemma4_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4", "minimax_m2",
-    "ministral3", "mixtral", "olmo3", "qwen3_moe", "smollm3",
+    "deepseek_v4", "exaone4", "gemma3n", "gemma4", "gemma4_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4",
+    "minimax_m2", "ministral3", "mixtral", "olmo3", "qwen3_moe", "smollm3",
 )  # fmt: skip
 DELTA_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 MAMBA_SIZES = {"mamba_d_state": 16}
@@ -39,7 +39,7 @@ NATIVE_SIZES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 16},
 }
 """Recurrent heads whose sizes the native kernels take"""
-NOT_NATIVE = ("kimi_linear", "deepseek_v32", "glm_moe_dsa", "gemma3n")
+NOT_NATIVE = ("kimi_linear", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "gemma3n")
 CLOSE_CALL = 1e-3  # a smaller margin in the reference may fall either way
 
 

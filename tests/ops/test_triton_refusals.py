@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 MAMBA = Recurrent("ssd", 1, 2, 24, 128, 4, None)
 INDEXED = Mla(4, 32, 64, 16, 8, 16, 1.0, None, indexer=Indexer(2, 24, 8))
-GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), True, shared=MlpSpec(8), has_shared_gate=True))
+GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), shared=MlpSpec(8), has_shared_gate=True))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8", "fp8"])

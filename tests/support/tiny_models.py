@@ -189,6 +189,16 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, **INDEXED, "num_hidden_layers": 5, "rope_parameters": {"rope_theta": 1e6},
          "indexer_types": ["full", "shared", "full", "shared", "shared"]},
     ),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {**MOE, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "partial_rotary_factor": 0.5,
+         "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+         "compressed_sparse_attention"], "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+         "q_lora_rank": 20, "sliding_window": 7, "o_groups": 2, "o_lora_rank": 10, "index_n_heads": 6,
+         "index_head_dim": 12, "index_topk": 4, "hc_mult": 3, "hc_sinkhorn_iters": 3, "n_routed_experts": 5,
+         "moe_intermediate_size": 24, "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 16}},
+    ),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "ministral3": (
         "Ministral3Config",
@@ -291,6 +301,9 @@ def make_reference(name: str, seed: int = 0, **others: Any) -> transformers.PreT
         for buffer_name, buffer in model.named_buffers():  # biases of the choice of experts, scalars of layers
             if buffer_name.endswith(("_bias", "layer_scalar")):
                 buffer.copy_(buffer + 0.2 * torch.randn(buffer.shape, generator=generator))
+            if buffer_name.endswith("tid2eid"):  # experts that are looked up by token
+                orders = torch.rand(len(buffer), config.n_routed_experts, generator=generator).argsort(-1)
+                buffer.copy_(orders[:, : buffer.shape[1]])
     return model
 
 

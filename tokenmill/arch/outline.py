@@ -14,7 +14,19 @@ from functools import lru_cache
 from math import prod
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import Gqa, LayerSpec, MixerSpec, Mla, MlpSpec, ModelSpec, MoeSpec, NormSpec, ShortConv
+from tokenmill.arch.spec import (
+    Gqa,
+    LayerSpec,
+    MixerSpec,
+    Mla,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    ShortConv,
+    WindowedMqa,
+)
+from tokenmill.arch.streams import AltUp, HyperConnections, Streams
 from tokenmill.arch.tensors import layer_tensors
 
 
@@ -80,15 +92,20 @@ def _outline_of_spec(spec: ModelSpec) -> ModelOutline:
         spec.tied_head,
         spec.max_context,
         spec.dtype,
-        spec.hidden_size + spec.input_width,
+        spec.hidden_size + spec.input_width + _end_vectors(spec.streams, spec.hidden_size),
         _end_matrices(spec),
         spec.num_layers * spec.input_width * (spec.input_vocab_size or spec.vocab_size),
     )
 
 
+def _end_vectors(streams: Streams | None, hidden: int) -> int:
+    """The mixture that streams end in"""
+    return streams.num_streams * (1 + hidden * streams.num_streams) + 1 if isinstance(streams, HyperConnections) else 0
+
+
 def _end_matrices(spec: ModelSpec) -> int:
     """Projections to the layers' own embeddings, and to and from further streams"""
-    streams = 0 if spec.streams is None else 2 * (spec.streams.num_streams - 1) * spec.hidden_size
+    streams = 2 * (spec.streams.num_streams - 1) * spec.hidden_size if isinstance(spec.streams, AltUp) else 0
     return spec.hidden_size * (spec.num_layers * spec.input_width + streams)
 
 
@@ -118,6 +135,8 @@ def _of_mixer(mixer: MixerSpec) -> LayerOutline:
             return _of_attention(mixer)
         case Mla():
             return _of_latent_attention(mixer)
+        case WindowedMqa():
+            return _of_windowed(mixer)
         case ShortConv():
             return _of_conv(mixer)
         case Recurrent():
@@ -151,6 +170,36 @@ def _of_latent_attention(mla: Mla) -> LayerOutline:
         num_heads=mla.num_heads,
         num_kv_heads=1,
         width=2 * mla.q_size + mla.entry_size + absorbed + mla.out_size + compared,
+    )
+
+
+def _of_windowed(mixer: WindowedMqa) -> LayerOutline:
+    """A layer of nothing but this mixer, without its weights. What is kept of every token is its share of a compressed
+    entry; the window and what entries are made of have one size however long the context is, like a state. Without
+    compression nothing but the window is kept."""
+    compression, dim = mixer.compression, mixer.head_dim
+    pairs = 2 * mixer.q_size
+    outline = LayerOutline(
+        linear=0,
+        vectors=0,
+        kv_values=dim,
+        pair_values=pairs,
+        num_heads=mixer.num_heads,
+        num_kv_heads=1,
+        width=4 * mixer.q_size + sum(size for _, size in mixer.projected_parts) + mixer.out_size,
+        window=mixer.window,
+    )
+    if compression is None:
+        return outline
+    index = 0 if compression.indexer is None else compression.indexer.head_dim
+    inputs = compression.inputs_size(dim) + (compression.inputs_size(index) if index else 0)
+    scored = 0 if compression.indexer is None else compression.indexer.q_size
+    return replace(
+        outline,
+        kv_values=(dim + index) // compression.rate,
+        pair_values=(pairs + scored) // compression.rate,
+        window=None,
+        state_values=mixer.window * dim + compression.reach * inputs,
     )
 
 

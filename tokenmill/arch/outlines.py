@@ -214,7 +214,6 @@ SAME_TEXT_MODEL = {"mimo": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_
 MISSING = {
     "bailing_hybrid": "linear attention beside latent attention",
     "deepseek_ref": "compressed and sparse attention, several residual streams",
-    "deepseek_v4": "compressed and sparse attention, several residual streams",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
     "mamba": "recurrent layers without attention",
     "mimo": "heads that predict further tokens, as layers",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MixerSpec, Mla, MlpSpec, MoeSpec, ShortConv
+from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MixerSpec, Mla, MlpSpec, MoeSpec, ShortConv, WindowedMqa
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Experts:
     router_norm: str | None
     choice_bias: str | None
     expert_scales: str | None
+    table: str | None  # the experts of each token
     spec: MoeSpec
     post_norm: str | None = None
     scale: float = 1.0
@@ -150,6 +151,9 @@ def _mixed(spec: LayerSpec, mixer: MixerSpec, name: str, number: int) -> tuple[M
             index = () if mixer.indexer is None else ("index_k", "index_weights")
             inputs = _stacked(name, ("q" if mixer.q_rank is None else "q_down", "kv_down", *index))
             output = _stacked(name, ("o",))
+        case WindowedMqa():
+            inputs = _stacked(name, tuple(part for part, _ in mixer.projected_parts))
+            output = _stacked(name, ("o",))
         case ShortConv():
             inputs, output = _stacked(name, ("conv_in",), mixer.bias), _stacked(name, ("conv_out",), mixer.bias)
         case Recurrent():
@@ -195,6 +199,7 @@ def _experts(moe: MoeSpec, name: str, norm: str | None, post_norm: str | None, s
         router_norm=f"{name}.router_norm" if routing.has_input_norm else None,
         choice_bias=f"{name}.choice_bias" if routing.has_choice_bias else None,
         expert_scales=f"{name}.expert_scales" if routing.has_expert_scales else None,
+        table=f"{name}.expert_table" if routing.table_rows else None,
         spec=moe,
         post_norm=post_norm,
         scale=scale,

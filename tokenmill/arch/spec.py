@@ -5,9 +5,10 @@
     LayerSpec = norm → mixer → (norm) → + → norm → MLP or experts → (norm) → +      `norms` says where norms stand
 
 A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`), latent attention
-(`Mla`), a short convolution (`ShortConv`) or a recurrence (`Recurrent`, in `recurrent.py`). It alone knows what has to
-be kept of the tokens computed so far (`cache_fields`, or `cache_parts` where it is of several kinds) and how far back a
-token looks (`window`); cache, memory sizing and planner ask it and nothing else.
+(`Mla`), attention over compressed entries (`WindowedMqa`), a short convolution (`ShortConv`) or a recurrence
+(`Recurrent`, in `recurrent.py`). It alone knows what has to be kept of the tokens computed so far (`cache_fields`, or
+`cache_parts` where it is of several kinds) and how far back a token looks (`window`); cache, memory sizing and planner
+ask it and nothing else.
 
 A variant that these fields cannot express is refused by the reader, by name; it is never approximated.
 """
@@ -19,13 +20,15 @@ from statistics import NormalDist
 from typing import Literal
 
 from tokenmill.arch.cache_parts import CacheField, CachePart
+from tokenmill.arch.compressed import Compression
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.streams import AltUp
+from tokenmill.arch.streams import Streams
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "silu_to_10"]
 """What a gated MLP multiplies with: act(gate) * up. "relu2" is max(x, 0)²; "swiglu_oai", of gpt-oss, is
-g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up between -7 and 7."""
+g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up between -7 and 7; "silu_to_10", of DeepSeek V4, is
+silu(min(gate, 10)) * u with u = up between -10 and 10."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,53 @@ class Mla:
         return (latents,) if self.indexer is None else (latents, self.indexer.cache_part())
 
 
-MixerSpec = Gqa | ShortConv | Mla | Recurrent
+@dataclass(frozen=True)
+class WindowedMqa:
+    """Attention of DeepSeek V4: one key for all heads, which is the value too, a window, and compressed entries behind.
+
+    Queries come from a latent vector; each head's is normed without a weight. The last numbers of queries and keys are
+    rotated, in neighbouring pairs, and turned back in the result. Heads are projected group by group to `out_rank`
+    numbers each, and those together to the stream.
+    """
+
+    num_heads: int
+    head_dim: int
+    q_rank: int
+    window: int
+    scale: float  # multiplies q·k
+    rope: RopeSpec
+    out_groups: int
+    out_rank: int
+    norm_eps: float = 1e-6
+    compression: Compression | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def out_size(self) -> int:
+        return self.out_groups * self.out_rank
+
+    @property
+    def projected_parts(self) -> tuple[tuple[str, int], ...]:
+        """The matrices in front of the mixer and their rows, in the order in which they are stacked."""
+        parts = [("q_down", self.q_rank), ("kv", self.head_dim)]
+        if self.compression is not None:
+            size = self.compression.num_series * self.head_dim
+            parts += [("entry_values", size), ("entry_gates", size)]
+            indexer = self.compression.indexer
+            if indexer is not None:
+                size = self.compression.num_series * indexer.head_dim
+                parts += [("index_values", size), ("index_gates", size), ("index_weights", indexer.num_heads)]
+        return tuple(parts)
+
+    def cache_parts(self) -> tuple[CachePart, ...]:
+        own = CachePart("paged", (CacheField("entries", (self.head_dim,)),), self.window)
+        return (own,) if self.compression is None else (own, *self.compression.cache_parts(self.head_dim))
+
+
+MixerSpec = Gqa | ShortConv | Mla | Recurrent | WindowedMqa
 
 
 # ── the rest of a layer, and the model ─────────────────────────────────────────────────────────────────
@@ -285,6 +334,7 @@ class RoutingSpec:
     has_expert_scales: bool = False
     has_input_norm: bool = False  # the router reads an RMSNorm of the stream of its own, over sqrt(hidden)
     weights_input: bool = False  # an expert's input is weighted, not its output
+    table_rows: int = 0  # experts are looked up by token in a table of so many; 0: those with the best scores are taken
 
 
 @dataclass(frozen=True)
@@ -324,7 +374,7 @@ class LayerSpec:
     input_width: int = 0  # of the layer's own embedding of the token, which is added through a gate (Gemma 4)
     has_scale: bool = False  # the stream is multiplied by a number at the layer's end
     side_mixer: Recurrent | None = None  # beside the mixer: reads the same normed stream, both results are added
-    streams: AltUp | None = None  # around it, where there are several; the same in all layers of a model
+    streams: Streams | None = None  # around it, where there are several; the same in all layers of a model
     factors: tuple[tuple[str, float], ...] = ()  # what matrices, by name, are multiplied by when they are read
 
     @property
@@ -401,7 +451,7 @@ class ModelSpec:
         return max(layer.input_width for layer in self.layers)
 
     @property
-    def streams(self) -> AltUp | None:
+    def streams(self) -> Streams | None:
         return self.layers[0].streams
 
     @property
@@ -413,7 +463,7 @@ class ModelSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotations of its layers."""
         mixers = (layer.mixer for layer in self.layers)
-        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, Gqa | Mla))
+        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, Gqa | Mla | WindowedMqa))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
@@ -435,6 +485,9 @@ class TensorSpec:
     layers.{i}.index_q.weight                          [index heads * index_dim, q_rank], of an indexer
     layers.{i}.{index_k,index_weights}.weight          [index_dim, hidden], [index heads, hidden]
     layers.{i}.index_k_norm.weight  (.bias)            [index_dim]
+    layers.{i}.kv.weight, .out_groups.weight           [head_dim, hidden], [groups * out_rank, heads * dim / groups]
+    layers.{i}.{entry,index}_{values,gates}.weight     [1 or 2 * dim, hidden]
+    layers.{i}.{entry,index}_bias, .{entry,index}_norm.weight   [rate, 1 or 2 * dim], [dim]
     layers.{i}.conv_in.weight  (.bias)                 [3 * hidden, hidden], rows of b, then c, then x
     layers.{i}.conv.weight  (.bias)                    [hidden, kernel], oldest tap first
     layers.{i}.conv_out.weight  (.bias)                [hidden, hidden]
@@ -450,6 +503,7 @@ class TensorSpec:
     layers.{i}.router.weight  (.bias)                  [experts, hidden]
     layers.{i}.{choice_bias,expert_scales}             [experts]
     layers.{i}.router_norm.weight                      [hidden]
+    layers.{i}.expert_table                            [vocab, experts a token]
     layers.{i}.experts.{gate,up}.weight, .down.weight  [experts, inter, hidden], [experts, hidden, inter]
     layers.{i}.experts.{gate,up,down}.bias             [experts, inter], [experts, inter], [experts, hidden]
     layers.{i}.{latent_in,latent_out}.weight           [latent, hidden], [hidden, latent]
@@ -459,6 +513,7 @@ class TensorSpec:
     layers.{i}.input_norm.weight                       [hidden]
     layers.{i}.scale                                   [1]
     layers.{i}.{altup_router,altup_predict,altup_correct}.weight   [streams, hidden], [streams², streams], [streams]²
+    layers.{i}.{attn,mlp}_connect.weight, _base, _scale   [(2 + streams) * streams, streams * hidden], [rows], [3]
     layers.{i}.altup_router_norm.weight, .altup_scale  [hidden] each
     layers.{i}.{branch_left,branch_right}.weight       [rank, hidden], [hidden, rank]
     layers.{i}.branch_norm.weight                      [hidden]
@@ -471,6 +526,7 @@ class TensorSpec:
     layer_inputs.project.weight                        [layers * width, hidden]
     layer_inputs.norm.weight                           [width]
     streams.{in,out}.{s}.weight                        [hidden, hidden], of all streams but the first
+    streams_end.weight, _base, _scale                  [streams, streams * hidden], [streams], [1]
 
     Norm weights are always the plain multiplier (a reader adds Gemma's 1); LayerNorm may have a `.bias` beside it.
     """

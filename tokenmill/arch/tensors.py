@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from tokenmill.arch.compressed import Compression
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import (
@@ -36,8 +37,9 @@ from tokenmill.arch.spec import (
     NormSpec,
     ShortConv,
     TensorSpec,
+    WindowedMqa,
 )
-from tokenmill.arch.streams import AltUp
+from tokenmill.arch.streams import AltUp, HyperConnections, Streams
 from tokenmill.errors import UnsupportedModel
 
 # ── the tensors of a spec ──────────────────────────────────────────────────────────────────────────
@@ -52,8 +54,7 @@ def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     if spec.input_width:
         yield from _layer_inputs(spec)
     if spec.streams is not None:
-        for side, number in product(("in", "out"), range(spec.streams.num_streams - 1)):
-            yield from _linear(f"streams.{side}.{number}", spec.hidden_size, spec.hidden_size, False)
+        yield from _stream_ends(spec.streams, spec.hidden_size)
     for index, layer in enumerate(spec.layers):
         yield from layer_tensors(layer, spec.hidden_size, f"layers.{index}.", spec.norm)
     yield from _norm("final_norm", spec.hidden_size, spec.norm)
@@ -95,8 +96,28 @@ def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpe
         yield from _norm(prefix + "input_norm", hidden, norm)
     if layer.has_scale:
         yield TensorSpec(prefix + "scale", (1,), "vector")
-    if layer.streams is not None:
-        yield from _altup(layer.streams, hidden, prefix)
+    match layer.streams:
+        case AltUp():
+            yield from _altup(layer.streams, hidden, prefix)
+        case HyperConnections():
+            for part in ("attn", "mlp"):
+                yield from _connection(
+                    f"{prefix}{part}_connect", layer.streams.num_coefficients, 3, layer.streams, hidden
+                )
+
+
+def _stream_ends(streams: Streams, hidden: int) -> Iterator[TensorSpec]:
+    if isinstance(streams, HyperConnections):
+        yield from _connection("streams_end", streams.num_streams, 1, streams, hidden)
+        return
+    for side, number in product(("in", "out"), range(streams.num_streams - 1)):
+        yield from _linear(f"streams.{side}.{number}", hidden, hidden, False)
+
+
+def _connection(name: str, rows: int, scales: int, streams: HyperConnections, hidden: int) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{name}.weight", (rows, streams.num_streams * hidden), "vector")
+    yield TensorSpec(f"{name}_base", (rows,), "vector")
+    yield TensorSpec(f"{name}_scale", (scales,), "vector")
 
 
 def _altup(altup: AltUp, hidden: int, prefix: str) -> Iterator[TensorSpec]:
@@ -117,6 +138,8 @@ def _mixer(mixer: MixerSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
             yield from _attention(mixer, hidden, prefix)
         case Mla():
             yield from _latent_attention(mixer, hidden, prefix)
+        case WindowedMqa():
+            yield from _windowed(mixer, hidden, prefix)
         case ShortConv():
             yield from _conv(mixer, prefix)
         case Recurrent():
@@ -175,6 +198,28 @@ def _indexer(indexer: Indexer, q_inputs: int, hidden: int, prefix: str) -> Itera
     yield from _linear(prefix + "weights", indexer.num_heads, hidden, False)
 
 
+def _windowed(mixer: WindowedMqa, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    for name, size in mixer.projected_parts:
+        yield from _linear(prefix + name, size, hidden, False)
+    yield from _norm(prefix + "q_norm", mixer.q_rank)
+    yield from _linear(prefix + "q_up", mixer.q_size, mixer.q_rank, False)
+    yield from _norm(prefix + "kv_norm", mixer.head_dim)
+    yield TensorSpec(prefix + "sinks", (mixer.num_heads,), "vector")
+    compression = mixer.compression
+    if compression is not None:
+        yield from _entries(compression, mixer.head_dim, prefix + "entry")
+        if compression.indexer is not None:
+            yield from _entries(compression, compression.indexer.head_dim, prefix + "index")
+            yield from _linear(prefix + "index_q", compression.indexer.q_size, mixer.q_rank, False)
+    yield from _linear(prefix + "out_groups", mixer.out_size, mixer.q_size // mixer.out_groups, False)
+    yield from _linear(prefix + "o", hidden, mixer.out_size, False)
+
+
+def _entries(compression: Compression, head_dim: int, name: str) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{name}_bias", (compression.rate, compression.num_series * head_dim), "vector")
+    yield from _norm(f"{name}_norm", head_dim)
+
+
 def _conv(conv: ShortConv, prefix: str) -> Iterator[TensorSpec]:
     yield from _linear(prefix + "conv_in", 3 * conv.width, conv.width, conv.bias)
     yield TensorSpec(prefix + "conv.weight", (conv.width, conv.kernel), "vector")
@@ -216,6 +261,8 @@ def _experts(moe: MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
     yield from _linear(prefix + "router", experts, hidden, routing.has_router_bias)
     if routing.has_choice_bias:
         yield TensorSpec(prefix + "choice_bias", (experts,), "vector")
+    if routing.table_rows:
+        yield TensorSpec(prefix + "expert_table", (routing.table_rows, moe.num_active), "vector")
     if routing.has_expert_scales:
         yield TensorSpec(prefix + "expert_scales", (experts,), "vector")
     if routing.has_input_norm:

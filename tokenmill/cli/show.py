@@ -24,7 +24,7 @@ from tokenmill.arch.outline import outline_of
 from tokenmill.arch.outlines import MISSING, outline_from_hf
 from tokenmill.arch.read import read_json, read_spec
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv
+from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, WindowedMqa
 from tokenmill.cli.output import count, print_facts, size
 from tokenmill.engine.backends import NATIVE, REFERENCE, TRITON, default_kv_dtype
 from tokenmill.errors import UnsupportedModel
@@ -219,6 +219,10 @@ def _mixer_in_words(mixer: MixerSpec) -> str:
         if mixer.indexer is not None:
             return f"{words}, over the {mixer.indexer.top_k} tokens that an indexer chooses"
         return words if not mixer.is_sparse else f"{words}, over the tokens that an earlier layer's indexer chose"
+    if isinstance(mixer, WindowedMqa):
+        words = f"{mixer.num_heads} heads of {mixer.head_dim} over one key, window {mixer.window}"
+        rate = mixer.compression and mixer.compression.rate
+        return words if rate is None else f"{words}, entries of {rate} tokens before"
     if isinstance(mixer, Recurrent):
         rule = "gated DeltaNet" if mixer.rule == "delta" else "Mamba-2"
         return f"{rule}, {mixer.value_heads} heads of {mixer.key_dim} × {mixer.value_dim}"

@@ -34,8 +34,8 @@ from math import ceil, lcm, prod
 from tokenmill.arch.cache_parts import CacheField, CacheKind, CachePart
 from tokenmill.arch.cost import KV_SCALE_BYTES, bytes_per_value
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec
-from tokenmill.errors import UnsupportedModel
+from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, WindowedMqa
+from tokenmill.errors import InvalidConfig, UnsupportedModel
 from tokenmill.kv.entries import REGIONS, EntryRule
 
 MAX_PADDING = 0.1  # unused bytes may be a tenth of a block; beyond that smaller groups are better
@@ -70,6 +70,7 @@ class CacheGroup:
 @dataclass(frozen=True)
 class KVLayout:
     groups: tuple[CacheGroup, ...]
+    block_multiple: int = 1  # tokens that must lie in one block: those of a compressed entry
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, dtypes: CacheDtypes | None = None) -> KVLayout:
@@ -91,7 +92,8 @@ class KVLayout:
         if len(recurrent) > 2:
             raise UnsupportedModel("recurrent layers of different shapes in one model are not implemented")
         groups += [CacheGroup(part.fields, None, tuple(layers), part.kind) for part, layers in recurrent.items()]
-        return cls(tuple(groups))
+        mixers = (layer.mixer for layer in spec.layers if isinstance(layer.mixer, WindowedMqa))
+        return cls(tuple(groups), lcm(*(mixer.compression.rate for mixer in mixers if mixer.compression)))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -111,7 +113,13 @@ class KVLayout:
         return len(self.paged) < len(self.groups)
 
     def rules(self, block_size: int) -> tuple[EntryRule, ...]:
-        """One entry a group."""
+        """One entry a group; blocks that don't fit the model are refused."""
+        if block_size % self.block_multiple:
+            raise InvalidConfig(
+                f"block_size must be a multiple of {self.block_multiple} for a model that compresses so many tokens "
+                f"to one entry, got {block_size}",
+                param="block_size",
+            )
         return tuple(EntryRule(group.kind, group.window, block_size) for group in self.groups)
 
     @property
@@ -236,7 +244,7 @@ def _joined(found: Kinds) -> Kinds:
 
 def cache_parts(mixer: MixerSpec) -> tuple[CachePart, ...]:
     """What a mixer keeps, by kind."""
-    if isinstance(mixer, Recurrent | Mla):
+    if isinstance(mixer, Recurrent | Mla | WindowedMqa):
         return mixer.cache_parts()
     fields = mixer.cache_fields()
     return (CachePart("paged", fields, mixer.window),) if fields else ()  # none: it reads what another layer keeps

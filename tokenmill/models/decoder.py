@@ -26,7 +26,7 @@ from tokenmill.models.layer import (
 )
 from tokenmill.models.linear import Loader
 from tokenmill.models.protocol import BestLogits, Model
-from tokenmill.models.streams import AltUpLayer, load_altup, load_ends
+from tokenmill.models.streams import StreamedLayer, load_ends, over_streams
 from tokenmill.ops.batch import ForwardBatch, Mode
 from tokenmill.ops.compose import BatchClasses, choose_regions
 from tokenmill.ops.interface import LayerWeights, Regions
@@ -53,7 +53,7 @@ class Decoder:
         self.adapter_slots = load.slots
         self.positions = PositionTables.of(spec, max_context or spec.max_context, load.device)
 
-    def _load_layers(self, load: Loader) -> list[Layer | AltUpLayer]:
+    def _load_layers(self, load: Loader) -> list[Layer | StreamedLayer]:
         def load_parts(number: int) -> tuple[Mixer, LayerWeights, SideMixer | None]:
             regions = layer_regions(spec.layers[number], number)
             side = load_side_mixer(regions, spec.norm_eps, load)
@@ -69,8 +69,7 @@ class Decoder:
         ]
         if spec.streams is None:
             return list(layers)
-        loaded = [load_altup(spec.streams, f"layers.{layer.number}", spec.norm_eps, load) for layer in layers]
-        return [AltUpLayer(layer, altup, load.ops) for layer, altup in zip(layers, loaded, strict=True)]
+        return [over_streams(layer, spec.streams, spec.norm_eps, load) for layer in layers]
 
     @property
     def vocab_size(self) -> int:

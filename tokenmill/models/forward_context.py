@@ -48,6 +48,7 @@ class ForwardContext:
     batch: ForwardBatch
     storage: KVStorage
     cos_sin: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # of this step's positions
+    ropes: dict[RopeSpec, RopeTable]  # of all positions
     growths: dict[QueryGrowth, torch.Tensor]  # float32 [T], what queries are multiplied by
     mixer_plans: tuple[Any, ...]  # one per cache group, as its layers' mixer reads it
     batch_class: BatchClass  # of layers that compute all tokens
@@ -76,6 +77,7 @@ def plan_forward(
         batch,
         storage,
         cos_sin={rope: table.at(batch.positions, ops) for rope, table in positions.ropes.items()},
+        ropes=positions.ropes,
         growths={growth: query_growth(growth, batch.positions) for growth in positions.growths},
         mixer_plans=tuple(
             _plan(ops, batch, number, storage.layout.groups, positions.chunked)

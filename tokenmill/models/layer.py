@@ -19,8 +19,9 @@ import torch
 
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.regions import AddInput, Experts, Feed, GatedMlp, LayerRegions, SideBySide
-from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, Mla, NormSpec, ShortConv
+from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, Mla, NormSpec, ShortConv, WindowedMqa
 from tokenmill.models.attention import Attention
+from tokenmill.models.compressed_attention import WindowedMixer
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.latent_attention import LatentAttention
 from tokenmill.models.linear import Loader, form_of
@@ -88,7 +89,7 @@ class Layer:
             stream = regions.project_and_feed(mixed, weights.project_out, stream, weights.feed, weights.scale)
         else:
             stream, regions = self.mix(stream, step, output_rows)
-            stream = self.fed(stream, regions)
+            stream = self.fed(stream, regions, step, output_rows)
         if weights.add_input is not None:
             stream = regions.add_input(stream, step.layer_inputs_of(self.number, output_rows), weights.add_input)
         return stream if weights.stream_scale is None else regions.scale(stream, weights.stream_scale)
@@ -102,9 +103,13 @@ class Layer:
             stream = regions.project_add(beside, weights.side_out, stream, weights.post_norm, weights.scale)
         return stream, regions
 
-    def fed(self, stream: Stream, regions: Regions) -> Stream:
+    def fed(self, stream: Stream, regions: Regions, step: ForwardContext, output_rows: torch.Tensor | None) -> Stream:
         """The second half: MLP or experts."""
-        return stream if self.weights.feed is None else _fed(regions, stream, self.weights.feed)
+        feed = self.weights.feed
+        if isinstance(feed, MoeWeights) and feed.table is not None:
+            ids = step.batch.token_ids if output_rows is None else step.batch.token_ids[output_rows]
+            feed = replace(feed, chosen=feed.table[ids])
+        return stream if feed is None else _fed(regions, stream, feed)
 
     def regions_before(self, step: ForwardContext, output_rows: torch.Tensor | None) -> Regions:
         """How everything up to the mixer is computed."""
@@ -165,6 +170,8 @@ def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
             return Attention(spec, attend.name, attend.layer, norm_eps, load)
         case Mla() as spec:
             return LatentAttention(spec, attend.name, attend.layer, load)
+        case WindowedMqa() as spec:
+            return WindowedMixer(spec, attend.name, attend.layer, load)
         case ShortConv() as spec:
             return ShortConvolution(spec, attend.name, attend.layer, load)
         case Recurrent() as spec:
@@ -240,6 +247,7 @@ class LayerLoader:
             None if feed.latent is None else (load.projection(feed.latent[0]), load.projection(feed.latent[1])),
             feed.scale,
             load.expert_adapters(names, feed.spec.num_experts),
+            None if feed.table is None else load.vector(feed.table).long(),
         )
 
     def _joined_shared(self, feed: Experts) -> tuple[RawTensor, RawTensor, RawTensor] | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tokenmill.arch.regions import Matrices
 from tokenmill.arch.spec import LayerSpec, ModelSpec
-from tokenmill.arch.streams import AltUp
+from tokenmill.arch.streams import AltUp, HyperConnections, Streams
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.layer import Layer
 from tokenmill.models.linear import Loader, Projection, form_of
@@ -22,21 +23,29 @@ from tokenmill.ops.interface import BatchClass, Norm, Ops, Regions
 MIN_SQUARE = 1e-5  # of a stream whose length is changed
 
 
-class StreamEnds:
+class StreamEnds(Protocol):
     """The streams that a token's embedding begins as, and the one vector they end in."""
 
+    def begin(self, embedded: torch.Tensor, regions: Regions) -> torch.Tensor:
+        """[T, H] → [T, streams, H]"""
+        ...
+
+    def finish(self, streams: torch.Tensor, regions: Regions) -> torch.Tensor:
+        """[T, streams, H] → [T, H]"""
+        ...
+
+
+class AltUpEnds:
     def __init__(self, altup: AltUp, load: Loader) -> None:
         others = range(altup.num_streams - 1)
         self._into = [load.projection(Matrices((f"streams.in.{number}",))) for number in others]
         self._out_of = [load.projection(Matrices((f"streams.out.{number}",))) for number in others]
 
     def begin(self, embedded: torch.Tensor, regions: Regions) -> torch.Tensor:
-        """[T, H] → [T, streams, H]"""
         others = [_as_long(_product(embedded, matrix, regions), embedded) for matrix in self._into]
         return torch.stack((embedded, *others), dim=1)
 
     def finish(self, streams: torch.Tensor, regions: Regions) -> torch.Tensor:
-        """[T, streams, H] → [T, H]"""
         first, *others = streams.unbind(1)
         pairs = zip(others, self._out_of, strict=True)
         ends = [_as_long(_product(stream.contiguous(), matrix, regions), first) for stream, matrix in pairs]
@@ -101,7 +110,7 @@ class AltUpLayer:
         if output_rows is not None:
             predicted, first = predicted[output_rows], first[output_rows]
         total = (regions.whole(stream) + self._branch(first, weights.norm, regions)) * 2**-0.5
-        result = regions.whole(layer.fed(regions.begin(total), regions))
+        result = regions.whole(layer.fed(regions.begin(total), regions, step, output_rows))
         corrected = self._corrected(predicted, result)
         gated = corrected[:, 0] if self.altup.scale is None else corrected[:, 0] * self.altup.scale.to(result.dtype)
         inputs = step.layer_inputs_of(layer.number, output_rows)
@@ -129,8 +138,134 @@ class AltUpLayer:
         return torch.tanh(normed / x.shape[1] @ self.altup.router.t())
 
 
+# ── hyper-connections ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class StreamConnection:
+    """Coefficients of a mixture of streams, linear in the normed streams: float32"""
+
+    spec: HyperConnections
+    weight: torch.Tensor  # [coefficients, streams * H]
+    base: torch.Tensor  # [coefficients]
+    scale: torch.Tensor  # one number for each kind of coefficient
+
+    def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, streams, H] → the mixture that is computed with [T, H], what its result is multiplied by for each stream
+        [T, streams], and how streams mix [T, from, to]"""
+        count, eps = self.spec.num_streams, self.spec.eps
+        into, out_of, mixed = torch.split(self._products(streams), [count, count, count**2], dim=1)
+        base_in, base_out, base_mixed = torch.split(self.base, [count, count, count**2])
+        shares = torch.sigmoid(into * self.scale[0] + base_in) + eps
+        written = 2 * torch.sigmoid(out_of * self.scale[1] + base_out)
+        scores = (mixed * self.scale[2] + base_mixed).view(-1, count, count)
+        return _mixture(streams, shares), written, self._doubly_stochastic(torch.softmax(scores, dim=-1) + eps)
+
+    def end(self, streams: torch.Tensor) -> torch.Tensor:
+        """[T, streams, H] → [T, H]"""
+        shares = torch.sigmoid(self._products(streams) * self.scale[0] + self.base) + self.spec.eps
+        return _mixture(streams, shares)
+
+    def _products(self, streams: torch.Tensor) -> torch.Tensor:
+        """→ [T, coefficients]"""
+        flat = streams.flatten(1).float()
+        return flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.spec.norm_eps) @ self.weight.t()
+
+    def _doubly_stochastic(self, matrix: torch.Tensor) -> torch.Tensor:
+        eps = self.spec.eps
+        matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
+        for _ in range(self.spec.num_rounds - 1):
+            matrix = matrix / (matrix.sum(2, keepdim=True) + eps)
+            matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
+        return matrix
+
+
+def load_connection(spec: HyperConnections, name: str, load: Loader) -> StreamConnection:
+    return StreamConnection(
+        spec, load.vector(f"{name}.weight"), load.vector(f"{name}_base"), load.vector(f"{name}_scale")
+    )
+
+
+class HyperEnds:
+    def __init__(self, spec: HyperConnections, load: Loader) -> None:
+        self._count = spec.num_streams
+        self._end = load_connection(spec, "streams_end", load)
+
+    def begin(self, embedded: torch.Tensor, regions: Regions) -> torch.Tensor:
+        return embedded.unsqueeze(1).repeat(1, self._count, 1)
+
+    def finish(self, streams: torch.Tensor, regions: Regions) -> torch.Tensor:
+        return self._end.end(streams)
+
+
+@dataclass(frozen=True)
+class HyperLayer:
+    """A layer whose mixer and MLP each read a mixture of the streams and write to all of them"""
+
+    layer: Layer
+    attention: StreamConnection
+    feed: StreamConnection
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self.layer.spec
+
+    @property
+    def regions(self) -> Mapping[BatchClass, Regions]:
+        return self.layer.regions
+
+    @property
+    def kind(self) -> Hashable:
+        return self.layer.kind, form_of((self.attention, self.feed))
+
+    def __call__(
+        self, streams: torch.Tensor, step: ForwardContext, output_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, streams, H] → [T or L, streams, H]"""
+        layer = self.layer
+        read, written, mixed = self.attention.read(streams)
+        before = layer.regions_before(step, output_rows)
+        stream, regions = layer.mix(before.begin(read), step, output_rows)
+        if output_rows is not None:
+            streams, written, mixed = streams[output_rows], written[output_rows], mixed[output_rows]
+        streams = _connected(streams, regions.added(stream), written, mixed)
+        read, written, mixed = self.feed.read(streams)
+        stream = layer.fed(regions.begin(read), regions, step, output_rows)
+        return _connected(streams, regions.added(stream), written, mixed)
+
+
+def _mixture(streams: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    return (shares.unsqueeze(2) * streams).sum(1).to(streams.dtype)
+
+
+def _connected(streams: torch.Tensor, result: torch.Tensor, written: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """b_i y + Σ_j M_ji h_j"""
+    return (written.unsqueeze(2) * result.unsqueeze(1) + mixed.transpose(1, 2) @ streams.float()).to(streams.dtype)
+
+
+# ── any of them ────────────────────────────────────────────────────────────────────────────────────────
+
+StreamedLayer = AltUpLayer | HyperLayer
+
+
 def load_ends(spec: ModelSpec, load: Loader) -> StreamEnds | None:
-    return None if spec.streams is None else StreamEnds(spec.streams, load)
+    match spec.streams:
+        case AltUp() as altup:
+            return AltUpEnds(altup, load)
+        case HyperConnections() as connections:
+            return HyperEnds(connections, load)
+        case None:
+            return None
+
+
+def over_streams(layer: Layer, streams: Streams, norm_eps: float, load: Loader) -> StreamedLayer:
+    name = f"layers.{layer.number}"
+    match streams:
+        case AltUp():
+            return AltUpLayer(layer, load_altup(streams, name, norm_eps, load), load.ops)
+        case HyperConnections():
+            attention = load_connection(streams, f"{name}.attn_connect", load)
+            return HyperLayer(layer, attention, load_connection(streams, f"{name}.mlp_connect", load))
 
 
 def _product(x: torch.Tensor, matrix: Projection, regions: Regions) -> torch.Tensor:

@@ -75,6 +75,7 @@ class ComposedRegions:
             add_input=self.add_input,
             gated_input=self.gated_input,
             whole=self.whole,
+            added=added,
             scale=self.scale,
             finish=self.finish,
         )
@@ -278,6 +279,11 @@ def _gated(mixed: torch.Tensor, gate: torch.Tensor, spec: AttentionGate) -> torc
         return (mixed * weights).to(mixed.dtype)
     heads = mixed.view(*weights.shape, -1) * weights.unsqueeze(2)
     return heads.flatten(1).to(mixed.dtype)
+
+
+def added(stream: PlainStream) -> torch.Tensor:
+    assert stream.delta is not None, "regions that are composed leave what they add beside the stream"
+    return stream.delta
 
 
 def gather(stream: PlainStream, rows: torch.Tensor) -> PlainStream:

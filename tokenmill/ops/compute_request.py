@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.arch.spec import Mla, ModelSpec
+from tokenmill.arch.spec import Mla, ModelSpec, WindowedMqa
 
 ROUNDED_LATENTS = "a KV cache of one byte a value for latent attention"
-SEVERAL_STREAMS = "several residual streams"
-CHOSEN_ENTRIES = "attention over tokens that an indexer chooses"
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,13 @@ class ComputeRequest:
         return has_latents and self.kv_dtype in ("int8", "fp8")
 
     @property
-    def chooses_entries(self) -> bool:
-        """True where an indexer chooses the entries that latent attention looks at."""
-        return any(isinstance(layer.mixer, Mla) and layer.mixer.is_sparse for layer in self.spec.layers)
+    def for_reference_only(self) -> str | None:
+        """What of the model nothing but the torch reference computes so far; None: nothing"""
+        for layer in self.spec.layers:
+            if isinstance(layer.mixer, Mla) and layer.mixer.is_sparse:
+                return "attention over tokens that an indexer chooses"
+            if isinstance(layer.mixer, WindowedMqa):
+                return "attention over compressed entries"
+            if layer.streams is not None:
+                return "several residual streams"
+        return "experts that are looked up" if any(moe.routing.table_rows for moe in self.spec.experts) else None

@@ -21,6 +21,7 @@ import torch
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.spec import Activation, Gqa, MoeSpec, RoutingSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
+from tokenmill.ops.compressed import WindowedInputs
 from tokenmill.ops.low_rank import HeldExperts, LowRankOps
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
@@ -66,6 +67,7 @@ class Routing(NamedTuple):
     choice_bias: torch.Tensor | None = None  # float32 [experts]
     expert_scales: torch.Tensor | None = None  # float32 [experts]
     num_shared: int = 0  # experts behind those that are chosen from, which every token has with weight 1
+    chosen: torch.Tensor | None = None  # int64 [T, k]: experts that were looked up, of which only the weights are open
 
     @property
     def is_plain(self) -> bool:
@@ -160,11 +162,15 @@ class MoeWeights:
     latent: tuple[ProjectionWeights, ProjectionWeights] | None = None  # to what experts work on, and back
     scale: float = 1.0
     adapters: HeldExperts | None = None  # of the experts; None: none can be loaded
+    table: torch.Tensor | None = None  # int64 [vocab, k]: experts by token, where they are looked up
+    chosen: torch.Tensor | None = None  # int64 [T, k]: those of a step's tokens
 
     @cached_property
     def routing(self) -> Routing:
         shared = self.experts.num_shared
-        return Routing(self.spec.num_active, self.spec.routing, self.choice_bias, self.expert_scales, shared)
+        return Routing(
+            self.spec.num_active, self.spec.routing, self.choice_bias, self.expert_scales, shared, self.chosen
+        )
 
 
 @dataclass(frozen=True)
@@ -305,6 +311,8 @@ class Regions:
     """(x [T, H], embeddings [T, width]) → what `add_input` would add to a stream of x"""
     whole: Callable[[Stream], torch.Tensor]
     """→ the stream as a tensor [T, H]"""
+    added: Callable[[Stream], torch.Tensor]
+    """→ what the last region added to the stream it was given [T, H]"""
     scale: Callable[[Stream, torch.Tensor], Stream]
     """The stream times a number [1]"""
     finish: Callable[[Stream, Norm], torch.Tensor]
@@ -413,6 +421,9 @@ class Ops:
     choose_entries: Callable[[IndexInputs], Any]
     """Index keys are normed, rotated and written into the cache → what `latent_attend` of this layer, and of those that
     share its index, looks at"""
+    windowed_attend: Callable[[WindowedInputs], torch.Tensor]
+    """Keys are normed, rotated and written into the cache, entries of several tokens made of them; queries over their
+    windows and the entries before → [T, heads * head_dim]"""
     plan_short_conv: Callable[[ForwardBatch, int, int], Any]
     """(batch, group, kernel) → what `short_conv` of this group's layers reads; once a step."""
     short_conv: ShortConvolve

@@ -26,7 +26,7 @@ from tokenmill.arch.packed_formats import (
     packed_int_format,
 )
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import FeedSpec, MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, TensorSpec
+from tokenmill.arch.spec import FeedSpec, MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, TensorSpec, WindowedMqa
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
@@ -127,6 +127,8 @@ def _mixer_width(mixer: MixerSpec) -> int:
         absorbed = mixer.num_heads * (mixer.entry_size + mixer.kv_rank)
         index = 0 if mixer.indexer is None else mixer.indexer.q_size + 2 * mixer.indexer.projected_size
         return 2 * mixer.q_size + 2 * (mixer.q_rank or 0) + mixer.entry_size + absorbed + mixer.out_size + index
+    if isinstance(mixer, WindowedMqa):  # projections, queries twice, mixtures, what groups of heads are projected to
+        return sum(size for _, size in mixer.projected_parts) + 4 * mixer.q_size + mixer.out_size
     if isinstance(mixer, Recurrent):
         # the projections as one; q, k and v, with two matrices of a chunk or in float32; o in float32, the output
         heads = mixer.value_heads

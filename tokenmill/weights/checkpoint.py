@@ -110,7 +110,7 @@ class SafetensorsCheckpoint:
 
     def load(self, name: str) -> RawTensor:
         data = self.tensor(name)
-        if data.dtype not in SAFETENSORS_FLOATS:
+        if data.dtype not in SAFETENSORS_FLOATS and data.dtype is not torch.int64:  # tables of numbers are such
             raise UnsupportedModel(
                 f"{self._files[name]}: tensor {name!r} has dtype {data.dtype}, which is not supported"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenmill.arch.families.bamba import BAMBA
 from tokenmill.arch.families.cohere2 import COHERE2
 from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA
+from tokenmill.arch.families.deepseek_v4 import DEEPSEEK_V4
 from tokenmill.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from tokenmill.arch.families.exaone4 import EXAONE4
 from tokenmill.arch.families.falcon_h1 import FALCON_H1
@@ -61,6 +62,7 @@ ALL: tuple[Family, ...] = (
     GLM4_MOE_LITE,
     DEEPSEEK_V32,
     GLM_MOE_DSA,
+    DEEPSEEK_V4,
     COHERE2,
     ERNIE4_5,
     ERNIE4_5_MOE,

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import Gqa, MixerSpec, ShortConv
-from tokenmill.ops.compute_request import CHOSEN_ENTRIES, ROUNDED_LATENTS, SEVERAL_STREAMS, ComputeRequest
+from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEAD_DIM = 256
 MAX_CONV_KERNEL = 16
@@ -46,10 +46,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
     if request.rounds_latents:
         return ROUNDED_LATENTS
-    if request.spec.streams is not None:
-        return f"{SEVERAL_STREAMS}, which the native kernels don't have"
-    if request.chooses_entries:
-        return f"{CHOSEN_ENTRIES}, which the native kernels don't have"
+    if request.for_reference_only is not None:
+        return f"{request.for_reference_only}, which the native kernels don't have"
     mixers = dict.fromkeys(mixer for layer in request.spec.layers for mixer in layer.mixers)
     return next(filter(None, map(_mixer_reason, mixers)), None)
 

@@ -27,7 +27,7 @@ from tokenmill.arch.regions import (
     SideBySide,
     layer_regions,
 )
-from tokenmill.arch.spec import Gqa, MixerSpec, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeSpec, ShortConv
+from tokenmill.arch.spec import Gqa, MixerSpec, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeSpec, ShortConv, WindowedMqa
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights, kind_of, pack_as
@@ -238,6 +238,8 @@ class NativeDecoder:
                 self._decoder.add_recurrent_layer(frame, **self._recurrent(project, mixer, attend.name, add))
             case Mla() as mixer:
                 self._decoder.add_latent_layer(frame, **self._latent_attention(project, mixer, attend.name, add, ropes))
+            case WindowedMqa():
+                raise AssertionError("see `unsupported_reason`")
 
     def _feed(self, feed: Feed) -> dict[str, Any]:
         parts = self._parts

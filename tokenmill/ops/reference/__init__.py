@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenmill.ops.compose import adapted_regions, composed
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference.attention import attention, plan_attention, write_kv
+from tokenmill.ops.reference.compressed_attention import windowed_attend
 from tokenmill.ops.reference.elementwise import (
     act_mul,
     activate,
@@ -39,6 +40,7 @@ REFERENCE_OPS = Ops(
     attention=attention,
     latent_attend=latent_attend,
     choose_entries=choose_entries,
+    windowed_attend=windowed_attend,
     plan_short_conv=plan_short_conv,
     short_conv=short_conv,
     plan_recurrent=plan_recurrent,

@@ -12,6 +12,7 @@ from torch.nn import functional
 from tokenmill.arch.spec import Activation
 
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of "swiglu_oai"
+SILU_LIMIT = 10.0  # of "silu_to_10"
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,6 +48,8 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT)
         return gate * torch.sigmoid(gate * OAI_ALPHA) * (up + 1)
+    if activation == "silu_to_10":
+        return functional.silu(gate.clamp(max=SILU_LIMIT)) * up.clamp(-SILU_LIMIT, SILU_LIMIT)
     return activate(gate, activation) * up
 
 
@@ -62,8 +65,8 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
             return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
         case "relu2":
             return functional.relu(x).square()
-        case "swiglu_oai":
-            raise ValueError("swiglu_oai is the activation of a gated MLP")
+        case "swiglu_oai" | "silu_to_10":
+            raise ValueError(f"{activation} is the activation of a gated MLP")
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:

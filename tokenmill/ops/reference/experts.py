@@ -29,17 +29,22 @@ def pack_experts(
 
 
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts with the highest scores; of equal ones the first, where `topk` would take any."""
+    """Choose the experts with the highest scores, of equal ones the first, where `topk` would take any; or those that
+    were looked up."""
     spec, scores = routing.spec, _scores(logits.float(), routing.spec.score)
-    wanted = scores if routing.choice_bias is None else scores + routing.choice_bias
-    if spec.num_groups > 1:
-        wanted = wanted.masked_fill(~_kept(wanted, spec), float("-inf"))
-    ids = wanted.sort(dim=-1, descending=True, stable=True).indices[..., : routing.num_active]
+    ids = _best(scores, routing) if routing.chosen is None else routing.chosen
     weights = scores.gather(-1, ids)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.epsilon)
     weights = weights * spec.scale
     return weights if routing.expert_scales is None else weights * routing.expert_scales[ids], ids
+
+
+def _best(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
+    wanted = scores if routing.choice_bias is None else scores + routing.choice_bias
+    if routing.spec.num_groups > 1:
+        wanted = wanted.masked_fill(~_kept(wanted, routing.spec), float("-inf"))
+    return wanted.sort(dim=-1, descending=True, stable=True).indices[..., : routing.num_active]
 
 
 def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:

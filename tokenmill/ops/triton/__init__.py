@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.ops.compute_request import CHOSEN_ENTRIES, ROUNDED_LATENTS, SEVERAL_STREAMS, ComputeRequest
+from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEADS_A_KEY = 16
 MAX_HEAD_DIM = 512
@@ -22,10 +22,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         reason = _recurrent_refusal(mixer)
         if reason is not None:
             return reason
-    if request.spec.streams is not None:
-        return SEVERAL_STREAMS
-    if request.chooses_entries:
-        return CHOSEN_ENTRIES
+    if request.for_reference_only is not None:
+        return request.for_reference_only
     if request.rounds_latents:
         return ROUNDED_LATENTS
     for moe in request.spec.experts:

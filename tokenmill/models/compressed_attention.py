@@ -1,0 +1,84 @@
+"""Attention over a window and compressed entries (DeepSeek V4) as the mixer of a layer.
+
+Its own weights are norms, sinks, the biases of gates, the matrices that make queries of their latent, and the one that
+projects groups of heads; the matrices before and behind it belong to the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from tokenmill.arch.regions import Matrices
+from tokenmill.arch.spec import WindowedMqa
+from tokenmill.models.forward_context import ForwardContext
+from tokenmill.models.linear import Loader, form_of
+from tokenmill.ops.compressed import EntryWeights, KeptField, WindowedInputs, WindowedWeights
+from tokenmill.ops.interface import Regions
+
+
+class WindowedMixer:
+    def __init__(self, spec: WindowedMqa, name: str, layer: int, load: Loader) -> None:
+        self.spec = spec
+        self._ops = load.ops
+        self._layer = layer
+        self._q_norm = load.norm(f"{name}.q_norm", spec.norm_eps)
+        self._q_up = load.projection(Matrices((f"{name}.q_up",)))
+        indexer = spec.compression and spec.compression.indexer
+        self._index_q = load.projection(Matrices((f"{name}.index_q",))) if indexer else None
+        groups = load.dense(load.source.get(f"{name}.out_groups.weight"))
+        self._out_groups = groups.view(spec.out_groups, spec.out_rank, -1)
+        self._weights = WindowedWeights(
+            load.vector(f"{name}.kv_norm.weight"),
+            load.vector(f"{name}.sinks"),
+            _entry_weights(f"{name}.entry", load) if spec.compression else None,
+            _entry_weights(f"{name}.index", load) if indexer else None,
+        )
+
+    @property
+    def kind(self) -> Hashable:
+        return self.spec, form_of((self._q_norm, self._q_up, self._index_q, self._out_groups, self._weights))
+
+    def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
+        """Joint projections, as `projected_parts` has them → [T, out_groups * out_rank]"""
+        spec = self.spec
+        names, sizes = zip(*spec.projected_parts, strict=True)
+        parts = dict(zip(names, torch.split(projected, list(sizes), dim=1), strict=True))
+        latent = self._ops.rms_norm(parts["q_down"].contiguous(), self._q_norm.weight, self._q_norm.eps)
+        index_q = None if self._index_q is None else self._index_q(latent, step.batch.mode, step.adapters)
+        inputs = WindowedInputs(
+            step.batch,
+            self._q_up(latent, step.batch.mode, step.adapters),
+            parts["kv"],
+            step.ropes[spec.rope].cos_sin,
+            self._field("entries", step),
+            _joined(parts, "entry"),
+            self._fields("", step) if spec.compression else None,
+            _joined(parts, "index"),
+            None if index_q is None else self._fields("index_", step),
+            index_q,
+            parts.get("index_weights"),
+            self._weights,
+            spec,
+        )
+        heads = self._ops.windowed_attend(inputs).view(len(projected), spec.out_groups, -1)
+        return torch.einsum("tgc,grc->tgr", heads, self._out_groups).flatten(1)
+
+    def _fields(self, prefix: str, step: ForwardContext) -> tuple[KeptField, KeptField]:
+        return self._field(f"{prefix}inputs_of_entries", step), self._field(f"{prefix}compressed", step)
+
+    def _field(self, name: str, step: ForwardContext) -> KeptField:
+        group = step.storage.group(self._layer, name)
+        return KeptField(step.storage.fields(self._layer)[name], step.batch.groups[group])
+
+
+def _entry_weights(name: str, load: Loader) -> EntryWeights:
+    return EntryWeights(load.vector(f"{name}_bias"), load.vector(f"{name}_norm.weight"))
+
+
+def _joined(parts: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    """What entries are made of: values and gates of each token"""
+    if f"{name}_values" not in parts:
+        return None
+    return torch.cat((parts[f"{name}_values"], parts[f"{name}_gates"]), dim=1)

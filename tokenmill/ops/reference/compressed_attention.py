@@ -1,0 +1,162 @@
+"""Attention over a window and compressed entries, in plain torch, row by row.
+
+    1  the step's keys, and what entries will be made of, go into the cache
+    2  entries that the step's tokens complete are made and written, each token's share into its own slot
+    3  a row's queries look at the keys of their windows and at the complete entries before them
+
+Keys are values too, so the result is turned back by its query's angle: what a key adds depends on its distance.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.arch.compressed import Compression
+from tokenmill.arch.indexer import Indexer
+from tokenmill.ops.compressed import EntryWeights, KeptField, WindowedInputs
+from tokenmill.ops.reference.elementwise import rms_norm
+
+
+def windowed_attend(inputs: WindowedInputs) -> torch.Tensor:
+    """→ [T, heads * head_dim]"""
+    spec, batch, compression = inputs.spec, inputs.batch, inputs.spec.compression
+    ones = torch.ones(spec.head_dim, device=inputs.queries.device)
+    heads = rms_norm(inputs.queries.view(len(inputs.queries), -1, spec.head_dim), ones, spec.norm_eps)
+    queries = _rotated(heads, inputs.cos_sin[:, batch.positions])
+    keys = rms_norm(inputs.keys, inputs.weights.kv_norm, spec.norm_eps)
+    _write(inputs.window, _rotated(keys.unsqueeze(1), inputs.cos_sin[:, batch.positions])[:, 0])
+    if compression is not None:
+        assert inputs.entry_inputs is not None and inputs.entry_fields is not None
+        _write(inputs.entry_fields[0], inputs.entry_inputs)
+        if inputs.index_fields is not None and inputs.index_inputs is not None:
+            _write(inputs.index_fields[0], inputs.index_inputs)
+    out = torch.empty_like(queries)
+    starts: list[int] = batch.query_starts.tolist()
+    for row, context in enumerate(batch.context_lens.tolist()):
+        tokens = slice(starts[row], starts[row + 1])
+        if compression is not None:
+            _make_entries(inputs, compression, row, context - (tokens.stop - tokens.start), context)
+        out[tokens] = _attend(inputs, queries[tokens].float(), tokens, row, context).to(out.dtype)
+    cos, sin = inputs.cos_sin[:, batch.positions]
+    return _rotated(out, torch.stack((cos, -sin))).flatten(1)
+
+
+def _attend(inputs: WindowedInputs, queries: torch.Tensor, tokens: slice, row: int, context: int) -> torch.Tensor:
+    """Queries [Q, heads, D] of one row, the last of its context → [Q, heads, D]"""
+    spec, compression = inputs.spec, inputs.spec.compression
+    positions = inputs.batch.positions[tokens]
+    first = max(0, int(positions[0]) - spec.window + 1)
+    seen = torch.arange(first, context, device=queries.device)
+    keys = [_read(inputs.window, row, first, context).float()]
+    visible = [(seen <= positions.unsqueeze(1)) & (seen > positions.unsqueeze(1) - spec.window)]
+    if compression is not None and inputs.entry_fields is not None and context >= compression.rate:
+        keys.append(_entries(inputs.entry_fields[1], row, context, compression).float())
+        visible.append(_visible_entries(inputs, compression, tokens, row, context))
+    all_keys, mask = torch.cat(keys), torch.cat(visible, dim=1)
+    scores = torch.einsum("qhd,kd->qhk", queries, all_keys) * spec.scale
+    scores = scores.masked_fill(~mask.unsqueeze(1), float("-inf"))
+    sinks = inputs.weights.sinks.view(1, -1, 1).expand(len(queries), -1, 1)
+    shares = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+    return torch.einsum("qhk,kd->qhd", shares, all_keys)
+
+
+# ── entries ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _make_entries(inputs: WindowedInputs, compression: Compression, row: int, start: int, end: int) -> None:
+    """Write the entries that tokens [start, end) of a row complete."""
+    made = range(start // compression.rate, end // compression.rate)
+    for fields, weights in (
+        (inputs.entry_fields, inputs.weights.entries),
+        (inputs.index_fields, inputs.weights.index_entries),
+    ):
+        if fields is None or weights is None:
+            continue
+        for number in made:
+            entry = _entry(fields[0], weights, compression, row, number, inputs)
+            first = number * compression.rate
+            slots = _slots(fields[1], row, first, first + compression.rate)
+            kept = fields[1].values
+            kept.view(-1, kept.shape[-1])[slots] = entry.view(compression.rate, -1).to(kept.dtype)
+
+
+def _entry(
+    source: KeptField, weights: EntryWeights, compression: Compression, row: int, number: int, inputs: WindowedInputs
+) -> torch.Tensor:
+    """→ [dim]: the mean of its tokens' numbers, normed and rotated by the angle of its first token"""
+    first, dim = number * compression.rate, len(weights.norm)
+    values, gates = _read(source, row, first, first + compression.rate).float().chunk(2, dim=1)
+    gates = gates + weights.bias
+    if compression.overlaps:  # [for the next entry | for the token's own]
+        values, gates = values[:, dim:], gates[:, dim:]
+        if number:
+            earlier, their_gates = _read(source, row, first - compression.rate, first).float().chunk(2, dim=1)
+            values = torch.cat((earlier[:, :dim], values))
+            gates = torch.cat(((their_gates + weights.bias)[:, :dim], gates))
+    mean = (values * torch.softmax(gates, dim=0)).sum(0, keepdim=True)
+    normed = rms_norm(mean, weights.norm, inputs.spec.norm_eps)
+    return _rotated(normed.unsqueeze(1), inputs.cos_sin[:, first : first + 1])[0, 0]
+
+
+def _entries(field: KeptField, row: int, context: int, compression: Compression) -> torch.Tensor:
+    """All complete entries of a row, [entries, dim]"""
+    count = context // compression.rate
+    return _read(field, row, 0, count * compression.rate).reshape(count, -1)
+
+
+def _visible_entries(
+    inputs: WindowedInputs, compression: Compression, tokens: slice, row: int, context: int
+) -> torch.Tensor:
+    """bool [Q, entries]: those that were complete when a query's token came, of which an indexer takes the best"""
+    complete = (inputs.batch.positions[tokens] + 1) // compression.rate
+    count = context // compression.rate
+    visible = torch.arange(count, device=complete.device) < complete.unsqueeze(1)
+    indexer = compression.indexer
+    if indexer is None or count <= indexer.top_k:
+        return visible
+    scores = _index_scores(inputs, compression, indexer, tokens, row, context)
+    best = scores.masked_fill(~visible, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(visible).scatter_(-1, best[:, : indexer.top_k], True) & visible
+
+
+def _index_scores(
+    inputs: WindowedInputs, compression: Compression, indexer: Indexer, tokens: slice, row: int, context: int
+) -> torch.Tensor:
+    """[Q, entries]"""
+    assert inputs.index_fields is not None and inputs.index_queries is not None and inputs.index_weights is not None
+    heads = inputs.index_queries[tokens].view(-1, indexer.num_heads, indexer.head_dim)
+    queries = _rotated(heads, inputs.cos_sin[:, inputs.batch.positions[tokens]]).float()
+    keys = _entries(inputs.index_fields[1], row, context, compression).float()
+    products = torch.einsum("qhd,kd->qhk", queries, keys).relu()
+    weights = inputs.index_weights[tokens].float() * indexer.scale
+    return torch.einsum("qh,qhk->qk", weights, products)
+
+
+# ── the cache, and rotation ────────────────────────────────────────────────────────────────────────────
+
+
+def _write(field: KeptField, values: torch.Tensor) -> None:
+    """values [T, numbers] into the tokens' slots"""
+    kept = field.values
+    kept.view(-1, kept.shape[-1])[field.tables.slots] = values.to(kept.dtype)
+
+
+def _slots(field: KeptField, row: int, start: int, end: int) -> torch.Tensor:
+    """Where tokens [start, end) of a row have theirs"""
+    size = field.values.shape[1]
+    positions = torch.arange(start, end, device=field.values.device)
+    return field.tables.block_tables[row].long()[positions // size] * size + positions % size
+
+
+def _read(field: KeptField, row: int, start: int, end: int) -> torch.Tensor:
+    """[end - start, numbers]"""
+    return field.values.view(-1, field.values.shape[-1])[_slots(field, row, start, end)]
+
+
+def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D]; cos_sin [2, T, half]: the last 2 * half numbers turn, in neighbouring pairs."""
+    cos, sin = cos_sin.unsqueeze(2)
+    rest, turned = x[..., : -2 * cos.shape[-1]], x[..., -2 * cos.shape[-1] :].float()
+    first, second = turned[..., 0::2], turned[..., 1::2]
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rest, pairs.flatten(-2).to(x.dtype)), dim=-1)

@@ -47,6 +47,7 @@ ENVIRONMENT = {
     "TOKENMILL_DEBUG": "`1` shows the traceback behind a one-line error",
     "TOKENMILL_HOME": "where models are kept; `~/.cache/tokenmill` by default",
     "OPENAI_API_KEY": "the API key that `--url` sends, where TOKENMILL_API_KEY is not set",
+    "SHELL": "the shell that `tokenmill completion` writes for, where none is named",
     "NO_COLOR": "anything but empty: no colours in a terminal",
     "TERM": "`dumb`: no colours in a terminal",
     "NOTIFY_SOCKET": "where systemd wants to be told that a server is ready (`Type=notify`)",

@@ -103,9 +103,12 @@ def test_command_reports_and_refuses(stub: Start, tmp_path: Path, capsys: pytest
     assert found["ttft"]["p50"] >= 0.02 and found["ttft"]["ci95"]["p95"]["low"] <= found["ttft"]["p95"]
     assert found["settings"]["num_requests"] == 20 and None not in found["settings"].values()
     text = page.read_text()
-    assert text.count("<svg") == 11 and "<script" not in text and "nothing was measured" not in text
+    assert text.count("<figure>") == 11 and "<script" not in text and "nothing was measured" not in text
     assert main(["bench", "report", str(result), str(result)]) == 0
-    assert "1.00×" in capsys.readouterr().out
+    compared = capsys.readouterr().out
+    assert "TTFT: a" in compared and " =" in compared and "What differs" not in compared  # a run is equal to itself
+    assert main(["bench", "report", str(result), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["name"] == "a"  # and nothing else
     assert main([*arguments, "--max-lag-ms", "0.000001"]) == 1
     assert "no report" in capsys.readouterr().err
 

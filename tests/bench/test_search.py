@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from tokenmill.bench.search import (
 )
 from tokenmill.bench.totals import meets, parse_goodput, parse_limits
 from tokenmill.cli import main
+from tokenmill.cli.bench_serve import ArrivalConfig, ResultConfig, SearchConfig
 from tokenmill.errors import InvalidConfig
 
 
@@ -143,6 +145,12 @@ def test_a_search_that_is_broken_off_says_what_is_known() -> None:
     passed = search(until(16, 37), SearchSettings())
     assert (passed.best, passed.first_failing) == (8, None) and passed.confidence > 0.9
     assert sentence(passed, "concurrency").startswith("Concurrency 8, the highest tried so far, is within")
+    unsure = sentence(replace(both, confidence=0.32, best=11, likely=(9, 13)), "concurrency")
+    assert unsure.startswith(
+        "Concurrency: 8 held, 16 failed; best guess 11, 32 % sure from 5 trials, likely between 9"
+    ), unsure
+    certain = sentence(search(server(37), SearchSettings()), "concurrency")
+    assert certain.startswith("Concurrency: 37 held, 38 failed; the largest within the limits is 37, "), certain
     failed = search(until(4, 1), SearchSettings(start=16))
     assert (failed.best, failed.first_failing) == (None, 8) and failed.confidence > 0.9
     assert not search(server(37), SearchSettings(most=16)).was_cut_short
@@ -161,6 +169,29 @@ def test_a_search_that_is_terminated_prints_its_verdict(stub: Callable[..., str]
     assert process.returncode == 130 and "Traceback" not in errors, errors
     found = json.loads(output.splitlines()[-1])
     assert found["was_cut_short"] and found["best"] >= 2 and len(found["trials"]) >= len(seen) - 1
+
+
+def test_a_search_takes_the_flags_of_bench_serve() -> None:
+    began = SearchConfig().with_arrival(ArrivalConfig(concurrency=16))
+    assert (began.over, began.start, began.is_closed) == ("concurrency", 16, True)
+    rates = ArrivalConfig(rate=2.5, duration_s=5, arrivals="gamma", burstiness=0.3)
+    by_rate = SearchConfig().with_arrival(rates)
+    assert (by_rate.over, by_rate.start, by_rate.trial_s) == ("rate", 2.5, 5)
+    assert not by_rate.settings(rates).is_whole
+    assert SearchConfig(start=3).with_arrival(ArrivalConfig()).settings(ArrivalConfig()).start == 3
+    for wrong in (ArrivalConfig(trace=Path("x")), ArrivalConfig(rate=1, arrivals="ramp")):
+        with pytest.raises(InvalidConfig):
+            SearchConfig().with_arrival(wrong)
+    with pytest.raises(InvalidConfig, match="--rate has nothing to do"):
+        SearchConfig(over="concurrency").with_arrival(ArrivalConfig(rate=1))
+    with pytest.raises(InvalidConfig, match="--duration-s needs --over rate"):
+        began.settings(ArrivalConfig(duration_s=3))
+    with pytest.raises(InvalidConfig, match="--goodput needs `bench serve`"):
+        ResultConfig(goodput="ttft=1s").check_search()
+    verdict = search(server(8), SearchSettings())
+    assert ResultConfig().price_at(verdict) is None
+    priced = replace(verdict, trials=[replace(trial, output_tok_s=100.0) for trial in verdict.trials])
+    assert ResultConfig(usd_per_hour=3.6).price_at(priced) == pytest.approx(10.0)
 
 
 def record(sent: float, ttft: float, tpot: float = 0.01, error: str | None = None) -> BenchRecord:

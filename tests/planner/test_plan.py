@@ -23,8 +23,9 @@ from tokenmill.planner.device import plan_device
 from tokenmill.planner.memory import GPU_CONTEXT_BYTES, Limits, Split, plan_memory
 from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.plan import Question, grid, make_plan
-from tokenmill.planner.report import html_page
+from tokenmill.planner.report import brief_facts, fit_verdict, html_page, verdict
 from tokenmill.planner.serving import serving_lines, serving_plan
+from tokenmill.report.units import duration
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -134,6 +135,34 @@ def test_grid() -> None:
     plans = grid(big, plan_device("H100"), Question())
     fits = {(p.weight_dtype, p.question.split.tensor) for p in plans if p.memory.fits}
     assert {("int4", 1), ("bfloat16", 2)} <= fits and ("bfloat16", 1) not in fits
+    assert all(p.memory.fits and p.question.split.pipeline == 1 for p in plans)  # one machine holds it
+    rows = [(p.weight_dtype, p.kv_dtype, p.question.split) for p in plans]
+    assert len(rows) == len(set(rows)) and len({p.weight_dtype for p in plans}) == 4
+    quantised = grid(replace(big, stored_dtype="Q4_K"), plan_device("H100"), Question())
+    assert {p.weight_dtype for p in quantised} == {"Q4_K"}  # a quantised file is taken as it is
+    on_cpu = grid(MODEL, plan_device("Xeon 8380"), Question())
+    assert {p.weight_dtype for p in on_cpu} == {"bfloat16", "int8"}  # no CPU kernels turn weights into fp8 or int4
+
+
+def test_a_plan_has_a_verdict() -> None:
+    assert verdict(make_plan(MODEL, H200, Question())).startswith("Yes: H200 SXM holds ")
+    assert "per million output tokens" in verdict(make_plan(MODEL, H200, Question(usd_per_hour=3.0)))
+    small = replace(plan_device("L4"), available_bytes=2 << 30)
+    assert verdict(make_plan(MODEL, small, Question())).startswith("No: L4 does not hold llama-8b: 18.")
+    slow = verdict(make_plan(MODEL, plan_device("L4"), Question(slo=Slo(tpot_s=0.001))))
+    assert slow.startswith("No: llama-8b fits L4, but misses the limits; alone")
+    plans = grid(MODEL, H200, Question(usd_per_hour=3.0))
+    assert fit_verdict(plans).startswith("Cheapest: llama-8b, ")
+    assert [name for name, _ in brief_facts(plans[0])][:3] == ["model", "device", "weights"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.00002, "20 µs"), (0.0123, "12.3 ms"), (0.84, "840 ms"), (1.234, "1.23 s"), (31.729, "32 s"), (300, "5 min"),
+     (7200, "2.0 h"), (400_000, "5 days"), (None, "–")],
+)  # fmt: skip
+def test_durations_are_in_human_units(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
 
 
 def test_page_draws_and_escapes() -> None:

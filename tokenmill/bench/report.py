@@ -126,13 +126,29 @@ def curve_titles(trials: Sequence[Trial]) -> list[str]:
 
 
 def sentence(verdict: Verdict, what: str) -> str:
+    """What a search knows: which level held, which failed, and how sure the limit between them is."""
     low, high = verdict.likely
     spread = f", likely between {low:g} and {high:g}" if low != high else ""
-    sure = f"{verdict.confidence:.0%} sure from {len(verdict.trials)} trials{spread}"
-    sure += "; cut short" if verdict.was_cut_short else ""
+    cut = "; cut short" if verdict.was_cut_short else ""
+    sure = f"{verdict.confidence:.0%} sure from {len(verdict.trials)} trials{spread}{cut}".replace("%", " %")
     if verdict.best is None:
         return f"Not even {what} {verdict.first_failing:g} is within the limits ({sure})."
+    held, failed = tried_edge(verdict.trials)
     if verdict.first_failing is None:
         highest = "tried so far" if verdict.was_cut_short else "asked for"
         return f"{what.capitalize()} {verdict.best:g}, the highest {highest}, is within the limits ({sure})."
-    return f"The largest {what} within the limits is {verdict.best:g}; {verdict.first_failing:g} is not ({sure})."
+    known = ", ".join(f"{level:g} {what}" for level, what in ((held, "held"), (failed, "failed")) if level is not None)
+    word = "the largest within the limits is" if verdict.confidence >= CERTAIN else "best guess"
+    return f"{what.capitalize()}: {known}; {word} {verdict.best:g}, {sure}."
+
+
+CERTAIN = 0.9
+
+
+def tried_edge(trials: Sequence[Trial]) -> tuple[float | None, float | None]:
+    """The highest level that held in most of its trials, and the lowest above it that did not."""
+    levels = sorted({trial.level for trial in trials})
+    passed = {level: [trial.passed for trial in trials if trial.level == level] for level in levels}
+    held = max((level for level in levels if 2 * sum(passed[level]) > len(passed[level])), default=None)
+    above = (level for level in levels if held is None or level > held)
+    return held, min(above, default=None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from cyclopts.validators import Number
 
 from tokenmill.cli import flags, session
 from tokenmill.cli.flags import Count, CountOrZero
-from tokenmill.cli.output import number, print_json_line, print_rich_table, share
+from tokenmill.cli.output import number, print_result, print_rich_table, share
 from tokenmill.config import ActivationBits, EngineConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.store import DEFAULT_MODEL, resolve_model
@@ -38,6 +38,7 @@ def offline(
     rounds: Count = 1,
     bench_seed: int = 1,
     peaks: Annotated[bool, Parameter(negative="--no-peaks")] = True,
+    json: flags.Switch = False,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Measure prefill and decode speed of the engine alone, with several sequences at once.
@@ -62,6 +63,8 @@ def offline(
         Seed of lengths and prompts.
     peaks
         Measure the machine first and show which share of it is used.
+    json
+        One JSON object instead of tables; into a pipe it comes as the last line in any case.
     """
     from tokenmill.bench import offline as bench
     from tokenmill.bench.traffic import Lengths
@@ -76,8 +79,9 @@ def offline(
     )
     config = bench.config_for(engine.config(model), workload)
     report = measure(config, workload, with_peaks=peaks)
-    show(report)
-    print_json_line(report)
+    if not json:
+        show(report)
+    print_result(report, as_json=json)
     return 0
 
 
@@ -174,6 +178,7 @@ def latency(
     input_lens: str = "32,128,512",
     output_len: Annotated[int, Parameter(validator=Number(gte=2))] = 16,
     rounds: Count = 3,
+    json: flags.Switch = False,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Measure time to the first token and per token, over batch sizes and prompt lengths.
@@ -188,6 +193,8 @@ def latency(
         Tokens of each answer.
     rounds
         Repeats of each measurement; medians are shown.
+    json
+        One JSON object instead of tables; into a pipe it comes as the last line in any case.
     """
     from tokenmill.bench import offline as bench
     from tokenmill.bench.traffic import Lengths
@@ -204,8 +211,10 @@ def latency(
         [f"{r['concurrency']} × {r['input_len']:.0f}", number(r["ttft_last_s"] * 1e3), number(r["decode_step_ms"], 2)]
         for r in results
     ]
-    print_rich_table(f"{measured.llm.frontend.name}: latency", ("sequences × prompt", "TTFT ms", "ms per token"), rows)
-    print_json_line({"benchmark": "latency", "model": measured.llm.frontend.name, "results": results})
+    name = measured.llm.frontend.name
+    if not json:
+        print_rich_table(f"{name}: latency", ("sequences × prompt", "TTFT ms", "ms per token"), rows)
+    print_result({"benchmark": "latency", "model": name, "results": results}, as_json=json)
     return 0
 
 
@@ -214,6 +223,7 @@ def startup(
     /,
     *,
     rounds: Count = 3,
+    json: flags.Switch = False,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
     """Measure starts: from a cold process to the first token, and to a server that answers.
@@ -222,6 +232,8 @@ def startup(
     ----------
     rounds
         Starts; the first warms the disk's cache and is left out.
+    json
+        One JSON object instead of tables; into a pipe it comes as the last line in any case.
     """
     from tokenmill.bench import startup as starts
 
@@ -240,8 +252,9 @@ def startup(
         found |= measured()
     stages = (*starts.STAGES, *starts.RUN_STAGES, *starts.SERVER_STAGES)
     rows = [[stage, number(found[stage], 3)] for stage in stages]
-    print_rich_table(f"Start of {config.model.model}", ("stage", "seconds"), rows)
-    print_json_line({"benchmark": "startup", "model": config.model.model, "rounds": rounds, **found})
+    if not json:
+        print_rich_table(f"Start of {config.model.model}", ("stage", "seconds"), rows)
+    print_result({"benchmark": "startup", "model": config.model.model, "rounds": rounds, **found}, as_json=json)
     return 0
 
 
@@ -286,6 +299,7 @@ def compare(
     activation_bits: ActivationBits = "auto",
     rounds: Count = 5,
     html: Path | None = None,
+    json: flags.Switch = False,
 ) -> int:
     """Run the same GGUF file through this engine and its peers, taking turns.
 
@@ -313,6 +327,8 @@ def compare(
         Rounds; medians of ratios are shown with their quartiles.
     html
         Write a page with bars to this file.
+    json
+        One JSON object instead of tables; into a pipe it comes as the last line in any case.
     """
     from tokenmill.bench import compare as bench
 
@@ -322,22 +338,24 @@ def compare(
     shapes = [{"input_len": input_len, "output_len": output_len, "concurrency": c} for c in counts]
     names = [*_others(peers), bench.OURS]
     _require_program(batched_bench)
-    ours = (activation_bits, json.dumps({**shapes[-1], "concurrency": max(counts), "seed": 0}))  # what to make room for
+    ours = (activation_bits, dumps({**shapes[-1], "concurrency": max(counts), "seed": 0}))  # what to make room for
     with bench.engines(names, peer_python, path, threads, batched_bench, ours) as running:
         turns = [_print_turn(turn) for turn in bench.take_turns(running, shapes, rounds)]
         versions = {engine.name: engine.version for engine in running}
     found = bench.compared(turns)
-    _show_comparison(path, found, versions)
+    if not json:
+        _show_comparison(path, found, versions)
     if html is not None:
         from tokenmill.bench.pages import html_comparison
 
         asked = f"{input_len} tokens in, {output_len} out"
         about = [("model", path.name), ("threads", str(threads)), ("lengths", asked), ("rounds", str(rounds))]
         html.write_text(html_comparison(found, versions, about, sys.argv[1:]), encoding="utf-8")
-    print_json_line(
+    print_result(
         {"benchmark": "compare", "model": path.name, "threads": threads, "activation_bits": activation_bits,
          "input_len": input_len, "output_len": output_len, "rounds": rounds, "versions": versions,
-         "results": [c.as_dict() for c in found]}
+         "results": [c.as_dict() for c in found]},
+        as_json=json,
     )  # fmt: skip
     return 0
 

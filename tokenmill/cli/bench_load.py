@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tokenmill.cli.flags import Amount, Count, CountOrZero, Needs, refuse_idle, require_page
+from tokenmill.cli.flags import Amount, Count, CountOrZero, Needs, Switch, refuse_idle, require_page
 from tokenmill.cli.output import number, print_rich_table
 from tokenmill.errors import InvalidConfig, RequestFailed
 
@@ -144,6 +144,8 @@ class RunConfig:
     """Refuse to report a run in which the load generator itself lagged more than this (99th percentile)."""
     html: Path | None = None
     """Write a page with plots to this file."""
+    json: Switch = False
+    """One JSON object instead of tables; into a pipe it comes as the last line in any case."""
 
     def run(self, target: Target, load: ClosedLoop | OpenLoop, work: Workload) -> LoadRun:
         from itertools import islice

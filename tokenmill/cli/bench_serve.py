@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,13 +18,13 @@ from cyclopts import Group, Parameter
 from tokenmill.cli import bench_load
 from tokenmill.cli.bench_load import RunConfig, WorkloadConfig, closed_load, settings_of, show_run
 from tokenmill.cli.exit_codes import INTERRUPTED
-from tokenmill.cli.flags import Amount, AmountOrZero, Count, refuse_idle, require_folder, require_page
-from tokenmill.cli.output import print_json_line, print_rich_table
+from tokenmill.cli.flags import Amount, AmountOrZero, Count, Switch, refuse_idle, require_folder, require_page
+from tokenmill.cli.output import finite, print_result, print_rich_table
 from tokenmill.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from tokenmill.bench.load import ClosedLoop, LoadRun, OpenLoop, Target
-    from tokenmill.bench.search import SearchSettings, Trial
+    from tokenmill.bench.search import SearchSettings, Trial, Verdict
     from tokenmill.bench.workloads import Workload
 
 
@@ -128,6 +129,17 @@ class ResultConfig:
             known_device(self.device)
             read_spec(self.known_model)
 
+    def check_search(self) -> None:
+        """Refuse what says nothing about a search: its limits are those of --slo."""
+        refuse_idle(self, {"goodput": (False, "`bench serve`; a search has --slo"),
+                           "known_model": (False, "`bench serve`"), "device": (False, "`bench serve`")})  # fmt: skip
+        require_folder(self.output, "output")
+
+    def price_at(self, verdict: Verdict) -> float | None:
+        """Dollars per million output tokens at the largest load that held; None where there is no price."""
+        speeds = [trial.output_tok_s for trial in verdict.trials if trial.passed and trial.output_tok_s > 0]
+        return self.usd_per_hour / 3600 / max(speeds) * 1e6 if self.usd_per_hour and speeds else None
+
     def figures(self, run: LoadRun) -> dict[str, Any]:
         from tokenmill.bench.totals import parse_goodput, totals
         from tokenmill.bench.utilisation import utilisation
@@ -167,12 +179,13 @@ def serve(
         write_result(wanted.output, found, run)
     if measurement.html is not None:
         measurement.write_page(html_report([ReportRun(f"{aim.model} at {aim.url}", found, run.records)]))
-    show_run(found, aim)
-    print_json_line(found)
+    if not measurement.json:
+        show_run(found, aim)
+    print_result(found, as_json=measurement.json)
     return 0 if found["completed"] else 1
 
 
-def report(*files: Path, html: Path | None = None) -> int:
+def report(*files: Path, html: Path | None = None, json: Switch = False) -> int:
     """Compare results of `bench serve --output`, side by side.
 
     Parameters
@@ -181,6 +194,8 @@ def report(*files: Path, html: Path | None = None) -> int:
         Result files.
     html
         Write a page with plots laid over each other to this file.
+    json
+        One JSON object instead of tables; into a pipe it comes as the last line in any case.
     """
     from tokenmill.bench.pages import html_report
     from tokenmill.bench.report import ReportRun, different_settings, latency_matrix, matrix_rows, throughput_matrix
@@ -190,13 +205,15 @@ def report(*files: Path, html: Path | None = None) -> int:
         raise InvalidConfig("name at least one result file")
     require_page(html)
     runs = [ReportRun(path.stem, *read_result(path)) for path in files]
-    if len(runs) > 1 and (differences := different_settings(runs))[1]:
+    tables = [] if json else [("Runs", throughput_matrix(runs)), ("Latency", latency_matrix(runs))]
+    if tables and len(runs) > 1 and (differences := different_settings(runs))[1]:
         print_rich_table("What differs", *differences)
-    for title, (columns, groups) in (("Runs", throughput_matrix(runs)), ("Latency", latency_matrix(runs))):
+    for title, (columns, groups) in tables:
         print_rich_table(title, columns, matrix_rows(groups))
     if html is not None:
         html.write_text(html_report(runs), encoding="utf-8")
-    print_json_line({"benchmark": "report", "runs": [{"name": run.name, **run.figures} for run in runs]})
+    figures = [{"name": run.name, **run.figures} for run in runs]
+    print_result({"benchmark": "report", "runs": figures}, as_json=json)
     return 0
 
 
@@ -207,10 +224,10 @@ def report(*files: Path, html: Path | None = None) -> int:
 class SearchConfig:
     slo: str = "ttft_p95=1s,tpot_p95=100ms"
     """Limits: METRIC_STATISTIC=DURATION with ttft, tpot, itl, e2e and p50 to p99 or mean."""
-    over: Literal["concurrency", "rate"] = "concurrency"
-    """What is raised: concurrency (closed loop) or arrival rate (open loop)."""
-    start: Amount = 1.0
-    """First level tried."""
+    over: Literal["concurrency", "rate"] | None = None
+    """What is raised: concurrency (closed loop) or arrival rate (open loop, where --rate is given)."""
+    start: Amount | None = None
+    """First level tried; 1, or what --concurrency or --rate says."""
     most: Amount = 4096
     """Highest level tried."""
     confidence: float = 0.9
@@ -221,25 +238,43 @@ class SearchConfig:
     """Search for at least this many seconds where trials contradict each other: a shared machine is slow and fast in
     phases, and a result found within one phase would only describe that phase."""
     waves: Count = 4
-    """Requests per client in a trial (--over concurrency)."""
+    """Requests per client in a trial (--over concurrency); --num-requests says how many in all."""
     trial_s: Amount = 20.0
-    """Seconds in which a trial sends requests (--over rate)."""
+    """Seconds in which a trial sends requests (--over rate); --duration-s is the same."""
+
+    def with_arrival(self, arrival: ArrivalConfig) -> SearchConfig:
+        """The settings with what `bench serve`'s flags say: where to begin, and what is raised."""
+        if arrival.trace is not None:
+            raise InvalidConfig("--trace has loads of its own: `bench serve` replays it", param="trace")
+        if arrival.arrivals == "ramp":
+            raise InvalidConfig("a search raises the rate itself, trial by trial: no --arrivals ramp", param="arrivals")
+        over = self.over or ("concurrency" if arrival.rate is None else "rate")
+        wrong = "rate" if over == "concurrency" else "concurrency"
+        if getattr(arrival, wrong) is not None:
+            raise InvalidConfig(f"--{wrong} has nothing to do in a search --over {over}", param=wrong)
+        start = self.start or getattr(arrival, over) or 1.0
+        return replace(self, over=over, start=start, trial_s=arrival.duration_s or self.trial_s)
 
     @property
     def is_closed(self) -> bool:
-        return self.over == "concurrency"
+        return self.over != "rate"
 
     @property
     def what(self) -> str:
         return "concurrency" if self.is_closed else "requests a second"
 
-    def settings(self) -> SearchSettings:
+    def settings(self, arrival: ArrivalConfig) -> SearchSettings:
         from tokenmill.bench.search import SearchSettings
 
+        of_rates, is_counted = (not self.is_closed, "--over rate"), arrival.num_requests is not None
         refuse_idle(
-            self, {"waves": (self.is_closed, "--over concurrency"), "trial_s": (not self.is_closed, "--over rate")}
-        )
-        return SearchSettings(self.start, self.most, self.confidence, self.trials, self.is_closed, noisy_s=self.noisy_s)
+            self,
+            {"waves": (self.is_closed and not is_counted, "--over concurrency without --num-requests"),
+             "trial_s": of_rates},
+        )  # fmt: skip
+        refuse_idle(arrival, dict.fromkeys(("duration_s", "arrivals", "burstiness"), of_rates))
+        start = self.start or 1.0
+        return SearchSettings(start, self.most, self.confidence, self.trials, self.is_closed, noisy_s=self.noisy_s)
 
 
 SearchFlags = Annotated[SearchConfig, Parameter(name="*", group=Group.create_ordered("What is searched"))]
@@ -248,14 +283,17 @@ SearchFlags = Annotated[SearchConfig, Parameter(name="*", group=Group.create_ord
 def search(
     *,
     asked: SearchFlags = SearchConfig(),
+    arrival: ArrivalFlags = ArrivalConfig(),
     workload: bench_load.WorkloadFlags = bench_load.WORKLOAD,
     target: bench_load.TargetFlags = bench_load.TARGET,
+    wanted: ResultFlags = ResultConfig(),
     measurement: bench_load.RunFlags = bench_load.RUN,
     resume: Path | None = None,
 ) -> int:
     """Find the largest load that a server holds within limits on latency, with a confidence.
 
-    Ctrl-C or SIGTERM ends it early, with what is known by then.
+    It takes `bench serve`'s flags: those about load say where it begins. Ctrl-C or SIGTERM ends it early, with
+    what is known by then.
 
     Parameters
     ----------
@@ -268,13 +306,16 @@ def search(
     from tokenmill.bench.search import read_trials, write_trials
     from tokenmill.bench.search import search as find
 
-    edge = asked.settings()
+    arrival.check()
+    asked = asked.with_arrival(arrival)
+    edge = asked.settings(arrival)
     require_folder(resume, "resume")
+    wanted.check_search()
     aim = target.target()
     settings = settings_of(target, workload, slo=asked.slo, over=asked.over, waves=asked.waves, trial_s=asked.trial_s,
-                           model=aim.model)  # fmt: skip
+                           num_requests=arrival.num_requests, model=aim.model)  # fmt: skip
     known = read_trials(resume, settings) if resume else []
-    trials, try_level = list(known), trier(asked, workload, measurement, aim)
+    trials, try_level = list(known), trier(asked, arrival, workload, measurement, aim)
 
     def attempt(level: float) -> Trial:
         trials.append(try_level(level))
@@ -284,16 +325,21 @@ def search(
 
     with ended_by(signal.SIGTERM):
         verdict = find(attempt, edge, known)
-    print_rich_table(f"{aim.model} at {aim.url}: {asked.slo}", curve_titles(verdict.trials), curve_rows(verdict.trials))
-    print(sentence(verdict, asked.what))
+    if not measurement.json:
+        title = f"{aim.model} at {aim.url}: {asked.slo}"
+        print_rich_table(title, curve_titles(verdict.trials), curve_rows(verdict.trials))
+        print(sentence(verdict, asked.what))
     if measurement.html is not None:
         measurement.write_page(html_search(verdict, asked.what, settings, without_key(sys.argv[1:])))
-    print_json_line(
-        {"benchmark": "search", "over": asked.over, "best": verdict.best, "first_failing": verdict.first_failing,
-         "confidence": verdict.confidence, "likely": verdict.likely, "was_cut_short": verdict.was_cut_short,
-         "settings": settings,
-         "trials": [asdict(t) for t in verdict.trials]}
-    )  # fmt: skip
+    found = {
+        "benchmark": "search", "over": asked.over, "best": verdict.best, "first_failing": verdict.first_failing,
+        "confidence": verdict.confidence, "likely": verdict.likely, "was_cut_short": verdict.was_cut_short,
+        "usd_per_million_output": wanted.price_at(verdict), "settings": settings,
+        "trials": [asdict(t) for t in verdict.trials],
+    }  # fmt: skip
+    if wanted.output is not None:
+        wanted.output.write_text(dumps(finite(found)), encoding="utf-8")
+    print_result(found, as_json=measurement.json)
     if verdict.was_cut_short:
         return INTERRUPTED
     return 0 if verdict.best is not None else 1
@@ -310,7 +356,7 @@ def ended_by(number: signal.Signals) -> Iterator[None]:
 
 
 def trier(
-    asked: SearchConfig, workload: WorkloadConfig, measurement: RunConfig, aim: Target
+    asked: SearchConfig, arrival: ArrivalConfig, workload: WorkloadConfig, measurement: RunConfig, aim: Target
 ) -> Callable[[float], Trial]:
     """The function that runs one trial at a level of load."""
     from tokenmill.bench.totals import parse_limits
@@ -319,8 +365,10 @@ def trier(
 
     def run_at(level: float) -> LoadRun:
         if asked.is_closed:
-            return measurement.run(aim, closed_load(work, int(level), max(8, int(level) * asked.waves), None), work)
-        return measurement.run(aim, ArrivalConfig(rate=level, duration_s=asked.trial_s).load(work, workload), work)
+            count = arrival.num_requests or max(8, int(level) * asked.waves)
+            return measurement.run(aim, closed_load(work, int(level), max(count, int(level)), None), work)
+        opened = replace(arrival, rate=level, duration_s=asked.trial_s)
+        return measurement.run(aim, opened.load(work, workload), work)
 
     def try_level(level: float) -> Trial:
         from tokenmill.bench.search import judge
@@ -330,7 +378,8 @@ def trier(
         found = totals(run.records)
         rates = {"output_tok_s": found["output_tok_s"], "requests_s": found["requests_s"]}
         trial = judge(level, run.records, limits, {**rates, "ended_s": time.time()})
-        print(f"  {level:g}: {'within the limits' if trial.passed else trial.reason}", flush=True)
+        out = sys.stderr if measurement.json else sys.stdout
+        print(f"  {level:g}: {'within the limits' if trial.passed else trial.reason}", file=out, flush=True)
         return trial
 
     return try_level

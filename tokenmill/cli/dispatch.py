@@ -30,6 +30,8 @@ from cyclopts.config import Dict
 
 from tokenmill.cli.exit_codes import fail
 from tokenmill.cli.flags import flag_name, whole_numbers_only
+from tokenmill.cli.help_screen import daily_help, wanted_help
+from tokenmill.cli.verbs import VERBS
 from tokenmill.config import CacheConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
 from tokenmill.config.other_names import ON, OTHER_NAMES, SHORT, OtherName, by_other_name, our_value
 from tokenmill.config.sampling import SamplingConfig
@@ -55,6 +57,8 @@ def dispatch(verb: str, arguments: list[str]) -> int:
     try:
         arguments, config_file = take_config_file(arguments)
         app = build_app(verb, config_file, asks_server=_asks_server(arguments))
+        if (asked := wanted_help(verb, arguments)) is not None:
+            return _show_help(app, *asked)
         arguments = with_our_names(arguments, flags_of(app, verb))
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
@@ -65,6 +69,19 @@ def dispatch(verb: str, arguments: list[str]) -> int:
         return fail(str(problem), 2)
     except TokenmillError as problem:
         return fail(str(problem), problem.exit_code)
+
+
+def _show_help(app: App, command: str, is_all: bool) -> int:
+    """Print the screen of daily flags, or all of them."""
+    words = command.split()
+    epilogue = "\nFiles (--config FILE.toml) and variables (TOKENMILL_SEED=7) can set all of them."
+    one = app[words[0]]
+    one = one[words[1]] if len(words) > 1 and words[1] in list(one) else one
+    screen = None if is_all else daily_help(command, one, epilogue if words[0] in CONFIGURED else "")
+    if screen is None:
+        return int(app([*words, "--help"]) or 0)
+    print(screen)
+    return 0
 
 
 def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
@@ -101,8 +118,20 @@ def build_app(verb: str, config_file: Path | None, *, asks_server: bool = False)
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
+    add_verb(app, verb)
+    return app
+
+
+def add_verb(app: App, verb: str) -> None:
     module, function = ENTRY_POINTS.get(verb, (verb, "command"))
     app.command(getattr(import_module(f"tokenmill.cli.{module}"), function), name=verb)
+
+
+def whole_app() -> App:
+    """All verbs in one parser, as a shell's completion knows them; a command needs only its own."""
+    app = App(name="tokenmill", version_flags=["--version"])
+    for verb in VERBS:
+        add_verb(app, verb)
     return app
 
 
@@ -223,7 +252,7 @@ SECTIONS: dict[str, type[Any]] = {
     "sampling": SamplingConfig,
     "server": ServerConfig,
 }
-ENGINE_SECTIONS = ("model", "cache", "scheduler", "ops")
+ENGINE_SECTIONS = ("model", "cache", "scheduler", "ops", "parallel")
 PREFIX = "TOKENMILL_"
 OTHER_VARIABLES = ("TOKENMILL_HOME", "TOKENMILL_CONFIG", "TOKENMILL_DEBUG")  # and what the tests set:
 TEST_PREFIXES = ("TOKENMILL_TEST_", "TOKENMILL_CLIENTS")

@@ -28,6 +28,7 @@ Count = Annotated[int, Parameter(validator=Number(gte=1, lte=MOST))]
 CountOrZero = Annotated[int, Parameter(validator=Number(gte=0, lte=MOST))]
 Amount = Annotated[float, Parameter(validator=Number(gt=0, lte=MOST))]
 AmountOrZero = Annotated[float, Parameter(validator=Number(gte=0, lte=MOST))]
+Switch = Annotated[bool, Parameter(negative="")]
 Share = Annotated[float, Parameter(validator=Number(gt=0, lte=1))]
 
 

@@ -129,6 +129,12 @@ def print_rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence
     console.print(table) if console.is_terminal else Console(width=200).print(table)
 
 
+def print_result(facts: dict[str, Any], *, as_json: bool) -> None:
+    """The JSON line of a result for programs: where it was asked for, or where a program reads the output."""
+    if as_json or not sys.stdout.isatty():
+        print_json_line(facts)
+
+
 def print_json_line(facts: dict[str, Any]) -> None:
     """One object on one line; NaN and infinities, which are no JSON, become null."""
     print(msgspec.json.encode(finite(facts)).decode(), flush=True)

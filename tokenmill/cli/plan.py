@@ -91,6 +91,8 @@ class ShowConfig:
     """One JSON object for programs."""
     html: Path | None = None
     """Write a page with plots to this file."""
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False
+    """All figures: operations, memory by part, and who can read that fast."""
 
 
 DeviceFlags = Annotated[DeviceConfig, Parameter(name="*", group=Group.create_ordered("Where it runs"))]
@@ -172,7 +174,9 @@ def command(
         _rank(model, device, show, question(device, load, precision))
         return 0
     plans = _plans(model, device, show, question(device, load, precision))
-    _print(plans, as_json=show.json)
+    if not plans:
+        raise InvalidConfig(f"{model} fits {device.device} in no precision and on no split of it", hint="--which")
+    _print(plans, show)
     if show.html is not None:
         from tokenmill.planner.report import html_page
 
@@ -238,14 +242,17 @@ def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _print(plans: list[Plan], *, as_json: bool) -> None:
-    from tokenmill.planner.report import compared_by_row, facts, reading_rows
+def _print(plans: list[Plan], show: ShowConfig) -> None:
+    from tokenmill.planner.report import brief_facts, compared_by_row, facts, fit_verdict, reading_rows, verdict
 
-    if as_json:
+    if show.json:
         flats = [plan.flat() for plan in plans]
         print_json_line(flats[0] if len(flats) == 1 else {"plans": flats})
     elif len(plans) == 1:
-        print_facts(facts(plans[0]))
+        print(f"{verdict(plans[0])}\n")
+        print_facts(facts(plans[0]) if show.verbose else brief_facts(plans[0]))
+        if not show.verbose:
+            return
         print("\nWhich TPOT a reader needs:")
         print_table(
             ("a reader who", "words/min", "ms/token", "kept up"), [tuple(r) for r in reading_rows(plans[0].tpot_s)]
@@ -253,6 +260,8 @@ def _print(plans: list[Plan], *, as_json: bool) -> None:
     else:
         titles, rows = compared_by_row(plans)
         print_table(tuple(titles), [tuple(row) for row in rows])
+        if show.fit:
+            print(f"\n{fit_verdict(plans)}")
 
 
 def _list_devices() -> None:

@@ -20,7 +20,7 @@ from tokenmill.arch.cost import (
     prefill_flops,
 )
 from tokenmill.arch.outline import Model, outline_of
-from tokenmill.engine.backends import default_kv_dtype
+from tokenmill.engine.backends import BACKENDS, default_kv_dtype
 from tokenmill.errors import InvalidConfig
 from tokenmill.planner.capacity import Load, Price, Slo, largest_load, price, readers_kept_up_with, steady_load
 from tokenmill.planner.device import PlanDevice
@@ -300,7 +300,9 @@ def _why_not(plan: Plan) -> str:
 # ── grids of plans ───────────────────────────────────────────────────────────────────────────────────────
 
 
-PRECISIONS = (("auto", "auto"), ("fp8", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", "int8"))
+PRECISIONS = (("auto", "auto"), ("auto", "int8"), ("fp8", "auto"), ("int8", "auto"), ("int8", "int8"), ("int4", "auto"),
+              ("int4", "int8"))  # fmt: skip
+UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 SPLITS = (Split(), Split(2), Split(4), Split(8), Split(8, 2), Split(8, 4))
 
 
@@ -311,12 +313,33 @@ def grid(
     precisions: Sequence[tuple[str, str]] = PRECISIONS,
     splits: Sequence[Split] = SPLITS,
 ) -> list[Plan]:
-    """Plan every precision on every split that the model's heads and layers allow; a CPU is never split."""
-    return [
-        make_plan(model, device, replace(question, split=split, weight_dtype=weights, kv_dtype=kv))
-        for weights, kv in precisions
-        for split in _allowed(model, device, splits)
-    ]
+    """Plan every precision on every split that the model's heads and layers allow; a CPU is never split.
+
+    What no backend of the device can do, and what does not fit, is left out, and so are several machines where one
+    holds it; two ways to the same precisions are one plan.
+    """
+    found: dict[tuple[Split, str, str], Plan] = {}
+    for weights, kv in precisions:
+        if not _is_possible(model, device, weights, kv):
+            continue
+        for split in _allowed(model, device, splits):
+            plan = make_plan(model, device, replace(question, split=split, weight_dtype=weights, kv_dtype=kv))
+            if plan.memory.fits:
+                found.setdefault((split, plan.weight_dtype, plan.kv_dtype), plan)
+    plans = list(found.values())
+    in_one_machine = [plan for plan in plans if plan.question.split.pipeline == 1]
+    return in_one_machine or plans
+
+
+def _is_possible(model: PlannedModel, device: PlanDevice, weights: str, kv: str) -> bool:
+    """Return whether some backend of the device turns these weights into that precision while it loads them."""
+    backends = [backend for backend in BACKENDS if device.runs_on in backend.devices]
+    if weights != "auto" and model.stored_dtype not in UNQUANTISED:
+        return False  # a file that is quantised already is taken as it is
+    return any(
+        (weights == "auto" or weights in backend.quantizations) and (kv == "auto" or kv in backend.kv_dtypes)
+        for backend in backends
+    )
 
 
 def _allowed(model: PlannedModel, device: PlanDevice, splits: Sequence[Split]) -> Iterator[Split]:

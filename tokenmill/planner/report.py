@@ -20,7 +20,7 @@ def verdict(plan: Plan) -> str:
     """One sentence for whoever must decide."""
     best, price, where = plan.best, plan.price, f"{_times(plan)}{plan.device.name}"
     if not plan.memory.fits:
-        return f"No: {plan.model.name} {plan.why_not()} on {where}."
+        return f"No: {where} does not hold {plan.model.name}: {plan.why_not().removeprefix('does not fit: ')}."
     if best is None:
         speeds = f"alone, a request has a TTFT of {duration(plan.ttft_s)} and a TPOT of {duration(plan.tpot_s)}"
         return f"No: {plan.model.name} fits {where}, but misses the limits; {speeds}."
@@ -56,6 +56,25 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("price", _price(plan)),
         *[("!", warning) for warning in plan.warnings()],
     ]  # fmt: skip
+
+
+BRIEF = ("model", "device", "weights", "KV cache", "fits", "TTFT", "TPOT", "most at once", "price", "!")
+
+
+def brief_facts(plan: Plan) -> list[tuple[str, str]]:
+    """The facts that decide; the others are behind `-v`."""
+    return [(name, value) for name, value in facts(plan) if name in BRIEF]
+
+
+def fit_verdict(plans: Sequence[Plan]) -> str:
+    """The plan to take, in a sentence: the cheapest within the limits, or the fastest where there are no prices."""
+    able = [plan for plan in plans if plan.best is not None]
+    if not able:
+        return "All of these miss the limits."
+    priced = [(plan.price.usd_per_request, plan) for plan in able if plan.price is not None]
+    cheapest = min(priced, key=lambda one: one[0])[1] if priced else None
+    best = cheapest or max(able, key=lambda plan: plan.best.output_tok_s if plan.best else 0.0)
+    return f"{'Cheapest' if cheapest else 'Fastest'}: {label(best)}. {verdict(best)}"
 
 
 def _quick(flat: dict[str, Any], key: str) -> str:

@@ -1,0 +1,107 @@
+"""`--help` on one screen: what a verb does and the flags of every day. `--help-all` has the others too.
+
+A flag is a line: its name, the first sentence of its help, its default. Which flags are of every day is a table here;
+a verb that is not in it has few enough flags to list them all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any, get_args
+
+from cyclopts import App
+
+SAMPLING = ("--temperature", "--max-tokens", "--seed", "--stop")
+ENGINE = ("--max-context", "--quantization", "--device", "--threads")
+ARRIVAL = ("--concurrency", "--rate", "--num-requests", "--duration-s", "--trace")
+WORK = ("--workload", "--input-len", "--output-len")
+DAILY: dict[str, tuple[str, ...]] = {
+    "run": ("--url", "--system", "--schema", "--raw", "--stats", *SAMPLING, *ENGINE),
+    "chat": ("--url", "--system", *SAMPLING, "--context-shift", *ENGINE),
+    "serve": ("--host", "--port", "--api-key", "--served-name", "--alias", "--adapter", "--max-running", *ENGINE,
+              "--log-level"),
+    "batch": ("--prompt-field", "--template", "--system", "--schema", "--raw", "--retry-failed", *SAMPLING, "--model",
+              *ENGINE),
+    "plan": ("--device", "--tp", "--input-len", "--output-len", "--slo", "--weight-dtype", "--kv-dtype", "--compare",
+             "--fit", "--which", "--devices", "--html", "--json", "--verbose"),
+    "bench serve": ("--url", "--model", *ARRIVAL, *WORK, "--goodput", "--output", "--html", "--json"),
+    "bench search": ("--url", "--model", "--slo", "--over", "--start", "--most", *WORK, "--resume", "--html", "--json"),
+    "bench offline": (*WORK[1:], "--concurrency", "--rounds", *ENGINE, "--json"),
+    "bench latency": ("--batch-sizes", "--input-lens", "--output-len", "--rounds", *ENGINE, "--json"),
+    "bench startup": ("--rounds", *ENGINE, "--json"),
+}  # fmt: skip
+NARROWEST, WIDEST = 60, 110
+
+
+def wanted_help(verb: str, arguments: list[str]) -> tuple[str, bool] | None:
+    """The command whose help is asked for, and whether all of it is; None where none is."""
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if not {"--help", "-h", "--help-all"} & set(before):
+        return None
+    command = f"{verb} {before[0]}" if verb == "bench" and not before[0].startswith("-") else verb
+    return command, "--help-all" in before
+
+
+def daily_help(command: str, app: App, epilogue: str) -> str | None:
+    """The screen of a command; None for a command without a table, whose whole help is short."""
+    daily = DAILY.get(command)
+    if daily is None:
+        return None
+    width = min(max(shutil.get_terminal_size((80, 24)).columns, NARROWEST), WIDEST)
+    arguments = [one for one in app.assemble_argument_collection(parse_docstring=True) if one.parse and one.show]
+    places = [one for one in arguments if not one.names[0].startswith("-")]
+    flags = {one.names[0]: one for one in arguments if one.names[0].startswith("-")}
+    shown = [(flag, f"{flag} {_value(flags[flag])}".rstrip()) for flag in daily]
+    column = max(len(name) for _, name in shown) + 4
+    lines = [f"Usage: tokenmill {command} {' '.join(f'[{one.names[0]}]' for one in places)} [FLAGS]".replace("  ", " ")]
+    lines += ["", *textwrap.wrap(_sentence(app.help or ""), width), ""]
+    lines += [_line(one.names[0], _help(one), column, width) for one in places]
+    lines += [_line(name, _help(flags[flag]), column, width) for flag, name in shown]
+    rest = len(flags) - len(daily)
+    return "\n".join([*lines, "", f"--help-all lists {rest} more flags.{epilogue}"])
+
+
+def _line(name: str, text: str, column: int, width: int) -> str:
+    return f"  {name:{column - 2}}{_cut(text, width - column)}"
+
+
+def _cut(text: str, width: int) -> str:
+    """As much of a sentence as there is room for: whole, or up to the end of a clause, or of a word."""
+    if len(text) <= width:
+        return text
+    for mark in ("; ", ": "):
+        end = text.rfind(mark, 0, width)
+        if end > 12 and text[:end].count("`") % 2 == 0:
+            return text[:end]
+    return textwrap.shorten(text, width, placeholder=" …")
+
+
+def _help(argument: Any) -> str:
+    default = argument.field_info.default
+    is_worth = default not in (None, "", (), False, True, argument.field_info.empty)
+    return (f"[{_shown(default)}] " if is_worth else "") + _sentence(argument.parameter.help or "").rstrip(".")
+
+
+def _shown(default: Any) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _sentence(text: str) -> str:
+    """The first sentence, on one line."""
+    whole = " ".join(text.split("\n\n")[0].split())
+    end = whole.find(". ")
+    return whole if end < 0 else whole[: end + 1]
+
+
+def _value(argument: Any) -> str:
+    """What a flag takes: nothing for a switch, its choices where they are few, else the kind of value."""
+    hint = argument.hint
+    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
+    if bool in kinds:
+        return ""
+    words = [word for word in get_args(hint) if isinstance(word, str)]
+    if words and sum(map(len, words)) <= 12:
+        return "|".join(words)
+    return "N" if int in kinds else "X" if float in kinds else "FILE" if Path in kinds else "TEXT"

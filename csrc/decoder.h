@@ -12,6 +12,7 @@
 #include "gemm.h"
 #include "kernels.h"
 #include "pool.h"
+#include "window.h"
 
 namespace tokenmill {
 
@@ -153,6 +154,7 @@ struct Layer : LayerFrame {
   QueryGrowth growth;
   Linear q, k, v, o;  // without k and v the layer reads another one's cache
   Linear gate;        // of what attention puts out
+  std::vector<int> head_borders;  // where ranks have heads each: the columns of o's input that rank r has begin at [r]
   OutputGate output_gate = OutputGate::None;
   bool is_softplus_gate = false;
   AttentionTask attention;
@@ -184,6 +186,8 @@ class Decoder {
           float outlier_threshold, const Kernels& kernels);
   void set_norms(bool are_centred) { are_norms_centred_ = are_centred; }
   void set_logit_scale(float scale) { logit_scale_ = scale; }
+  // The other ranks, where several compute the model together: they run the same steps at the same time.
+  void set_window(std::shared_ptr<Window> window) { window_ = std::move(window); }
   // Embeddings that each layer has for itself: [vocab][layers * width], [layers * width][hidden], [width].
   void set_layer_inputs(Linear table, Linear project, Vector norm);
 
@@ -239,6 +243,19 @@ class Decoder {
   void keep_wanted_adapters(const BatchView& batch);
   void embed_adapters(const BatchView& batch);
   void run(const Gemm* gemms, int count);
+  void run_own(const Gemm* gemms, int count);
+  void run_cut(const Gemm* gemms, int count);
+  struct Gathered {  // [rows][stride], of which this rank has computed the columns from borders[rank] on
+    float* data;
+    size_t stride;
+    int rows;
+    const std::vector<int>* borders;
+  };
+  void gather(const std::vector<Gathered>& parts);
+  void gather_round(const std::vector<Gathered>& parts);
+  void gather_heads(const Layer& layer, int tokens);
+  void gather_best(std::vector<Best>& best);
+  void embed_rows(const Linear& table, const int64_t* ids, int count, float scale, float* out);
   struct Shrinking {  // products with a's: where in `shrunk_` their results begin, and how many numbers these are
     std::vector<Gemm> gemms;
     std::vector<size_t> at;
@@ -333,6 +350,7 @@ class Decoder {
   Vector input_norm_;
 
   AdapterSlots adapters_;
+  std::shared_ptr<Window> window_;  // null: this is the only rank
 
   // ── buffers of a step, grown when needed ──
   bool is_adapted_ = false;         // some rows have adapters
@@ -352,6 +370,9 @@ class Decoder {
   bool has_held_ = false;
   PageVector<float> side_;    // [T][hidden] of experts beside an MLP, or of the shared expert
   PageVector<float> layer_inputs_, input_gates_;  // [T][layers][width], [T][width]
+  std::vector<Activations> cut_rows_;  // what a gated product's ranks have computed each, before it is rounded
+  PageVector<float> gathered_heads_, embedded_;
+  Activations whole_heads_;
   Activations normed_, heads_, inner_, routed_, latent_, latent_sums_, input_rows_;
   std::vector<Vector> row_scratch_;                      // one per thread: the rows of a tile
   std::vector<PageVector<uint8_t>> attention_scratch_;   // one per thread

@@ -136,7 +136,7 @@ void Runner::gate(const Gemm& gemm, const Span& span, int thread) {
   for (int r = 0; r < rows; ++r) {
     float gated[kPair];
     kernels_.gate(gates + r * kPair, ups + r * kPair, gemm.activation, gated);
-    std::copy_n(gated, columns, gemm.gated->row(row + r) + column);
+    std::copy_n(gated, columns, gemm.gated->row(row + r) + gemm.w->first + column);
   }
 }
 

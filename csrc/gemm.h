@@ -11,10 +11,17 @@
 
 namespace tokenmill {
 
+// A matrix of which this rank may have some rows only, where several compute a model together: then `w` and `bias` are
+// those of rows [first, first + w.rows), and rank r has [borders[r], borders[r + 1]).
 struct Linear {
   Matrix w;
   std::vector<float> bias;  // empty: none
   int site = -1;  // its number among those that adapters may change; -1: none may
+  std::vector<int> borders = {};  // empty: this rank has all that it multiplies with
+  int first = 0;
+
+  bool is_cut() const { return !borders.empty(); }
+  int rows() const { return borders.empty() ? w.rows : borders.back(); }  // of all ranks
 };
 
 // What an adapter adds to the product with one matrix, see adapters.h.
@@ -56,6 +63,7 @@ class Activations {
   const QuantRows& quant() const { return quant_; }
   bool is_quantised() const { return form_.quantised; }
   bool is_plain() const { return form_.plain; }
+  const Form& form() const { return form_; }
   bool marks_outliers() const { return form_.quantised && quant_.remainder_at != 0; }
   int cols() const { return cols_; }
   void quantise_rows(int r, int rows, const float* values, const Kernels& kernels) {
@@ -83,7 +91,7 @@ struct Gemm {
   float* out = nullptr;  // Store, Add: [rows][out_stride]
   size_t out_stride = 0;
   Activation activation = Activation::Silu;
-  Activations* gated = nullptr;  // Gate: where act(gate) * up goes
+  Activations* gated = nullptr;  // Gate: where act(gate) * up goes, at the columns of w's rows; plain where w is cut
   Best* best = nullptr;  // Best: [threads][rows], of what each thread computed
   float softcap = 0.0f;  // Best: 0: none
   float scale = 1.0f;  // Best: multiplies what is compared, before it is capped

@@ -113,6 +113,13 @@ struct Best {
   float value = -std::numeric_limits<float>::infinity();
   int32_t place = 0;
   bool has_nan = false;
+
+  // What was seen elsewhere, whose indices may stand before these or behind.
+  void take(const Best& other) {
+    const bool any_nan = has_nan || other.has_nan;
+    if (other.value > value || (other.value == value && other.place < place)) *this = other;
+    has_nan = any_nan;
+  }
 };
 
 // How a token is drawn: logits over the temperature (0: as they are), the `top_k` highest of them (0: all), then of the

@@ -37,6 +37,7 @@ NB_MODULE(_native, m) {
   m.def("load_library", &load_library, "path"_a);
   bind_matrices(m);
   bind_single_kernels(m);
+  bind_windows(m);
   nb::class_<HeldDecoder> decoder = bind_decoders(m);
   bind_steps(decoder);
   bind_draws(m, decoder);

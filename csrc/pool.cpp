@@ -4,9 +4,7 @@
 
 #include <stdexcept>
 
-#if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h>
-#endif
+#include "spin.h"
 
 namespace tokenmill {
 namespace {
@@ -17,23 +15,6 @@ constexpr int kWorkerSpins = 1000;  // about 40 microseconds
 constexpr int kCallerSpins = 500;
 constexpr std::chrono::microseconds kLook{20};   // how long a thread is watched before it is said to stand still
 constexpr std::chrono::microseconds kNap{1000};  // between two looks
-
-inline void relax() {
-#if defined(__x86_64__) || defined(_M_X64)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-template <class Ready>
-bool spin_until(int turns, const Ready& ready) {
-  for (int turn = 0; turn < turns; ++turn) {
-    if (ready()) return true;
-    relax();
-  }
-  return ready();
-}
 
 // Whether a thread that has work gets no processor; `ready` ends the look early.
 template <class Ready>

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -33,5 +34,6 @@ Linear linear_of(const Matrix& w, const std::optional<FloatVector>& bias);
 
 void bind_matrices(nb::module_& m);
 void bind_single_kernels(nb::module_& m);
+void bind_windows(nb::module_& m);
 
 }  // namespace tokenmill

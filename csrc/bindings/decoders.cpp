@@ -97,7 +97,7 @@ void add_latent_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& 
   latent.q = q;
   latent.kv_down = kv_down;
   latent.q_up = std::move(q_up);
-  latent.q_norm = vector_of(q_norm, static_cast<size_t>(q.w.rows), "q_norm");
+  latent.q_norm = vector_of(q_norm, static_cast<size_t>(q.rows()), "q_norm");
   latent.kv_norm = vector_of(kv_norm, static_cast<size_t>(absorb[0].w.rows), "kv_norm");
   latent.heads = static_cast<int>(absorb.size());
   latent.nope_dim = nope_dim;
@@ -229,8 +229,10 @@ void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std:
                std::optional<Linear> v, const Linear& o, std::optional<Linear> gate, bool is_gate_per_head,
                bool is_softplus_gate, const std::string& head_norm, MaybeVector q_norm, MaybeVector k_norm,
                bool has_value_norm, MaybeVector sinks, int heads, int kv_heads, int head_dim, float scale, int window,
-               bool is_chunked, float softcap, int rope, float growth, int growth_length, int growth_first) {
+               bool is_chunked, float softcap, int rope, float growth, int growth_length, int growth_first,
+               const std::vector<int>& head_borders) {
   Layer layer(frame);
+  layer.head_borders = head_borders;
   layer.head_norm = head_norm_named(head_norm);
   layer.q_norm = copied(q_norm);
   layer.k_norm = copied(k_norm);
@@ -271,7 +273,8 @@ void bind_parts(nb::module_& m) {
 
   nb::class_<Mlp>(m, "Mlp").def("__init__", [](Mlp* self, std::optional<Linear> gate, const Linear& up, const Linear& down,
                                                const std::string& activation) {
-    if ((gate && (gate->w.rows != up.w.rows || gate->w.cols != up.w.cols)) || down.w.cols != up.w.rows)
+    if ((gate && (gate->w.rows != up.w.rows || gate->borders != up.borders || gate->w.cols != up.w.cols)) ||
+        down.w.cols != up.rows())
       throw std::invalid_argument("gate, up and down do not fit together");
     new (self) Mlp{gate.value_or(Linear()), up, down, activation_named(activation)};
   }, "gate"_a.none(), "up"_a, "down"_a, "activation"_a);
@@ -350,8 +353,9 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
            "is_gate_per_head"_a = false, "is_softplus_gate"_a = false, "head_norm"_a = "", "q_norm"_a.none() = nb::none(),
            "k_norm"_a.none() = nb::none(), "has_value_norm"_a = false, "sinks"_a.none() = nb::none(), "heads"_a,
            "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a = 0, "is_chunked"_a = false, "softcap"_a = 0.0f, "rope"_a = -1,
-           "growth"_a = 0.0f, "growth_length"_a = 1, "growth_first"_a = 0)
+           "growth"_a = 0.0f, "growth_length"_a = 1, "growth_first"_a = 0, "head_borders"_a = std::vector<int>())
       .def("add_conv_layer", &add_conv_layer, "frame"_a, "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none())
+      .def("set_window", &HeldDecoder::set_window, "window"_a)
       .def("set_norms", &HeldDecoder::set_norms, "are_centred"_a)
       .def("set_logit_scale", &HeldDecoder::set_logit_scale, "scale"_a)
       .def("set_layer_inputs", [](HeldDecoder& self, const Linear& table, const Linear& project, FloatVector norm) {

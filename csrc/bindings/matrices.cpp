@@ -82,10 +82,16 @@ void bind_matrices(nb::module_& m) {
   }, "kind"_a, "rows"_a, "cols"_a);
 
   nb::class_<Linear>(m, "Linear").def("__init__", [](Linear* self, const Matrix& w, std::optional<FloatVector> bias,
-                                                     int site) {
+                                                     int site, const std::vector<int>& borders, int rank) {
+    if (!borders.empty() && (rank < 0 || static_cast<size_t>(rank) + 1 >= borders.size() || borders[0] != 0 ||
+                             !std::is_sorted(borders.begin(), borders.end()) ||
+                             borders[static_cast<size_t>(rank) + 1] - borders[static_cast<size_t>(rank)] != w.rows))
+      throw std::invalid_argument("the borders of a cut matrix do not fit its rows");
     new (self) Linear(linear_of(w, bias));
     self->site = site;
-  }, "matrix"_a, "bias"_a.none(), "site"_a = -1);
+    self->borders = borders;
+    if (!borders.empty()) self->first = borders[static_cast<size_t>(rank)];
+  }, "matrix"_a, "bias"_a.none(), "site"_a = -1, "borders"_a = std::vector<int>(), "rank"_a = 0);
 }
 
 }  // namespace tokenmill

@@ -64,8 +64,8 @@ void Decoder::embed_adapters(const BatchView& batch) {
   });
 }
 
-// Products of a phase, with what adapters add to their rows.
-void Decoder::run(const Gemm* gemms, int count) {
+// Products of a phase with this rank's rows, and with what adapters add to them.
+void Decoder::run_own(const Gemm* gemms, int count) {
   if (!is_adapted_) return runner_.run(gemms, count);
   std::vector<Gemm> with(gemms, gemms + count);
   adapted_rows_.resize(std::max(adapted_rows_.size(), 2 * static_cast<size_t>(count)));

@@ -96,7 +96,7 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
   };
   add(layer.q, q_size);
   if (layer.has_own_kv()) add(layer.k, kv_size), add(layer.v, kv_size);
-  if (layer.output_gate != OutputGate::None) add(layer.gate, layer.gate.w.rows);
+  if (layer.output_gate != OutputGate::None) add(layer.gate, layer.gate.rows());
   run(gemms, count);
   if (layer.head_norm == HeadNorm::Joint) norm_joint_heads(layer, batch.tokens);
 }
@@ -115,11 +115,13 @@ void Decoder::prepare_heads(const Layer& layer, int tokens) {
   const int dim = layer.attention.cache.head_dim;
   Form form = form_for({&layer.o}, outlier_threshold(layer));
   form.plain |= dim % kBlock != 0;
+  if (!layer.head_borders.empty()) form = {false, true, form.outlier_threshold};  // rounded once all heads are there
   heads_.prepare(tokens, layer.attention.heads * dim, *kernels_, form);
 }
 
 // Heads whose size is not a multiple of a block can't be rounded one by one.
 void Decoder::finish_heads(const Layer& layer, int tokens) {
+  if (!layer.head_borders.empty()) return gather_heads(layer, tokens);
   if (heads_.is_quantised() && layer.attention.cache.head_dim % kBlock != 0)
     for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_rows(t, 1, heads_.row(t), *kernels_); });
   mark_outliers(heads_);
@@ -245,7 +247,7 @@ void Decoder::gate_outputs(const Layer& layer, int token, int head, float* out) 
   const int dim = layer.attention.cache.head_dim;
   const bool is_per_head = layer.output_gate == OutputGate::PerHead;
   const float* row = projected_.data() + static_cast<size_t>(token) * projected_width(layer);
-  const float* gate = row + projected_width(layer) - layer.gate.w.rows + static_cast<size_t>(head) * (is_per_head ? 1 : dim);
+  const float* gate = row + projected_width(layer) - layer.gate.rows() + static_cast<size_t>(head) * (is_per_head ? 1 : dim);
   float weights[kMaxHeadDim];
   const int count = is_per_head ? 1 : dim;
   if (layer.is_softplus_gate) {

@@ -54,7 +54,7 @@ void Decoder::moe_of_stream(const Layer& layer, const Norm& norm, int tokens, fl
 }
 
 void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out) {
-  inner_.prepare(in.quant.rows, mlp.up.w.rows, *kernels_, form_for({&mlp.down}, outlier_threshold));
+  inner_.prepare(in.quant.rows, mlp.up.rows(), *kernels_, form_for({&mlp.down}, outlier_threshold));
   Gemm gate{&mlp.first(), mlp.second(), in, Gemm::Mode::Gate};
   gate.activation = mlp.activation;
   gate.gated = &inner_;
@@ -147,7 +147,7 @@ void Decoder::route(const Moe& moe, int tokens) {
 void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* out) {
   const int experts = static_cast<int>(moe.experts.size()), active = moe.routing.num_active;
   const bool is_latent = moe.latent_in.w.data != nullptr;
-  const int width = is_latent ? moe.latent_in.w.rows : hidden_;  // of what experts read and write
+  const int width = is_latent ? moe.latent_in.rows() : hidden_;  // of what experts read and write
   route(moe, tokens);
   grow(expert_out_, static_cast<size_t>(tokens) * active * width);
   expert_in_.resize(std::max(expert_in_.size(), static_cast<size_t>(experts)));
@@ -176,7 +176,7 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
     if (counts[at] == 0) continue;
     const Mlp& expert = moe.experts[at];
     expert_in_[at].prepare(counts[at], width, *kernels_, form_of_input(expert, outlier_threshold));
-    expert_inner_[at].prepare(counts[at], expert.up.w.rows, *kernels_, form_for({&expert.down}, outlier_threshold));
+    expert_inner_[at].prepare(counts[at], expert.up.rows(), *kernels_, form_for({&expert.down}, outlier_threshold));
     Gemm gate{&expert.first(), expert.second(), expert_in_[at].view(), Gemm::Mode::Gate};
     gate.activation = expert.activation;
     gate.gated = &expert_inner_[at];

@@ -42,15 +42,14 @@ void Decoder::best_logits(const float* hidden, int rows, const int32_t* slots, i
   head.scale = logit_scale_;
   run(&head, 1);
   for (size_t r = 0; r < count; ++r) {
-    Best best = best_[r];
-    for (size_t t = 1; t < threads; ++t) {
-      const Best& other = best_[t * count + r];
-      const bool has_nan = best.has_nan || other.has_nan;
-      if (other.value > best.value || (other.value == best.value && other.place < best.place)) best = other;
-      best.has_nan = has_nan;
-    }
-    places[r] = best.place;
-    values[r] = best.has_nan ? std::numeric_limits<float>::quiet_NaN() : best.value;
+    for (size_t t = 1; t < threads; ++t) best_[r].take(best_[t * count + r]);
+    best_[r].place += head_.first;
+  }
+  best_.resize(count);
+  if (head_.is_cut()) gather_best(best_);
+  for (size_t r = 0; r < count; ++r) {
+    places[r] = best_[r].place;
+    values[r] = best_[r].has_nan ? std::numeric_limits<float>::quiet_NaN() : best_[r].value;
   }
 }
 

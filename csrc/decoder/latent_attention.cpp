@@ -39,7 +39,7 @@ void Decoder::project_latent(const Layer& layer, const BatchView& batch) {
   grow(projected_, static_cast<size_t>(batch.tokens) * stride);
   const Rows in = normed_.view();
   const Gemm gemms[2] = {{&latent.q, nullptr, in, Gemm::Mode::Store, projected_.data(), stride},
-                         {&latent.kv_down, nullptr, in, Gemm::Mode::Store, projected_.data() + latent.q.w.rows, stride}};
+                         {&latent.kv_down, nullptr, in, Gemm::Mode::Store, projected_.data() + latent.q.rows(), stride}};
   run(gemms, 2);
 }
 
@@ -55,7 +55,7 @@ void Decoder::place_entries(const Layer& layer, const BatchView& batch) {
   const LatentAttention& latent = *layer.latent;
   const int64_t* slots = batch.groups[static_cast<size_t>(layer.group)].slots;
   for_rows(pool_, batch.tokens, 4 * latent.cache.width, [&](int t) {
-    float* entry = projected_.data() + static_cast<size_t>(t) * projected_width(layer) + latent.q.w.rows;
+    float* entry = projected_.data() + static_cast<size_t>(t) * projected_width(layer) + latent.q.rows();
     kernels_->rms_norm(entry, latent.kv_norm.data(), latent.eps, latent.cache.rank, entry);
     rotate_at(layer, batch.positions[t], entry + latent.cache.rank);
     kernels_->write_entry(latent.cache, slots[t], entry);
@@ -88,7 +88,7 @@ void Decoder::absorb_queries(const Layer& layer, const BatchView& batch) {
   const float* queries = projected_.data();
   size_t stride = projected_width(layer);
   if (latent.q_up) {
-    const int q_rank = static_cast<int>(latent.q.w.rows);
+    const int q_rank = static_cast<int>(latent.q.rows());
     fill_rows(tokens, q_rank, 2 * q_rank, query_latents_, form_for({&*latent.q_up}, outlier_threshold(layer)),
               [&](int t, float* out) {
       kernels_->rms_norm(projected_.data() + static_cast<size_t>(t) * stride, latent.q_norm.data(), latent.eps, q_rank, out);

@@ -11,7 +11,7 @@
 namespace tokenmill {
 
 void Decoder::layer_inputs(const BatchView& batch) {
-  const int width = static_cast<int>(input_norm_.size()), all = input_project_.w.rows;
+  const int width = static_cast<int>(input_norm_.size()), all = input_project_.rows();
   grow(layer_inputs_, static_cast<size_t>(batch.tokens) * all);
   fill_rows(batch.tokens, hidden_, hidden_, input_rows_, form_for({&input_project_}, outlier_threshold_),
             [&](int t, float* out) { std::copy_n(x_.data() + static_cast<size_t>(t) * hidden_, hidden_, out); });
@@ -19,20 +19,21 @@ void Decoder::layer_inputs(const BatchView& batch) {
                      static_cast<size_t>(all)};
   run(&project, 1);
   const float narrower = 1.0f / std::sqrt(static_cast<float>(hidden_)), wider = std::sqrt(static_cast<float>(width));
+  grow(embedded_, static_cast<size_t>(batch.tokens) * all);
+  embed_rows(input_table_, batch.token_ids, batch.tokens, wider, embedded_.data());
   for_rows(pool_, batch.tokens, 4 * all, [&](int t) {
     float* row = layer_inputs_.data() + static_cast<size_t>(t) * all;
-    Vector embedded(static_cast<size_t>(all));
-    kernels_->embed(input_table_.w, static_cast<int>(batch.token_ids[t]), wider, embedded.data());
+    const float* embedded = embedded_.data() + static_cast<size_t>(t) * all;
     kernels_->scale(row, narrower, all);
     for (int at = 0; at < all; at += width) kernels_->rms_norm(row + at, input_norm_.data(), eps_, width, row + at);
-    kernels_->add(row, embedded.data(), all);
+    kernels_->add(row, embedded, all);
     kernels_->scale(row, std::sqrt(0.5f), all);
   });
 }
 
 void Decoder::add_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows) {
   const LayerInput& input = *layer.input;
-  const int width = static_cast<int>(input_norm_.size()), all = input_project_.w.rows;
+  const int width = static_cast<int>(input_norm_.size()), all = input_project_.rows();
   const float threshold = outlier_threshold(layer);
   fill_rows(tokens, hidden_, hidden_, input_rows_, form_for({&input.gate}, threshold),
             [&](int t, float* out) { std::copy_n(x_.data() + static_cast<size_t>(t) * hidden_, hidden_, out); });

@@ -65,7 +65,7 @@ void Decoder::project_recurrent(const Layer& layer, const BatchView& batch) {
   size_t at = 0;
   for (const Linear& linear : mixer.in) {
     gemms.push_back({&linear, nullptr, normed_.view(), Gemm::Mode::Store, projected_.data() + at, stride});
-    at += static_cast<size_t>(linear.w.rows);
+    at += static_cast<size_t>(linear.rows());
   }
   run(gemms.data(), static_cast<int>(gemms.size()));
 }

@@ -13,7 +13,7 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(std::string("the batch is inconsistent: ") + what);
 }
 
-bool fits(const Linear& l, int64_t rows, int64_t cols) { return l.w.rows == rows && l.w.cols == cols; }
+bool fits(const Linear& l, int64_t rows, int64_t cols) { return l.rows() == rows && l.w.cols == cols; }
 
 }  // namespace
 
@@ -37,6 +37,7 @@ bool Decoder::attention_fits(const Layer& layer) const {
   const int64_t width = static_cast<int64_t>(task.heads) * dim, kv_width = static_cast<int64_t>(task.cache.kv_heads) * dim;
   const bool keys_fit = layer.has_own_kv() ? fits(layer.k, kv_width, hidden_) && fits(layer.v, kv_width, hidden_)
                                            : layer.v.w.data == nullptr;
+  const int64_t out_width = layer.head_borders.empty() ? width : layer.head_borders.back();  // of all ranks' heads
   const int64_t gates = layer.output_gate == OutputGate::PerHead ? task.heads : width;
   const bool gate_fits = layer.output_gate == OutputGate::None ? layer.gate.w.data == nullptr : fits(layer.gate, gates, hidden_);
   const bool is_joint = layer.head_norm == HeadNorm::Joint, has_norms = layer.head_norm != HeadNorm::None;
@@ -44,7 +45,7 @@ bool Decoder::attention_fits(const Layer& layer) const {
     return norm.size() == static_cast<size_t>(!has_norms ? 0 : is_joint ? all : dim);
   };
   return task.heads > 0 && task.cache.kv_heads > 0 && task.heads % task.cache.kv_heads == 0 && dim > 0 && dim <= 256 &&
-         fits(layer.q, width, hidden_) && keys_fit && gate_fits && fits(layer.o, hidden_, width) &&
+         fits(layer.q, width, hidden_) && keys_fit && gate_fits && fits(layer.o, hidden_, out_width) &&
          norm_fits(layer.q_norm, width) && (layer.has_own_kv() ? norm_fits(layer.k_norm, kv_width) : layer.k_norm.empty()) &&
          layer.growth.length > 0 && layer.rope < static_cast<int>(ropes_.size()) &&
          (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= dim);
@@ -61,9 +62,9 @@ bool Decoder::latent_fits(const Layer& layer) const {
            });
   };
   const bool queries_fit =
-      latent.q_up ? latent.q_up->w.rows == q_size && latent.q_up->w.cols == latent.q.w.rows &&
-                        static_cast<int64_t>(latent.q_norm.size()) == latent.q.w.rows
-                  : latent.q.w.rows == q_size;
+      latent.q_up ? fits(*latent.q_up, q_size, latent.q.rows()) &&
+                        static_cast<int64_t>(latent.q_norm.size()) == latent.q.rows()
+                  : latent.q.rows() == q_size;
   return heads > 0 && rank > 0 && width == rank + latent.rope_dim && queries_fit && latent.q.w.cols == hidden_ &&
          fits(latent.kv_down, width, hidden_) && static_cast<int>(latent.kv_norm.size()) == rank &&
          all(latent.absorb, rank, latent.nope_dim) && all(latent.expand, latent.value_dim, rank) &&
@@ -153,8 +154,7 @@ void Decoder::check_recurrent(const Layer& layer, const BatchView& batch) const 
 // What does not depend on the mixer.
 bool Decoder::frame_fits(const Layer& layer) const {
   const auto mlp_fits = [](const Mlp& m, int width) {
-    return m.up.w.cols == width && m.down.w.rows == width && m.down.w.cols == m.up.w.rows &&
-           (!m.is_gated() || fits(m.gate, m.up.w.rows, width));
+    return m.up.w.cols == width && fits(m.down, width, m.up.rows()) && (!m.is_gated() || fits(m.gate, m.up.rows(), width));
   };
   if (!layer.mlp && !layer.moe && layer.is_parallel) return false;
   if (layer.is_held && (layer.mlp || layer.moe || layer.input || !layer.attn_post_norm.empty())) return false;
@@ -167,7 +167,7 @@ bool Decoder::frame_fits(const Layer& layer) const {
   const Routing& routing = moe.routing;
   const int experts = static_cast<int>(moe.experts.size());
   const bool is_latent = moe.latent_in.w.data != nullptr;
-  const int width = is_latent ? moe.latent_in.w.rows : hidden_;
+  const int width = is_latent ? moe.latent_in.rows() : hidden_;
   const auto of_experts = [&](const Vector& v) { return v.empty() || v.size() == moe.experts.size(); };
   return fits(moe.router, experts, hidden_) && routing.num_active >= 1 && routing.num_active <= experts &&
          routing.num_groups >= 1 && experts % routing.num_groups == 0 && routing.kept_groups >= 1 &&
@@ -194,8 +194,8 @@ void Decoder::add_layer(Layer layer) {
 }
 
 void Decoder::set_layer_inputs(Linear table, Linear project, Vector norm) {
-  if (norm.empty() || !fits(table, vocab_, project.w.rows) || project.w.cols != hidden_ ||
-      project.w.rows % static_cast<int>(norm.size()) != 0)
+  if (norm.empty() || !fits(table, vocab_, project.rows()) || project.w.cols != hidden_ ||
+      project.rows() % static_cast<int>(norm.size()) != 0)
     throw std::invalid_argument("the layers' own embeddings do not fit together");
   input_table_ = std::move(table);
   input_project_ = std::move(project);
@@ -283,7 +283,7 @@ void Decoder::check(const BatchView& batch) const {
   if (layers_.empty() || embedding_.w.data == nullptr || final_norm_.empty())
     throw std::invalid_argument("a decoder computes once it has layers, an embedding and a final norm");
   for (const Layer& layer : layers_)
-    require(!layer.input || input_project_.w.rows == num_layers() * static_cast<int>(input_norm_.size()), "layer inputs");
+    require(!layer.input || input_project_.rows() == num_layers() * static_cast<int>(input_norm_.size()), "layer inputs");
   require(batch.query_starts[0] == 0 && batch.query_starts[batch.rows] == batch.tokens, "query_starts");
   for (int t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < vocab_, "a token id is outside the vocabulary");

@@ -39,12 +39,12 @@ size_t Decoder::projected_width(const Layer& layer) const {
   if (layer.conv) return 3 * static_cast<size_t>(hidden_);
   if (layer.recurrent) {
     size_t width = 0;
-    for (const Linear& linear : layer.recurrent->in) width += static_cast<size_t>(linear.w.rows);
+    for (const Linear& linear : layer.recurrent->in) width += static_cast<size_t>(linear.rows());
     return width;
   }
-  if (layer.latent) return static_cast<size_t>(layer.latent->q.w.rows + layer.latent->kv_down.w.rows);
+  if (layer.latent) return static_cast<size_t>(layer.latent->q.rows() + layer.latent->kv_down.rows());
   const int heads = layer.attention.heads + (layer.has_own_kv() ? 2 * layer.attention.cache.kv_heads : 0);
-  return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.w.rows);
+  return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.rows());
 }
 
 // Of the last layer every token's key and value (or input of the convolution) is kept, but only the wanted tokens go on
@@ -101,10 +101,7 @@ void Decoder::embed(const BatchView& batch) {
   const size_t size = static_cast<size_t>(batch.tokens) * hidden_;
   grow(x_, size);
   grow(mixed_, size);
-  for_rows(pool_, batch.tokens, 8 * hidden_, [&](int t) {
-    kernels_->embed(embedding_.w, static_cast<int>(batch.token_ids[t]), embedding_scale_,
-                    x_.data() + static_cast<size_t>(t) * hidden_);
-  });
+  embed_rows(embedding_, batch.token_ids, batch.tokens, embedding_scale_, x_.data());
   embed_adapters(batch);
   if (!input_norm_.empty()) layer_inputs(batch);
 }

@@ -10,7 +10,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-Link = Literal["auto", "threads", "gloo"]
+Link = Literal["auto", "threads", "shared", "gloo"]
 ActivationBits = Literal["auto", "8", "mixed", "16"]
 
 # Default sequences and tokens of a step.
@@ -139,11 +139,12 @@ class OpsConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tp: int = 1
-    """Tensor parallel: ranks that compute every step together, each with some rows of every matrix. On CPUs of this
-    machine; answers are the same with any number."""
+    """Tensor parallel: ranks that compute every step together, each with some rows of every matrix, on CPUs of this
+    machine (`--threads` are those of a rank). Answers are the same with any number, bit for bit with native kernels. It
+    pays where each rank has memory of its own (sockets); on one, threads are faster."""
     link: Link = "auto"
-    """How ranks reach each other: `gloo` over this machine's loopback, each rank in a process of its own; `threads`
-    within one process, for tests."""
+    """How ranks reach each other. In a process each: by `shared` memory, or with torch's ops also by `gloo` over this
+    machine's loopback; `threads`: in one process, for tests."""
 
 
 @dataclass(frozen=True)

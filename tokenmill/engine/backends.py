@@ -10,6 +10,7 @@ does without: a row imports what it needs when it is asked to build something.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -321,8 +322,7 @@ def _kept_by_native(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
 def _build_native(config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None) -> Model:
     from tokenmill.engine.model import build_native_decoder
 
-    assert shard is None, "see `rank_limits`"
-    return build_native_decoder(config, spec, source)
+    return build_native_decoder(config, spec, source, shard)
 
 
 NATIVE = Backend(
@@ -339,7 +339,7 @@ NATIVE = Backend(
     kept_weights=_kept_by_native,
     build_model=_build_native,
     describe_kernels=lambda _config: f"ops: native kernels ({native_kernels.instruction_set()})",
-    rank_limits=lambda _device: "the native kernels compute on one rank as yet (--backend reference on several)",
+    rank_limits=lambda _device: None if sys.platform == "linux" else "ranks need Linux",
 )
 
 
@@ -368,6 +368,12 @@ def _build_with_torch(config: EngineConfig, spec: ModelSpec, source: WeightSourc
     return build_decoder(config, spec, source, REFERENCE_OPS, shard)
 
 
+def _torch_rank_limits(device: Device) -> str | None:
+    if device is not CPU:
+        return "several GPUs are not supported yet"
+    return None if sys.platform == "linux" else "ranks need Linux"
+
+
 REFERENCE = Backend(
     name="reference",
     title="torch's ops",
@@ -382,7 +388,7 @@ REFERENCE = Backend(
     kept_weights=_kept_by_reference,
     build_model=_build_with_torch,
     describe_kernels=lambda config: f"ops: torch's reference on {config.ops.device}",
-    rank_limits=lambda device: None if device is CPU else "several GPUs are not supported yet",
+    rank_limits=_torch_rank_limits,
 )
 
 BACKENDS = (TRITON, NATIVE, REFERENCE)  # in order of preference; the last one handles everything a ModelSpec can say

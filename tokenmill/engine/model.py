@@ -7,6 +7,7 @@ by layer, or `NativeDecoder`, whose step is one call of the compiled CPU kernels
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,11 +24,13 @@ from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import Ops
 from tokenmill.parallel.group import Shard
+from tokenmill.parallel.shared import SharedGroup
 from tokenmill.runner.memory import cells_for_states
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.locate import locate
 from tokenmill.weights.packed_cache import PackedCache, is_worth_keeping, open_cache, source_of
+from tokenmill.weights.rank_weights import RankWeights
 from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weights
 
 
@@ -54,8 +57,10 @@ def build_decoder(
     return Decoder(spec, Loader(source, ops, dtype, device, slots, shard), config.model.max_context)
 
 
-def build_native_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSource) -> NativeDecoder:
-    """A model whose step is one call of the compiled CPU kernels."""
+def build_native_decoder(
+    config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
+) -> NativeDecoder:
+    """A model whose step is one call of the compiled CPU kernels; `shard`: what this rank has of it."""
     assert config.model.max_context is not None and config.ops.threads is not None
     tables = PositionTables.of(spec, config.model.max_context, torch.device("cpu")).ropes
     kept = packed_cache(config, source)
@@ -69,18 +74,30 @@ def build_native_decoder(config: EngineConfig, spec: ModelSpec, source: WeightSo
         activation_bits=config.ops.activation_bits,
         kept=kept,
         num_adapter_slots=config.model.adapter_slots or 0,
+        shard=shard,
+        window=shared_window(shard),
     )
     kept.finish()
     return decoder
 
 
+def shared_window(shard: Shard | None) -> Any:
+    """The window over which native kernels of several ranks exchange; None for one rank."""
+    if shard is None:
+        return None
+    assert isinstance(shard.group, SharedGroup), "see `resolve_parallel`"
+    return shard.group.window
+
+
 def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
     """Weights that an earlier start has packed; an empty cache where that is switched off or not worth it."""
+    rows = source.cuts.recipe if isinstance(source, RankWeights) else ""
+    source = source.source if isinstance(source, RankWeights) else source
     if not config.model.packed_cache or not isinstance(source, CheckpointWeights):
         return PackedCache()
     if not is_worth_keeping(source.checkpoint.files):
         return PackedCache()
-    recipe = f"{config.model.quantization} {source.recipe}"
+    recipe = f"{config.model.quantization} {source.recipe}{rows}"
     return open_cache(source_of(source.checkpoint.files, layout_digest(), recipe))
 
 

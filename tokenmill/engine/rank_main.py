@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 
@@ -39,7 +38,7 @@ def main() -> int:
     config = start.config
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if find_backend(config.ops.backend).uses_torch_threads else 1)
-    run_follower(start, join_group(config, start.rank, Path(start.store)), leader)
+    run_follower(start, join_group(config, start.rank, start.descriptor), leader)
     return 0
 
 

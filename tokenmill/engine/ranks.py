@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,8 +32,10 @@ from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.errors import InvalidConfig, PeerDied, TokenmillError
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
+from tokenmill.ops.cpu import is_available
 from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
 from tokenmill.parallel.group import RankGroup, Shard
+from tokenmill.parallel.shared import SharedGroup
 from tokenmill.parallel.threads import ThreadGroup
 from tokenmill.runner.ranked import FollowingSampler, RankedRunner, follow
 from tokenmill.runner.runner import ModelRunner
@@ -51,7 +53,7 @@ class RankStart(msgspec.Struct, frozen=True):
     config: EngineConfig  # resolved
     model_path: str
     rank: int
-    store: str  # where ranks find each other
+    descriptor: int  # of a file without a name, by which ranks find each other or which they share
 
 
 class RankReady(msgspec.Struct, frozen=True):
@@ -100,22 +102,22 @@ class Ranks:
         self, config: EngineConfig, model_path: Path, when_rank_dies: Callable[[str], None] = lambda _how: None
     ) -> None:
         """Start them: they load beside rank 0, which is the caller's. `config`: resolved."""
+        self.group: RankGroup
         self._when_rank_dies = when_rank_dies
-        self._store = os.memfd_create("tokenmill-ranks")  # a file that nothing is left of, however this process ends
         self._followers: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        size = config.parallel.tp
-        store = Path(f"/proc/{os.getpid()}/fd/{self._store}")
         self._is_closed = False
-        if config.parallel.link == "threads":
-            groups = ThreadGroup.make(size)
-            for rank in range(1, size):
-                self._start_thread(RankStart(config, str(model_path), rank, str(store)), groups[rank])
-            self.group: RankGroup = groups[0]
+        size, link = config.parallel.tp, config.parallel.link
+        self._descriptor = -1 if link == "threads" else shared_file(size, link)
+        if link == "threads":
+            groups = thread_groups(config)
+            self.group = groups[0]
+            for group in groups[1:]:
+                self._start_thread(RankStart(config, str(model_path), group.rank, -1), group)
         else:
-            self.group = join_group(config, 0, store)
+            self.group = join_group(config, 0, self._descriptor)
             for rank in range(1, size):
-                self._start_process(RankStart(config, str(model_path), rank, str(store)))
+                self._start_process(RankStart(config, str(model_path), rank, self._descriptor))
 
     def _start_thread(self, start: RankStart, group: RankGroup) -> None:
         ours, theirs = Pipe()
@@ -133,7 +135,7 @@ class Ranks:
                 [*own_python(), "-m", "tokenmill.engine.rank_main", str(theirs.fileno()), str(os.getpid())],
                 env={name: value for name, value in os.environ.items() if name not in SECRETS},
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), self._descriptor),
                 process_group=0,
             )
         self._processes.append(process)
@@ -175,7 +177,8 @@ class Ranks:
                 process.kill()
                 process.wait()
         self.group.close()
-        os.close(self._store)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         how = wait_for_trouble(process.pid)
@@ -190,11 +193,27 @@ class Ranks:
         self._when_rank_dies(f"rank {rank} {how}")
 
 
-def join_group(config: EngineConfig, rank: int, store: Path) -> RankGroup:
-    """Meet the other ranks' processes."""
-    from tokenmill.parallel.gloo import GlooGroup  # a second's import that threads do without
+def thread_groups(config: EngineConfig) -> Sequence[RankGroup]:
+    """A group of each rank, where ranks are threads; native kernels exchange within a step."""
+    size = config.parallel.tp
+    return SharedGroup.in_threads(size) if is_available()[0] else ThreadGroup.make(size)
 
-    return GlooGroup(rank, config.parallel.tp, store)
+
+def shared_file(size: int, link: str) -> int:
+    """The descriptor of a file of which nothing is left when the processes have ended that have it."""
+    descriptor = os.memfd_create("tokenmill-ranks", os.MFD_CLOEXEC)
+    if link == "shared":
+        os.ftruncate(descriptor, SharedGroup.file_bytes(size))
+    return descriptor
+
+
+def join_group(config: EngineConfig, rank: int, descriptor: int) -> RankGroup:
+    """The group of a rank that is a process."""
+    if config.parallel.link == "shared":
+        return SharedGroup.over_file(descriptor, rank, config.parallel.tp)
+    from tokenmill.parallel.gloo import GlooGroup  # a second's import that others do without
+
+    return GlooGroup(rank, config.parallel.tp, Path(f"/proc/self/fd/{descriptor}"))
 
 
 def wait_for_trouble(pid: int) -> str:

@@ -24,6 +24,7 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.ops import cpu as native_kernels
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.parallel.cuts import cut_spec
 from tokenmill.runner.memory import (
@@ -36,6 +37,7 @@ from tokenmill.runner.memory import (
 )
 
 MAX_RANKS = 64
+LINKS = {"shared": "processes that share memory", "gloo": "processes that exchange over loopback", "threads": "threads"}
 DRAFT_PREFIX = "draft:"
 SPECULATIONS = f"off, auto, ngram or {DRAFT_PREFIX}MODEL"
 
@@ -113,7 +115,7 @@ def resolve(
     reasons: list[str] = []
     device = choose_device(config.ops, machine, backends)
     backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
-    parallel = resolve_parallel(config, reasons)
+    parallel = resolve_parallel(config, backend, reasons)
     tp = parallel.tp
     ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons, tp)
     free_bytes = machine.free_bytes[device.name]
@@ -146,7 +148,7 @@ def resolve(
     return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
 
 
-def resolve_parallel(config: EngineConfig, reasons: list[str]) -> ParallelConfig:
+def resolve_parallel(config: EngineConfig, backend: Backend, reasons: list[str]) -> ParallelConfig:
     """How many ranks there are and how they reach each other; what they can't do yet is refused by name."""
     parallel = config.parallel
     tp = parallel.tp
@@ -154,9 +156,13 @@ def resolve_parallel(config: EngineConfig, reasons: list[str]) -> ParallelConfig
         return parallel
     if config.model.adapter or config.model.adapter_slots:
         raise InvalidConfig(f"tp {tp} was asked for, but adapters are not cut for several ranks yet", param="tp")
-    link: Link = "gloo" if parallel.link == "auto" else parallel.link
-    kinds = {"gloo": "processes that exchange over loopback", "threads": "threads"}
-    reasons.append(f"tensor parallel: {tp} ranks in {kinds[link]}, each with its rows of every matrix")
+    has_native = native_kernels.is_available()[0]
+    link: Link = parallel.link if parallel.link != "auto" else "shared" if has_native else "gloo"
+    if link == "gloo" and backend.name == "cpu":
+        raise InvalidConfig("native kernels exchange over shared memory, not over gloo", param="link")
+    if link == "shared" and not has_native:
+        raise InvalidConfig("shared memory between ranks needs the native kernels", param="link", hint="--link gloo")
+    reasons.append(f"tensor parallel: {tp} ranks in {LINKS[link]}, each with its rows of every matrix")
     return replace(parallel, link=link)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.regions import Experts, Feed, GatedMlp, Matrices, SideBySide, layer_regions
@@ -44,9 +45,9 @@ class Cut:
         return tuple(stop - start for start, stop in self.spans)
 
     @property
-    def total(self) -> int:
-        """The number of all rows; of cuts without overlap only."""
-        return self.spans[-1][1]
+    def borders(self) -> list[int]:
+        """Where each rank's rows begin, and where the last one's end; of cuts without overlap only."""
+        return [self.spans[0][0], *(stop for _, stop in self.spans)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class MatrixCut:
     """A matrix over the ranks."""
 
     rows: Cut
-    gathers_output: bool = True
+    gathered: Literal["product", "activation", "attention"] = "product"
+    """What is put together of the ranks' parts: the product itself, or what becomes of it."""
     inputs: Cut | None = None
     """The parts of its input that ranks have; None: each has all of it."""
 
@@ -146,7 +148,7 @@ def _head_cuts(mixer: Gqa, name: str, size: int) -> Iterator[tuple[str, MatrixCu
     if mixer.gate is not None:
         sizes["attn_gate"] = (queries, 1 if mixer.gate.is_per_head else values)
     for part, (heads, width) in sizes.items():
-        yield f"{name}.{part}", MatrixCut(_times(heads, width), gathers_output=False)
+        yield f"{name}.{part}", MatrixCut(_times(heads, width), "attention")
 
 
 def _times(cut: Cut, width: int) -> Cut:
@@ -220,7 +222,7 @@ def _mlp(
     ups: tuple[str, ...], downs: tuple[str, ...], size: int, rows: Mapping[str, int]
 ) -> Iterator[tuple[str, MatrixCut]]:
     inner = split_rows(rows[ups[0]], size)
-    yield from ((name, MatrixCut(inner, gathers_output=False)) for name in ups)
+    yield from ((name, MatrixCut(inner, "activation")) for name in ups)
     inputs = inner if min(inner.widths) > 0 else None
     yield from ((name, MatrixCut(split_rows(rows[name], size), inputs=inputs)) for name in downs)
 

@@ -29,6 +29,7 @@ class GlooGroup:
         self.size = size
         self._store = store
         self._group: Any = None
+        self.is_aborted = False
 
     def _connected(self) -> Any:
         c10d: Any = distributed  # whose types leave out options and stores
@@ -43,6 +44,8 @@ class GlooGroup:
         widest = max(widths)
         own = functional.pad(x, (0, widest - x.shape[-1])).contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
+        if self.is_aborted:
+            raise PeerDied("another rank has ended")
         try:
             self._group = self._group or self._connected()
             self._group.allgather([parts], [own]).wait()
@@ -51,7 +54,8 @@ class GlooGroup:
         return [part[..., :width] for part, width in zip(parts, widths, strict=True)]
 
     def abort(self) -> None:
-        self.close()
+        """Only what comes next fails here: a peer that ends closes its connections, which ends the wait for it."""
+        self.is_aborted = True
 
     def close(self) -> None:
         self._group = None

@@ -31,6 +31,9 @@ class RankGroup(Protocol):
         """x [T, widths[rank]] of this rank → [T, widths[r]] of every rank r."""
         ...
 
+    @property
+    def is_aborted(self) -> bool: ...
+
     def abort(self) -> None:
         """End all waits of this group, here and on other ranks where they can be reached, with PeerDied."""
         ...
@@ -94,10 +97,10 @@ class Shard:
     def gather_outputs(self, names: Sequence[str]) -> Gather | None:
         """For a product with stacked matrices; None where each rank goes on with its own part, or has all of it."""
         cuts = [self.cuts.find(name) for name in names]
-        if not any(cut is not None and cut.gathers_output for cut in cuts):
+        if not any(cut is not None and cut.gathered == "product" for cut in cuts):
             return None
         assert all(cut is not None for cut in cuts), f"of {names} some are cut and some are whole"
-        return Gather(self.group, tuple((cut.rows, cut.gathers_output) for cut in cuts if cut is not None))
+        return Gather(self.group, tuple((cut.rows, cut.gathered == "product") for cut in cuts if cut is not None))
 
     def gather_inputs(self, name: str) -> Gather | None:
         cut = self.cuts.find(name)
@@ -106,3 +109,18 @@ class Shard:
     def gather_rows(self, name: str) -> GatherRows | None:
         cut: MatrixCut | None = self.cuts.find(name)
         return None if cut is None else GatherRows(self.group, cut.rows)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    def borders(self, name: str) -> list[int]:
+        """Where each rank's rows of a matrix begin, and where they end, if ranks' parts of its product come together,
+        as it is or behind an activation; empty: this rank multiplies by itself."""
+        cut = self.cuts.find(name)
+        return [] if cut is None or cut.gathered == "attention" else cut.rows.borders
+
+    def input_borders(self, name: str) -> list[int]:
+        """The same of the columns of a matrix's input, where ranks have parts of it."""
+        cut = self.cuts.find(name)
+        return [] if cut is None or cut.inputs is None else cut.inputs.borders

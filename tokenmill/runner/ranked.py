@@ -70,9 +70,11 @@ class RankedRunner:
         self._send(_encoder.encode(self._plans.pop(ticket)))
         try:
             result = self._own.collect(ticket)
-        except PeerDied as death:
+        except (PeerDied, RuntimeError) as error:  # native kernels know no errors of ours
+            if not self._group.is_aborted and not isinstance(error, PeerDied):
+                raise
             self._read_acks()  # a follower that failed says why before it ends the group's waits
-            raise death
+            raise PeerDied(str(error)) from None
         self.step_seconds[0] = result.step_s
         return result
 

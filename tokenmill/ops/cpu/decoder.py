@@ -49,6 +49,21 @@ class Storage(Protocol):
     def fields(self, layer: int) -> dict[str, torch.Tensor]: ...
 
 
+class RankShard(Protocol):
+    """What one of several ranks has of a model; names are those of matrices."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def borders(self, name: str) -> list[int]:
+        """Where each rank's rows of a matrix begin, and where they end; empty: this rank multiplies by itself."""
+        ...
+
+    def input_borders(self, name: str) -> list[int]:
+        """The same of the columns of a matrix's input, where ranks have parts of it."""
+        ...
+
+
 RopeTables = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
 """cos and sin per rope, float32 [max_context, rotary_dim / 2]"""
 
@@ -66,10 +81,14 @@ class NativeDecoder:
         activation_bits: str = "8",
         kept: PackedMatrices | None = None,
         num_adapter_slots: int = 0,
+        shard: RankShard | None = None,
+        window: Any = None,
     ) -> None:
         """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best; `activation_bits` (a
         name of OUTLIER_THRESHOLDS) is how finely the inputs of quantised matrices are rounded; `kept` has matrices that
-        were packed before, or takes those packed now; `num_adapter_slots`: adapters that can be used at a time."""
+        were packed before, or takes those packed now; `num_adapter_slots`: adapters that can be used at a time.
+        `shard` and `window`: where this is one of several ranks, whose own `spec` and `weights` are; what it has of
+        them, and the native module's window over which they exchange."""
         self.spec = spec
         cap = spec.logit_softcap or 0.0
         self._decoder = native().Decoder(
@@ -82,7 +101,10 @@ class NativeDecoder:
             outlier_threshold=OUTLIER_THRESHOLDS[activation_bits],
             isa=instruction_set,
         )
-        self._parts = _Parts(weights, dense, Packer(weights, dense, quantization, threads, kept), spec.norm.has_bias)
+        packer = Packer(weights, dense, quantization, threads, kept)
+        self._parts = _Parts(weights, dense, packer, spec.norm.has_bias, shard)
+        if window is not None:
+            self._decoder.set_window(window)
         self._decoder.set_norms(spec.norm.kind == "layer")
         if spec.input_width:
             parts, name = self._parts, "layer_inputs"
@@ -293,6 +315,7 @@ class NativeDecoder:
             "softcap": attention.softcap or 0.0,
             "rope": -1 if attention.rope is None else ropes[attention.rope],
             **({} if growth is None else _growth(growth)),
+            "head_borders": self._parts.input_borders(add.projection.names[0]),
         }
 
     def _head_norms(self, attention: Gqa, name: str) -> dict[str, Any]:
@@ -410,8 +433,10 @@ def _growth(growth: QueryGrowth) -> dict[str, Any]:
 class _Parts:
     """Weights by name, in the forms the native decoder is built from."""
 
-    def __init__(self, weights: Weights, dense: Dense, packer: Packer, has_norm_biases: bool) -> None:
-        self.weights, self.dense, self.packer = weights, dense, packer
+    def __init__(
+        self, weights: Weights, dense: Dense, packer: Packer, has_norm_biases: bool, shard: RankShard | None = None
+    ) -> None:
+        self.weights, self.dense, self.packer, self.shard = weights, dense, packer, shard
         self.has_norm_biases = has_norm_biases
         self.sites: dict[str, Site] = {}  # matrices that adapters may change, in the order of their numbers
 
@@ -426,15 +451,23 @@ class _Parts:
 
     def linear(self, name: str, has_bias: bool = False) -> Any:
         matrix = self.packer.matrix(f"{name}.weight")
-        return native().Linear(matrix, self.vector(f"{name}.bias") if has_bias else None, self._site(name, matrix))
+        bias = self.vector(f"{name}.bias") if has_bias else None
+        return native().Linear(matrix, bias, self._site(name, matrix), **self._cut(name))
+
+    def _cut(self, name: str) -> dict[str, Any]:
+        """What of a matrix this rank has, as arguments of a linear."""
+        return {} if self.shard is None else {"borders": self.shard.borders(name), "rank": self.shard.rank}
+
+    def input_borders(self, name: str) -> list[int]:
+        return [] if self.shard is None else self.shard.input_borders(name)
 
     def over(self, matrix: Any, name: str, *, is_embedding: bool = False) -> Any:
-        """A matrix under a name by which adapters find it."""
-        return native().Linear(matrix, None, self._site(name, matrix, is_embedding=is_embedding))
+        """The embedding's matrix under a name by which adapters find it."""
+        return native().Linear(matrix, None, self._site(name, matrix, is_embedding=is_embedding), **self._cut("embed"))
 
     def table(self, name: str) -> Any:
         """A matrix that adapters don't change."""
-        return native().Linear(self.packer.matrix(f"{name}.weight"), None)
+        return native().Linear(self.packer.matrix(f"{name}.weight"), None, **self._cut(name))
 
     def _site(self, name: str, matrix: Any, *, is_embedding: bool = False) -> int:
         """The number under which adapters find a matrix."""
@@ -485,7 +518,7 @@ class _Parts:
         matrices = self.packer.experts(f"{name}.weight")
         biases = self.vector(f"{name}.bias").unbind() if spec.bias else [None] * len(matrices)
         return [
-            native().Linear(matrix, bias, self._site(f"{name}.{expert}", matrix))
+            native().Linear(matrix, bias, self._site(f"{name}.{expert}", matrix), **self._cut(name))
             for expert, (matrix, bias) in enumerate(zip(matrices, biases, strict=True))
         ]
 

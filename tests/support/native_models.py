@@ -28,7 +28,7 @@ from tokenmill.models.protocol import WeightReader
 from tokenmill.models.rope import make_rope_table
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 from tokenmill.ops.cpu import instruction_sets, is_available
-from tokenmill.ops.cpu.decoder import NativeDecoder
+from tokenmill.ops.cpu.decoder import NativeDecoder, RankShard
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
@@ -140,11 +140,21 @@ def native_model(
     threads: int = 2,
     activation_bits: str = "8",
     max_context: int = MAX_CONTEXT,
+    shard: RankShard | None = None,
+    window: object = None,
 ) -> NativeDecoder:
     tables = {rope: make_rope_table(rope, max_context, CPU) for rope in spec.ropes}
     ropes = {rope: (table.cos, table.sin) for rope, table in tables.items()}
     return NativeDecoder(
-        spec, weights, ropes, dequantize, threads, instruction_set=isa, activation_bits=activation_bits
+        spec,
+        weights,
+        ropes,
+        dequantize,
+        threads,
+        instruction_set=isa,
+        activation_bits=activation_bits,
+        shard=shard,
+        window=window,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from tests.support.native_models import CPU, MAX_CONTEXT, all_logits
+from tests.support.native_models import CPU, MAX_CONTEXT, all_logits, native_model
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
@@ -18,6 +18,7 @@ from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
 from tokenmill.parallel.group import RankGroup, Shard
+from tokenmill.parallel.shared import SharedGroup
 from tokenmill.parallel.threads import ThreadGroup
 from tokenmill.weights.rank_weights import RankWeights
 
@@ -72,3 +73,22 @@ def torch_logits(
         return all_logits(model, own, tokens, chunks)
 
     return on_ranks(ThreadGroup.make(size), logits)
+
+
+def native_logits(
+    spec: ModelSpec,
+    weights: WeightReader,
+    size: int,
+    tokens: list[int],
+    chunks: list[int],
+    isa: str = "",
+    activation_bits: str = "8",
+) -> list[torch.Tensor]:
+    """Logits of all tokens on each rank, computed by native kernels."""
+
+    def logits(group: SharedGroup) -> torch.Tensor:
+        own, source, shard = shard_of(spec, group, weights)
+        model = native_model(own, source, isa, 1, activation_bits, shard=shard, window=group.window)
+        return all_logits(model, own, tokens, chunks)
+
+    return on_ranks(SharedGroup.in_threads(size), logits)

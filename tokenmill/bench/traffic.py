@@ -4,6 +4,7 @@ Traces say when real requests arrived, how long they were, and which of them sha
 
     Azure LLM inference (csv)     TIMESTAMP,ContextTokens,GeneratedTokens
     Mooncake (json lines)         {"timestamp": ms, "input_length", "output_length", "hash_ids": [one per 512 tokens]}
+    a server's request log        the same without hash ids, with the "messages" or "prompts" themselves
 
 Requests whose hash ids begin alike share a prefix of as many blocks.
 """
@@ -18,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from tokenmill.bench.dialects import Message
 from tokenmill.errors import InvalidConfig
 
 
@@ -109,6 +111,7 @@ class TraceRow:
     input_len: int
     output_len: int
     hash_ids: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()  # what was asked, where it was recorded
 
 
 @dataclass(frozen=True)
@@ -162,10 +165,21 @@ def _read_mooncake(path: Path) -> list[TraceRow]:
         for line in filter(str.strip, file):
             row = json.loads(line)
             lengths = int(row["input_length"]), int(row["output_length"])
-            rows.append(TraceRow(row["timestamp"] / 1e3, *lengths, tuple(row["hash_ids"])))
+            messages = _messages(row)
+            hash_ids = tuple(row.get("hash_ids", ())) if messages else tuple(row["hash_ids"])
+            rows.append(TraceRow(row["timestamp"] / 1e3, *lengths, hash_ids, messages))
             if len(rows) > MAX_ROWS:
                 raise ValueError("too many rows")
     return rows
+
+
+def _messages(row: dict[str, Any]) -> tuple[Message, ...]:
+    """What a line of a request log asked; nothing for a line of another trace, or where it was token ids."""
+    if "messages" in row:
+        told = [(str(one["role"]), str(one["content"])) for one in row["messages"] if one.get("content")]
+        return tuple({"role": role, "content": text} for role, text in told)
+    prompts = [text for text in row.get("prompts", ()) if isinstance(text, str)]
+    return tuple({"role": "user", "content": text} for text in prompts[:1])
 
 
 def _scaled(row: TraceRow, start: float, scale: TraceScale) -> TraceRow:
@@ -176,4 +190,5 @@ def _scaled(row: TraceRow, start: float, scale: TraceScale) -> TraceRow:
         min(input_len, scale.max_input or input_len),
         min(output_len, scale.max_output or output_len),
         row.hash_ids,
+        row.messages,
     )

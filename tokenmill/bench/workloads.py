@@ -151,7 +151,9 @@ MAKERS = {
 
 
 def trace_session(row: TraceRow, number: int, seed: int, length_scale: float = 1.0) -> Session:
-    """A request as long as the recorded one; blocks with the same hash id hold the same words."""
+    """The recorded request, or one as long; blocks with the same hash id hold the same words."""
+    if row.messages:
+        return Session((RequestSpec(row.messages, row.output_len, row.input_len),))
     drawing = random.Random(f"trace/{seed}/{number}")
     if not row.hash_ids:
         return plain(random_text(drawing, row.input_len), row.input_len, row.output_len)

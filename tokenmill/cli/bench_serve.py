@@ -45,7 +45,7 @@ class ArrivalConfig:
     duration_s: Amount | None = None
     """Stop sending requests after this many seconds."""
     trace: Path | None = None
-    """Replay recorded traffic: an Azure csv or Mooncake jsonl file."""
+    """Replay recorded traffic: an Azure csv, a Mooncake jsonl file, or a server's request log."""
     time_scale: Amount = 1.0
     """Stretch the trace: 2 is half as fast."""
     length_scale: Amount = 1.0

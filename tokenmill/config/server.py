@@ -98,6 +98,15 @@ class ServerConfig:
     `pip install tokenmill[traces]`. Never any text."""
     trace_share: float = 1.0
     """Share of the requests that are traced, from 0 to 1; those that come with a trace context follow its decision."""
+    request_log: Path | None = None
+    """Folder for a log of requests with their texts, which is not kept otherwise; replay it with `tokenmill bench serve
+    --trace`."""
+    request_log_share: float = 1.0
+    """Share of the requests that the request log keeps, from 0 to 1."""
+    request_log_redact: bool = True
+    """Replace mail addresses, phone numbers, cards, IBANs, IP addresses and keys in the request log."""
+    request_log_bytes: int = 1 << 30
+    """Most bytes of the request log; the oldest lines go first."""
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -133,4 +142,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "keep_alive_s": (0.001, DAY_S),
     "drain_timeout_s": (0.0, DAY_S),
     "trace_share": (0.0, 1.0),
+    "request_log_share": (0.0, 1.0),
+    "request_log_bytes": (1 << 20, 1 << 50),
 }

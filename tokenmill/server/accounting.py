@@ -27,6 +27,7 @@ from tokenmill.observe.metrics import (
 from tokenmill.observe.traces import RequestTrace
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRecord
+from tokenmill.server.logged_texts import LoggedTexts
 from tokenmill.server.quotas import KeyLimits
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.types import Event, Usage
@@ -62,6 +63,7 @@ class RequestRecord:
     is_finished: bool = False
     is_stream: bool = False
     first_request: ClientRequest | None = None  # of the generation, once there is one
+    texts: LoggedTexts | None = None  # None: it does not go into the request log
     trace: RequestTrace | None = None  # None: it is not traced
 
     def elapsed_s(self) -> float:

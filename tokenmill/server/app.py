@@ -52,6 +52,7 @@ from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.responses.routes import response_endpoints
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import ModelRegistry
+from tokenmill.server.request_log import RequestLog
 from tokenmill.server.routing import Endpoint, MakeJob, RouteContext, routes_of
 from tokenmill.server.state.files import StoredFiles
 from tokenmill.server.state.server_state import ServerState
@@ -103,6 +104,7 @@ def create_app(
     ledger = Ledger(state.database, is_on=config.ledger if config.ledger is not None else bool(known_keys))
 
     tracing = RequestTracing(tracer_of(config))
+    request_log = RequestLog(config)
     audit = AuditTrail(audit_file(config, known_keys, state.folder), registry, known_keys)
 
     def unloaded(name: str, last: EngineStats) -> None:
@@ -114,14 +116,26 @@ def create_app(
     def count(record: RequestRecord) -> None:
         accounting.finish(record)
         tracing.finish(record)
+        request_log.finish(record)
         ledger.add(record)
 
     bodies, live, workers = BodyReader(config), LiveRequests(), TextWorkers()
     context = RouteContext(
-        registry, config, dialects, bodies, workers, live, accounting.gaps_of, count, state, loader, known_keys
+        registry,
+        config,
+        dialects,
+        bodies,
+        workers,
+        live,
+        accounting.gaps_of,
+        request_log.begin,
+        count,
+        state,
+        loader,
+        known_keys,
     )
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
-    context.services.extend([ledger, audit, tracing, LoopLag(metrics.process.note_lag)])
+    context.services.extend([ledger, audit, tracing, request_log, LoopLag(metrics.process.note_lag)])
     endpoints += [*admin_endpoints(context, accounting.render), *usage_endpoints(ledger)]
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
     jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}

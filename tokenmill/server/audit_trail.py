@@ -22,14 +22,13 @@ from tokenmill.server.audit import FILE_NAME, Detail, Entry, append, file_beside
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRecord, KeyRing
 from tokenmill.server.registry import ModelRegistry
+from tokenmill.server.write_behind import WriteBehind
 
 log = get_log("server")
 
-MAX_UNWRITTEN = 10_000  # entries, while the disk is full
 MAX_CLIENTS = 20  # told apart in one look; others are counted together
 MAX_NAMES = 100  # ids of keys in one entry
 MAX_TEXT = 200
-WATCH_S = 0.5
 
 Records = Mapping[str, KeyRecord]
 
@@ -52,7 +51,7 @@ class AuditTrail:
         self._registry = registry
         self._keys = keys
         self._known: Records = keys.records()
-        self._entries: list[Entry] = []
+        self._entries: WriteBehind[Entry] = WriteBehind("entries of the audit log", self._append)
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._restarts: dict[str, int] = {}
         self._given_up: set[str] = set()
@@ -60,8 +59,8 @@ class AuditTrail:
         self.note("server_started", version=tokenmill.__version__, num_keys=len(keys))
 
     def note(self, event: str, **details: Detail) -> None:
-        if self._path is not None and len(self._entries) < MAX_UNWRITTEN:
-            self._entries.append((time.time(), event, details))
+        if self._path is not None:
+            self._entries.add((time.time(), event, details))
 
     def note_refusal(self, client: str, reason: str) -> None:
         """Count a request whose key was refused."""
@@ -100,9 +99,9 @@ class AuditTrail:
         """Write what has come since the server was made, and go on writing."""
         if self._path is None:
             return
-        await self.write()
+        await self._entries.flush()
         await self._tell_newest_hash()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(self._entries.run(before=self._look))
 
     async def close(self) -> None:
         if self._path is None:
@@ -111,14 +110,12 @@ class AuditTrail:
             self._watching.cancel()
         self._look()
         self.note("server_stopped")
-        await self.write()
+        await self._entries.flush()
         await self._tell_newest_hash()
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(WATCH_S)
-            self._look()
-            await self.write()
+    def _append(self, entries: list[Entry]) -> None:
+        assert self._path is not None
+        append(self._path, entries)
 
     def _look(self) -> None:
         refusals, self._refusals = self._refusals, Counter()
@@ -138,17 +135,6 @@ class AuditTrail:
         if gate.health().is_given_up and name not in self._given_up:
             self._given_up.add(name)
             self.note("engine_given_up", model=name)
-
-    async def write(self) -> None:
-        """Write all entries that have come; what can't be written is tried again with the next ones."""
-        entries, self._entries = self._entries, []
-        if not entries or self._path is None:
-            return
-        try:
-            await asyncio.to_thread(append, self._path, entries)
-        except (OSError, TokenmillError) as problem:
-            log.error("%d entries of the audit log could not be written yet: %s", len(entries), problem)
-            self._entries = entries + self._entries
 
     async def _tell_newest_hash(self) -> None:
         """Put the newest hash into the log as well: an audit log that was cut off later does not contain it."""

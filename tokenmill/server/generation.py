@@ -277,6 +277,8 @@ class GenerationRun:
         if event.finish_reason is not None:
             self.record.usage = self.usage
         self.record.note_event(event, choice)
+        if self.record.texts is not None:
+            self.record.texts.add(choice, event)
 
     def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         return self._events_of(0) if len(self._requests) == 1 else self._merged()

@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 import tokenmill
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.engine.text_workers import Result, TextWorkers
 from tokenmill.observe.live_histogram import LiveHistogram
 from tokenmill.server.accounting import RequestRecord
@@ -34,6 +35,7 @@ from tokenmill.server.generation import GenerationJob, GenerationResponse, Gener
 from tokenmill.server.keys import KeyRing
 from tokenmill.server.live import LiveRequests
 from tokenmill.server.loader import ModelLoader
+from tokenmill.server.logged_texts import LoggedTexts
 from tokenmill.server.quotas import Quotas, RunQuota
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.state.server_state import ServerState, Service
@@ -80,6 +82,7 @@ class RouteContext:
     workers: TextWorkers
     live: LiveRequests
     gaps_of: Callable[[str], LiveHistogram]  # where the times between a model's outputs are counted
+    log_texts: Callable[[Sequence[ClientRequest]], LoggedTexts | None]  # of a new request, for the request log
     count: Callable[[RequestRecord], None]  # a generation that no HTTP request waited for, into the metrics
     state: ServerState
     loader: ModelLoader
@@ -143,6 +146,7 @@ class RouteContext:
         if record.key_id and not self.config.share_cache:
             job = with_own_salts(job, record.key_id)
         record.is_stream, record.first_request = job.is_stream, job.requests[0] if job.requests else None
+        record.texts = self.log_texts(job.requests)
         record.gaps = self.gaps_of(job.engine.info.name)
         limits = record.limits = self.quotas.of(record.key)
         return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits))

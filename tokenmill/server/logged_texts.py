@@ -1,0 +1,42 @@
+"""The texts of one request that goes into the request log, gathered while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+from typing import Any
+
+import msgspec
+
+from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.params import SamplingParams
+from tokenmill.types import ChatRequest, EmbedRequest, Event
+
+DEFAULTS: dict[str, Any] = msgspec.to_builtins(SamplingParams())
+
+
+class LoggedTexts:
+    """What was asked, and the text that a reader sees of each answer."""
+
+    def __init__(self, requests: Sequence[ClientRequest]) -> None:
+        self._requests = requests
+        self._answers: dict[int, StringIO] = {}
+
+    def add(self, choice: int, event: Event) -> None:
+        answer = self._answers.get(choice)
+        if answer is None:
+            answer = self._answers[choice] = StringIO()
+        answer.write(event.text)
+
+    def as_fields(self) -> dict[str, Any]:
+        """The fields of a line: messages or prompts, parameters that are not the usual ones, answers."""
+        first, fields = self._requests[0], dict[str, Any]()
+        if isinstance(first, ChatRequest):
+            fields["messages"] = msgspec.to_builtins(first.messages)
+            fields["tools"] = [tool.name for tool in first.tools]
+        else:
+            fields["prompts"] = [one.prompt for one in self._requests if not isinstance(one, ChatRequest)]
+        if not isinstance(first, EmbedRequest):
+            given = msgspec.to_builtins(first.params)
+            fields["params"] = {name: value for name, value in given.items() if value != DEFAULTS.get(name)}
+        return fields | {"answers": [self._answers[choice].getvalue() for choice in sorted(self._answers)]}

@@ -21,7 +21,7 @@ from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.engine.messages import Outputs
 from tokenmill.engine.replicas import Replica, RequestRun, Route, Router
 from tokenmill.fleet.router import PrefixRouter
-from tokenmill.fleet.virtual import FIRST_TOKEN, VOCAB_SIZE, VirtualDevice, run_virtually, virtual_engine
+from tokenmill.fleet.virtual import END_TOKEN, FIRST_TOKEN, VirtualDevice, run_virtually, virtual_engine
 from tokenmill.types import PromptRequest, Request
 
 SHORTER, FASTER, HASH_TOKENS = 8, 20, 512
@@ -56,7 +56,7 @@ def read_trace(path: Path, num_requests: int | None) -> list[tuple[float, Prompt
     def chunk(hash_id: int) -> list[int]:
         if hash_id not in chunks:
             rng = random.Random(hash_id)
-            chunks[hash_id] = [rng.randrange(FIRST_TOKEN, VOCAB_SIZE) for _ in range(size)]
+            chunks[hash_id] = [rng.randrange(FIRST_TOKEN, END_TOKEN) for _ in range(size)]
         return chunks[hash_id]
 
     asked = []

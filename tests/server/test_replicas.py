@@ -75,6 +75,19 @@ def test_streams_of_a_killed_engine_go_on_in_the_other(process: ServerProcess) -
     assert values["tokenmill_engine_restarts_total"] == 1
 
 
+def test_all_engines_are_started_anew_while_streams_go_on(process: ServerProcess) -> None:
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        texts = [pool.submit(streamed, process, number) for number in range(NUM_STREAMS)]
+        until(lambda: sum(one["requests"] for one in replicas(process)) == NUM_STREAMS)
+        before = [one["engine_pid"] for one in replicas(process)]
+        restarted = process.http.post("/replicas/restart", json={})
+        assert restarted.json() == {"success": True, "restarted": [0, 1]}
+        assert {one.result(timeout=60) for one in texts} == {SAID}
+    assert not {one["engine_pid"] for one in replicas(process)} & set(before)
+    wrong = process.http.post("/replicas/drain", json={"replica": 7})
+    assert wrong.status_code == 400 and "counted from 0" in wrong.text
+
+
 def test_a_server_of_several_engines_ends_them_all(process: ServerProcess) -> None:
     pids = [one["engine_pid"] for one in replicas(process)]
     process.terminate()

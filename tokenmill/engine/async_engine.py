@@ -317,6 +317,24 @@ class AsyncEngine:
         """What each core does, for people who watch them."""
         return self._replicas.described()
 
+    def drain_replica(self, index: int, is_drained: bool = True) -> None:
+        """Give one of several cores no more requests, and let those that it has go on in others; or let it work
+        again."""
+        self._replicas.keep_free(self._replica(index), is_drained)
+
+    async def restart_replicas(self, index: int | None = None) -> list[int]:
+        """Start new cores in place of those that run, one after the other; by default all. No request fails: those of a
+        core go on in others meanwhile, or wait for it where it is the only one."""
+        asked = self._replicas.all if index is None else [self._replica(index)]
+        for replica in asked:
+            await self._replicas.restart(replica)
+        return [replica.index for replica in asked]
+
+    def _replica(self, index: int) -> Replica:
+        if not 0 <= index < len(self._replicas.all):
+            raise InvalidRequest(f"there are {len(self._replicas.all)} replicas, counted from 0", param="replica")
+        return self._replicas.all[index]
+
     def is_idle(self) -> bool:
         """Return whether no request is here, not even one that is being tokenised."""
         return not self._running and not self._num_preparing

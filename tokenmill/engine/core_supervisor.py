@@ -26,6 +26,7 @@ FIRST_RESTART_DELAY_S = 0.2
 STALLED_S = 8.0  # without a sign of life
 GIVEN_UP_S = 40.0
 LIFE_CHECK_S = 1.0
+READY_CHECK_S = 0.02
 
 MakeClient = Callable[[], CoreClient]
 
@@ -65,6 +66,18 @@ class CoreSupervisor:
         """Send to the core, if there is one at the moment: a dead one has forgotten its requests anyway."""
         if self._client is not None:
             self._client.send(message)
+
+    async def restart(self) -> None:
+        """Start a new core in place of one that runs, and return once it is ready. Its requests should be elsewhere."""
+        if self.health.state in ("ready", "stalled"):
+            self.health = Health("loading", "starting again, as it was told to")
+            self._deaths = []
+            self._on_death(EngineDead("the engine is being started again"))
+            self._restart = asyncio.create_task(self._restart_core())
+        while self.health.state != "ready":
+            if self.is_given_up:
+                raise EngineDead(self.health.detail)
+            await asyncio.sleep(READY_CHECK_S)
 
     async def close(self) -> None:
         self.is_closed = self.is_given_up = True
@@ -141,6 +154,7 @@ class CoreSupervisor:
         recent = [died for died in self._deaths if now - died < RESTART_WINDOW_S]
         self._deaths = [] if self._has_answered else [*recent, now]
         if len(self._deaths) <= MAX_RESTARTS:
+            self.num_restarts += 1
             log.error("%s; starting it again", why)
             return
         self.is_given_up = True
@@ -160,10 +174,10 @@ class CoreSupervisor:
         await self._drop_client()
         if self.is_given_up:
             return
-        self.num_restarts += 1
         if self._deaths:
             await asyncio.sleep(FIRST_RESTART_DELAY_S * 2 ** (len(self._deaths) - 1))
-        self.health = Health("loading", "starting again after a failure")
+        if self.health.state == "dead":
+            self.health = Health("loading", "starting again after a failure")
         try:
             await self._connect()
         except OSError as problem:  # no memory or no disk for a process: perhaps the next time

@@ -29,7 +29,7 @@ from tokenmill.engine.core_supervisor import CoreSupervisor, MakeClient
 from tokenmill.engine.messages import Abort, AdapterRead, Outputs, Submit, ToCore
 from tokenmill.engine.status import CoreInfo, EngineStats, Health
 from tokenmill.engine.stream import EventBuffer
-from tokenmill.errors import EngineDead, RequestFailed, TokenmillError
+from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed, TokenmillError
 from tokenmill.types import Request, SequenceOutput
 
 SUSPECT_DEATHS = 2  # without a token in between
@@ -116,6 +116,7 @@ class Replica:
         self.num_prefilling = 0  # tokens of its requests that have to be computed before their next one is drawn
         self.probation: RequestRun | None = None  # a suspect, which is alone here
         self.is_reserved = False  # for a suspect: it gets no other request
+        self.is_kept_free = False  # as it was told: it gets no requests
         self.stats = EngineStats()
         self.supervisor = CoreSupervisor(
             make_client,
@@ -205,6 +206,35 @@ class Replicas:
     def drain(self) -> None:
         self._is_draining = True
 
+    def keep_free(self, replica: Replica, is_kept_free: bool) -> None:
+        """Give a core no more requests, and those that it has to other cores; or let it work again. The last core that
+        works can't be kept free."""
+        if is_kept_free and not any(one.is_ready and not one.is_kept_free for one in self.all if one is not replica):
+            raise InvalidRequest("no other engine process could take its requests", param="replica")
+        replica.is_kept_free = is_kept_free
+        if is_kept_free:
+            self._move_all(replica)
+        self.place_parked()
+
+    async def restart(self, replica: Replica) -> None:
+        """Start a new core in place of one that runs. Its requests go on elsewhere, or wait for it if it is the only
+        one; return once it is ready."""
+        was_kept_free, replica.is_kept_free = replica.is_kept_free, True
+        try:
+            self._move_all(replica)
+            self.place_parked()
+            await replica.supervisor.restart()
+        finally:
+            replica.is_kept_free = was_kept_free
+            self.place_parked()
+
+    def _move_all(self, replica: Replica) -> None:
+        """Take all requests from a core; each goes on with its next token wherever it is placed."""
+        for run in list(replica.runs.values()):
+            self._withdraw(run, replica, tell_core=True)
+            self._parked.append(run)
+        replica.probation = None
+
     @property
     def health(self) -> Health:
         """Ready while one core is; otherwise the state of the one that is nearest to it."""
@@ -226,6 +256,7 @@ class Replicas:
                 "replica": replica.index,
                 "state": replica.health.state,
                 "detail": replica.health.detail,
+                "is_drained": replica.is_kept_free,
                 "requests": len(replica.runs),
                 "prefill_tokens": replica.num_prefilling,
                 "num_placed": replica.num_placed,
@@ -314,13 +345,13 @@ class Replicas:
         return self._router.choose(request, able) if able else None
 
     def _can_take(self, replica: Replica, request: Request) -> bool:
-        if not replica.is_ready or replica.probation is not None or replica.is_reserved:
+        if not replica.is_ready or replica.probation is not None or replica.is_reserved or replica.is_kept_free:
             return False
         return not request.adapter or request.adapter in replica.adapters.values()
 
     def _route_of_suspect(self, run: RequestRun) -> Route | None:
         """A core without requests; where there will be none, one gets no more of them from now on."""
-        able = [replica for replica in self.all if replica.is_ready and replica.probation is None]
+        able = [one for one in self.all if one.is_ready and one.probation is None and not one.is_kept_free]
         if run.request.adapter:
             able = [replica for replica in able if run.request.adapter in replica.adapters.values()]
         for replica in able:

@@ -31,11 +31,11 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.cache import KVCache
 from tokenmill.sampling.rng import mix
 from tokenmill.scheduler import Scheduler
+from tokenmill.text.tokenizer import byte_tokenizer
 from tokenmill.types import RowInit, RowResult, StepPlan, StepResult
 
 T = TypeVar("T")
-VOCAB_SIZE = 32_000
-FIRST_TOKEN = 3  # below are control tokens, which nobody says
+FIRST_TOKEN, END_TOKEN = 32, 127  # tokens are bytes, and those that are said are ASCII: each is a character of text
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class VirtualRunner:
         return plan.step
 
     def draw(self, ticket: int, masks: StepMasks) -> None:
-        raise NotImplementedError("a model without a tokenizer follows no grammar")
+        raise NotImplementedError("a virtual core follows no grammar")
 
     def collect(self, ticket: int) -> StepResult:
         plan = self._plans.popleft()
@@ -122,7 +122,7 @@ class VirtualRunner:
 
 
 def drawn(seed: int, output_index: int) -> int:
-    return FIRST_TOKEN + mix(seed + output_index) % (VOCAB_SIZE - FIRST_TOKEN)
+    return FIRST_TOKEN + mix(seed + output_index) % (END_TOKEN - FIRST_TOKEN)
 
 
 class VirtualCoreClient:
@@ -204,11 +204,12 @@ def virtual_config(device: VirtualDevice) -> EngineConfig:
 
 
 def virtual_frontend(device: VirtualDevice) -> ModelFrontend:
-    """A model that takes and gives token ids; nothing but its limits is looked at."""
+    """A model of bytes; nothing of its spec but the limits is looked at."""
+    tokenizer = byte_tokenizer()
     layer = LayerSpec(Gqa(1, 1, 2, 1.0, None), MlpSpec(16))
     spec = ModelSpec(
         family="virtual",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=tokenizer.vocab_size,
         hidden_size=16,
         layers=(layer,),
         norm_eps=1e-5,
@@ -216,7 +217,7 @@ def virtual_frontend(device: VirtualDevice) -> ModelFrontend:
         tied_head=True,
         eos_token_ids=(),
     )
-    return ModelFrontend(virtual_config(device), "virtual", Path("virtual"), spec, None, 0)
+    return ModelFrontend(virtual_config(device), "virtual", Path("virtual"), spec, tokenizer, 0)
 
 
 def virtual_engine(device: VirtualDevice, num_replicas: int, router: Router | None = None) -> AsyncEngine:

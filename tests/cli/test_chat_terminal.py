@@ -49,10 +49,24 @@ def test_commands_of_a_conversation(environment: dict[str, str], tmp_path: Path)
     sent = [json.loads(line)["messages"] for line in done.stdout.splitlines() if line.startswith("{")]
     assert [len(messages) for messages in sent] == [1, 1, 1, 3] and sent[0] == sent[1]
     assert sent[2][0]["content"] == "notes.txt:\n\nthe text of a file\n\ntwo"
-    assert "prompt 3 tokens (" in done.stdout and "(other)" in done.stdout
+    assert (
+        "prompt 3 tokens (" in done.stdout
+        and "context 8 of 100 tokens, 8 % full" in done.stdout
+        and "(other)" in done.stdout
+    )
     assert json.loads(saved.read_text())["messages"][0] == sent[2][0]
     complaints = [line for line in done.stderr.splitlines() if line.startswith("!")]
-    assert "no turn yet" in complaints[0] and "nowhere" in complaints[1] and "no /image" in complaints[2]
+    assert "no turn yet" in complaints[0] and "nowhere" in complaints[1] and "none with vision runs" in complaints[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "shifts"), [((), True), (("--threads", "2"), True), (("--no-context-shift",), False)]
+)
+def test_conversations_go_on_past_the_context(
+    environment: dict[str, str], flags: tuple[str, ...], shifts: bool
+) -> None:
+    done = scripted(environment, "chat", *flags, stdin="hi\n")
+    assert json.loads(done.stdout.splitlines()[0])["context_shift"] is shifts
 
 
 # ── answers on the screen ──────────────────────────────────────────────────────────────────────────────

@@ -293,3 +293,12 @@ def test_random_weights_from_a_config_alone(stories_dir: Path, tmp_path: Path) -
         llm.generate("text")
     with pytest.raises(ModelError, match="safetensors"):
         LLM(str(tmp_path), threads=1)
+
+
+def test_public_names_are_listed_and_found() -> None:
+    import tokenmill
+
+    assert dir(tokenmill) == sorted(tokenmill.__all__) and {"LLM", "RequestOutput", "Guided"} <= set(dir(tokenmill))
+    assert all(getattr(tokenmill, name) is not None for name in dir(tokenmill))
+    vector = tokenmill.EmbeddingOutput("r", [1], [0.5])
+    assert vector.outputs.embedding == [0.5] and vector.finished  # as vLLM's users write it

@@ -37,6 +37,8 @@ class ScriptedModel:
     def stream(self, prompt: str, params: SamplingParams) -> ScriptedEvents:
         return ScriptedEvents(self._answer({"raw": prompt}, prompt, params))
 
+    max_context = 100
+
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> ScriptedEvents:
         return ScriptedEvents(self._answer({"messages": messages}, messages[-1]["content"], params))
 
@@ -53,6 +55,7 @@ class ScriptedModel:
             asked |= {"model": self.config.model.model, "max_context": self.config.model.max_context}
             asked |= {"temperature": params.temperature, "seed": params.seed, "threads": self.config.ops.threads}
             asked |= {"stop": params.stop, "weights_seed": self.config.model.seed}
+            asked |= {"context_shift": self.config.cache.context_shift}
             text = json.dumps(asked, ensure_ascii=False)
             for at in range(0, len(text), 7):
                 yield Event(request_id="r", text=text[at : at + 7])

@@ -29,6 +29,7 @@ HELP = '''\
 /set              show how answers are drawn
 /set NAME VALUE   change it, for example /set temperature 0.2
 /read FILE        put a text file before the next turn
+/image FILE       show a picture (for models with vision, of which none runs yet)
 /save FILE        write the conversation as JSON
 /load FILE        go on with one that was saved
 /model NAME       go on with another model
@@ -51,8 +52,9 @@ def command(
     *,
     url: str | None = None,
     system: str | None = None,
+    context_shift: bool = True,
     sampling: flags.SamplingFlags = flags.SAMPLING,
-    engine: flags.EngineFlags = flags.ENGINE,
+    engine: flags.ChatEngineFlags = flags.ENGINE,
 ) -> int:
     """Talk with a model in the terminal. /help lists what can be done there.
 
@@ -62,6 +64,8 @@ def command(
         Talk with a running server instead: http://127.0.0.1:8000. MODEL is then a name that it serves.
     system
         How the model should behave, in words.
+    context_shift
+        Let the conversation go on past the context: the oldest turns are dropped.
     """
     sampling.params()  # wrong values are refused before a model is loaded
     if url is not None:
@@ -72,6 +76,7 @@ def command(
             remote = RemoteModel(url, name)
             return remote, f"{remote.name} at {url}"
         config = engine.config(name)
+        config = replace(config, cache=replace(config.cache, context_shift=context_shift))
         return session.open_model(config), config.model.model
 
     with Conversation(open_model, model, sampling, system) as conversation:
@@ -155,11 +160,23 @@ class Conversation:
             case "model":
                 self._change_model(rest.strip())
             case "stats":
-                print(f"({self._last.stats()})" if self._last else "(nothing was answered yet)")
+                print(f"({self._stats()})")
+            case "image":
+                raise InvalidRequest("pictures can't be shown to a model: none with vision runs here yet")
             case _:
                 near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
                 raise InvalidRequest(f"there is no /{name}; {f'did you mean /{near[0]}?' if near else 'see /help'}")
         return True
+
+    def _stats(self) -> str:
+        """Tokens and speed of the last answer, and how much of the context the conversation takes."""
+        if self._last is None:
+            return "nothing was answered yet"
+        usage, most = self._last.usage, self.llm.max_context
+        if usage is None or most is None:
+            return self._last.stats()
+        used = usage.prompt_tokens + usage.completion_tokens
+        return f"{self._last.stats()}; context {used:,} of {most:,} tokens, {used / most:.0%} full".replace("%", " %")
 
     def _forget_turn(self) -> str:
         """Take back the last turn with its answer; its text."""

@@ -138,6 +138,7 @@ def _without(*fields: str) -> Parameter:
 
 ServerEngineFlags = Annotated[EngineOptions, Parameter(name="*")]
 EngineFlags = Annotated[EngineOptions, _without(*FOR_CLIENTS)]
+ChatEngineFlags = Annotated[EngineOptions, _without(*FOR_CLIENTS, "context_shift")]  # chat has its own default
 ENGINE = EngineOptions()
 
 MODEL_HELP = "Short name, GGUF file, model directory, Hugging Face id or scripted:FILE; the default model without it."

@@ -38,10 +38,12 @@ class RemoteModel:
         """`model`: its name there; without one, the first that the server lists. `key`: TOKENMILL_API_KEY or
         OPENAI_API_KEY by default."""
         self._server = RemoteServer(url, key or os.environ.get("TOKENMILL_API_KEY") or os.environ.get("OPENAI_API_KEY"))
-        listed = [str(row.get("id")) for row in self._server.get("/models").get("data") or []]
+        listed = {str(row.get("id")): row for row in self._server.get("/models").get("data") or []}
         if model is None and not listed:
             raise UnknownModel(f"the server at {url} lists no models")
-        self.name = model or listed[0]
+        self.name = model or next(iter(listed))
+        length = listed.get(self.name, {}).get("max_model_len")  # as vLLM and Tokenmill tell it
+        self.max_context = length if isinstance(length, int) and length > 0 else None
 
     def stream(self, prompt: str, params: SamplingParams) -> RemoteEvents:
         return self._events("/completions", {"prompt": prompt}, params)

@@ -27,6 +27,7 @@ from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.engine.stream import EventStream
 from tokenmill.errors import InvalidConfig
 from tokenmill.params import SamplingParams
+from tokenmill.report.units import duration
 from tokenmill.store import Customization, ResolvedModel, resolve_model
 from tokenmill.types import ChatRequest, Event, Message, PromptRequest, Usage
 
@@ -52,6 +53,10 @@ class Events(Protocol):
 
 class ChatModel(Protocol):
     """An open model, as `run` and `chat` use it."""
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens of the longest conversation; None where that is not known."""
 
     def stream(self, prompt: str, params: SamplingParams) -> Events: ...
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Events: ...
@@ -118,6 +123,10 @@ class ServedModel:
         asked = ChatRequest(messages=conversation, params=params, adapter=self._adapter)
         asked = with_settings(asked, self._engine.info.defaults)
         return self._events(asked if self._custom is None else with_custom(asked, self._custom))
+
+    @property
+    def max_context(self) -> int:
+        return self._engine.info.max_context
 
     def close(self) -> None:
         self._runner.run(self._engine.close())
@@ -231,14 +240,14 @@ class Answer:
     def stats(self) -> str:
         """One line: tokens and speed of the prompt and of the answer."""
         if self.usage is None or self.first_s is None:
-            return f"no tokens, {self.total_s:.2f} s"
+            return f"no tokens, {duration(self.total_s)}"
         usage, answer_s = self.usage, self.total_s - self.first_s
         computed = usage.prompt_tokens - usage.cached_tokens
         cached = f", {usage.cached_tokens:,} of them cached" if usage.cached_tokens else ""
         speed_in = f"{computed / self.first_s:,.0f} tokens/s" if self.first_s else ""
         rate = f", {(usage.completion_tokens - 1) / answer_s:,.1f} tokens/s" if answer_s > 0 else ""
-        prompt = f"prompt {usage.prompt_tokens:,} tokens{cached} ({self.first_s:.2f} s, {speed_in})"
-        return f"{prompt}; answer {usage.completion_tokens:,} tokens ({answer_s:.2f} s{rate})"
+        prompt = f"prompt {usage.prompt_tokens:,} tokens{cached} ({duration(self.first_s)}, {speed_in})"
+        return f"{prompt}; answer {usage.completion_tokens:,} tokens ({duration(answer_s)}{rate})"
 
 
 def write_answer(events: Events, out: TextIO = sys.stdout, thoughts: TextIO = sys.stderr) -> Answer:

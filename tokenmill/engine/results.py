@@ -209,6 +209,15 @@ class EmbeddingOutput:
     prompt_token_ids: list[int]
     embedding: list[float]
 
+    @property
+    def outputs(self) -> EmbeddingOutput:
+        """The output itself: vLLM's users write `output.outputs.embedding`."""
+        return self
+
+    @property
+    def finished(self) -> bool:
+        return True
+
 
 def request_output(
     request: Request, prompt: str | None, folds: Sequence[EventFold], error: str | None = None

@@ -43,6 +43,12 @@ def shown(value: Value) -> str:
     return text if plain and text else json.dumps(text)
 
 
+def detail_level() -> int:
+    """The level of what a start has to tell beside the few lines that say what runs where and how fast: on a terminal
+    `--log-level debug` shows it, in the logs of a service it is always there."""
+    return logging.DEBUG if sys.stderr.isatty() else logging.INFO
+
+
 class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

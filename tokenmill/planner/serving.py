@@ -15,6 +15,7 @@ from tokenmill.planner.device import PlanDevice, this_machine, unmeasured_machin
 from tokenmill.planner.memory import MemoryPlan
 from tokenmill.planner.model import PlannedModel, model_at
 from tokenmill.planner.plan import UNQUANTISED, Plan, Question, counted, make_plan, place
+from tokenmill.report.units import duration
 
 TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256
 LARGEST_SHARE = 0.9  # of the memory that weights leave, for the KV pool of one of several models
@@ -105,8 +106,8 @@ def serving_lines(config: EngineConfig, path: Path, name: str) -> list[str]:
         f"plan: weights {memory.weights / 1e9:.2f} GB, KV pool {memory.kv_pool / 1e9:.2f} GB for "
         f"{counted(memory.max_concurrency, 'request')} of {plan.question.context:,} tokens, "
         f"{memory.total / 1e9:.2f} GB in all",
-        f"plan: a prompt of {plan.question.input_len} tokens about {plan.ttft_s * 1e3:,.0f} ms to the first token, "
-        f"then {plan.tpot_s * 1e3:.1f} ms a token alone ({plan.device.name})",
+        f"plan: a prompt of {plan.question.input_len} tokens about {duration(plan.ttft_s)} to the first token, "
+        f"then {duration(plan.tpot_s)} a token alone ({plan.device.name})",
     ]
     if memory.fits and not _has_chosen_limits(config):
         return lines

@@ -23,7 +23,7 @@ from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import InvalidConfig
 from tokenmill.fleet.start import start_fleet
-from tokenmill.observe.log import get_log
+from tokenmill.observe.log import detail_level, get_log
 from tokenmill.server.gate import ModelReader, ServedEngine
 from tokenmill.server.loader import ModelMemory
 
@@ -107,8 +107,8 @@ class EngineSource:
         log_plan(*await planning)
         whose = "" if memory is None else f" for {engine.info.name}"
         for reason in engine.reasons:
-            log.info("chosen%s: %s", whose, reason)
-        log.info("weights%s loaded in %.2f s", whose, engine.core.load_s)
+            log.log(detail_level(), "chosen%s: %s", whose, reason)
+        log.log(detail_level(), "weights%s loaded in %.2f s", whose, engine.core.load_s)
         await asyncio.to_thread(self._spare.refill)
         return engine
 

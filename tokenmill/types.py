@@ -84,6 +84,14 @@ class TokenPrefix(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # the fingerprint of the model whose ids they are
 
 
+class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    """The client that a request belongs to; tenants share the engine by weight (scheduler/tenants.py)."""
+
+    id: str = ""
+    weight: float = 1.0
+    max_sequences: int | None = None  # computed at a time; further ones wait
+
+
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation to continue."""
 
@@ -100,6 +108,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    tenant: Tenant = Tenant()
     adapter: str | None = None  # the name of one that the model has loaded
 
 
@@ -114,6 +123,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    tenant: Tenant = Tenant()
     adapter: str | None = None
 
 
@@ -132,6 +142,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    tenant: Tenant = Tenant()
     adapter: str | None = None
 
 
@@ -177,6 +188,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # smaller runs first; from BACKGROUND_PRIORITY on behind all that is interactive
     arrival_s: float = 0.0
     cache_salt: str = ""
+    tenant: Tenant = Tenant()
     pooling: Pooling | None = None
     shift: ContextShift | None = None  # None: generation ends at the end of the context
     tokenized: TokenizedParams = TokenizedParams()

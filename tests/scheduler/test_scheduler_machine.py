@@ -21,9 +21,10 @@ from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
 from tokenmill.scheduler.request import mixed_seed
 from tokenmill.scheduler.speculation import NO_DRAFTS
-from tokenmill.types import BACKGROUND_PRIORITY, ContextShift, Pooling, Request, SequenceOutput, StepPlan
+from tokenmill.types import BACKGROUND_PRIORITY, ContextShift, Pooling, Request, SequenceOutput, StepPlan, Tenant
 
 MAX_STEPS = 3000
+TENANTS = (Tenant(), Tenant(), Tenant(id="a"), Tenant(id="b", weight=3.0), Tenant(id="c", max_sequences=2))
 POOLINGS = (Pooling("mean"), Pooling("last"))
 
 
@@ -133,6 +134,7 @@ class Life(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         priority=st.sampled_from((-1, 0, 1, BACKGROUND_PRIORITY)),
         salt=st.sampled_from(["", "tenant"]),
+        tenant=st.sampled_from(TENANTS),
         fails=st.integers(0, 9),
         shift=st.sampled_from([None, None, ContextShift(6, 0, 3), ContextShift(11, 2, 4), ContextShift(14, 4, 5)]),
     )
@@ -149,6 +151,7 @@ class Life(RuleBasedStateMachine):
         ignore_eos,
         priority,
         salt,
+        tenant,
         fails,
         shift,
     ) -> None:
@@ -173,6 +176,7 @@ class Life(RuleBasedStateMachine):
             priority=priority,
             arrival_s=self.now,
             cache_salt=salt,
+            tenant=tenant,
             pooling=POOLINGS[width % 2] if kind == "embed" else None,
             shift=shift if kind in ("one", "n") else None,
         )

@@ -42,7 +42,7 @@ def test_a_long_prompt_of_higher_priority_leaves_every_decode_its_token() -> Non
 def test_priority_then_arrival() -> None:
     bench = Bench(max_running=1)
     for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -5)):
-        bench.scheduler.add(ask(name, priority=priority))
+        bench.scheduler.add(ask(name, priority=priority, max_tokens=2))
     assert [name for name, _, _ in endings(bench.drain())] == ["urgent", "first", "second", "late"]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server import generation
 from tokenmill.server.auth import may_be_local
+from tokenmill.server.keys import KeyRecord, KeyRing, write_keys
 from tokenmill.server.openai import parse
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
@@ -189,3 +192,46 @@ def test_lists_of_token_ids_are_bounded_over_all_prompts(
     asked = {"model": "fake/tiny", "allowed_token_ids": list(range(40))}
     assert server.post("/v1/completions", {**asked, "prompt": ["a", "b"]}).status_code == 200
     assert server.post("/v1/completions", {**asked, "prompt": ["a", "b", "c"]}).status_code == 400
+
+
+# ── keys as tenants of the engine ──────────────────────────────────────────────────────────────────────
+
+
+def keys_file(folder: Path, **records: dict[str, Any]) -> Path:
+    """A file of keys that are their own names."""
+    made = [
+        KeyRecord(id=name, sha256=hashlib.sha256(name.encode()).hexdigest(), **fields)
+        for name, fields in records.items()
+    ]
+    write_keys(folder / "keys.toml", made)
+    return folder / "keys.toml"
+
+
+def test_a_key_is_a_tenant_with_its_weight_and_limits(serving: Serving, tmp_path: Path) -> None:
+    path = keys_file(tmp_path, alice={"weight": 2.5, "max_sequences": 3}, bob={})
+    server = serving(ServerConfig(keys_file=path), keys=KeyRing(path=path))
+    for headers in (ALICE, BOB):
+        assert server.post("/v1/chat/completions", CHAT, headers=headers).status_code == 200
+    alice, bob = [request.tenant for request in server.engine.seen]
+    assert (alice.id, alice.weight, alice.max_sequences) == ("alice", 2.5, 3)
+    assert (bob.id, bob.weight, bob.max_sequences) == ("bob", 1.0, None)
+
+
+def test_a_key_has_a_smallest_priority_of_its_own(serving: Serving, tmp_path: Path) -> None:
+    path = keys_file(tmp_path, alice={"min_priority": -2}, bob={})
+    server = serving(ServerConfig(keys_file=path), keys=KeyRing(path=path))
+    paths = {"/v1/chat/completions": CHAT, "/v1/completions": {"model": "fake/tiny", "prompt": "Hi"}}
+    for route, body in paths.items():
+        statuses = [
+            server.post(route, {**body, "priority": priority}, headers=headers).status_code
+            for headers in (ALICE, BOB)
+            for priority in (-2, -3)
+        ]
+        assert statuses == [200, 400, 400, 400]
+    for headers, tier, priority in ((ALICE, "priority", -1), (BOB, "default", 0)):
+        reply = server.post("/v1/chat/completions", {**CHAT, "service_tier": "priority"}, headers=headers)
+        assert reply.json()["service_tier"] == tier and server.engine.seen[-1].priority == priority
+        asked = {"model": "fake/tiny", "input": "Hi", "service_tier": "priority"}
+        made = server.post("/v1/responses", asked, headers=headers)
+        assert made.json()["service_tier"] == tier and server.engine.seen[-1].priority == priority
+    assert "service_tier" not in server.post("/v1/chat/completions", CHAT, headers=ALICE).json()

@@ -186,7 +186,8 @@ class SimulatedRunner:
         rows = [self._filled(row) for row in plan.rows]
         for row_plan in rows:
             self._write(row_plan)
-        self._results[plan.step] = StepResult(step=plan.step, rows=[self._read(row_plan) for row_plan in rows])
+        results = [self._read(row_plan) for row_plan in rows]
+        self._results[plan.step] = StepResult(step=plan.step, rows=results, step_s=0.001 * (1 + plan.num_tokens))
 
     def _filled(self, plan: RowPlan) -> RowPlan:
         if plan.token_ids != [PENDING]:

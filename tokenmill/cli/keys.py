@@ -38,6 +38,9 @@ def add(
     tokens_per_minute: int | None = None,
     tokens_per_day: int | None = None,
     max_running: int | None = None,
+    max_sequences: int | None = None,
+    weight: float = 1.0,
+    min_priority: int | None = None,
     keys_file: File = None,
     audit_log: AuditFile = None,
 ) -> int:
@@ -58,7 +61,14 @@ def add(
     tokens_per_day
         Most tokens of prompts and answers in a day.
     max_running
-        Most requests at a time.
+        Most requests at a time; further ones are refused.
+    max_sequences
+        Most sequences computed at a time; further ones wait.
+    weight
+        Its share of the engine while others want theirs: with 2 it gets twice as much as with 1.
+    min_priority
+        Smallest `priority` that its requests may ask for: smaller runs first. As for all keys by default
+        (`serve --min-priority`).
     """
     path = keys_file or usual_file()
     wanted = KeyRecord(
@@ -70,6 +80,9 @@ def add(
         tokens_per_minute=tokens_per_minute,
         tokens_per_day=tokens_per_day,
         max_running=max_running,
+        max_sequences=max_sequences,
+        weight=weight,
+        min_priority=min_priority,
     )
     key, records = new_key(_known(path), wanted)
     write_keys(path, records)
@@ -134,8 +147,12 @@ def _limits(record: KeyRecord) -> str:
         "tokens/min": record.tokens_per_minute,
         "tokens/day": record.tokens_per_day,
         "at a time": record.max_running,
+        "sequences": record.max_sequences,
     }
-    return ", ".join(f"{limit} {what}" for what, limit in given.items() if limit is not None) or "none"
+    told = [f"{limit} {what}" for what, limit in given.items() if limit is not None]
+    told += [] if record.weight == 1.0 else [f"weight {record.weight:g}"]
+    told += [] if record.min_priority is None else [f"priority from {record.min_priority}"]
+    return ", ".join(told) or "none"
 
 
 def _known(path: Path) -> list[KeyRecord]:

@@ -183,6 +183,7 @@ class InputProcessor:
             priority=asked.priority,
             arrival_s=time.monotonic(),
             cache_salt=asked.cache_salt,
+            tenant=asked.tenant,
             shift=shift,
             tokenized=tokenized,
             adapter=self._adapter(asked.adapter),
@@ -455,6 +456,7 @@ class InputProcessor:
             priority=asked.priority,
             arrival_s=time.monotonic(),
             cache_salt=asked.cache_salt,
+            tenant=asked.tenant,
             pooling=asked.pooling or Pooling(),
             adapter=self._adapter(asked.adapter),
         )

@@ -206,6 +206,10 @@ class HashChain:
             self.hashes.append(self._last)
         return self.hashes
 
+    def first(self, token_ids: Seq[int]) -> bytes | None:
+        """The hash of the first block; None where there is no full one."""
+        return self.extend(token_ids, 1)[0] if len(token_ids) >= self._block_size else None
+
     def fresh(self) -> HashChain:
         """An empty chain with the same salt, for other tokens."""
         twin = HashChain.__new__(HashChain)

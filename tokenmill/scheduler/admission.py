@@ -1,152 +1,85 @@
 """Admission: which waiting groups start to run, and which running ones are preempted for them.
 
-Waiting groups are admitted by priority, then in the order of their arrival, while there is room (`budget.py`): rows for
-all their sequences, a slot for their adapter, and blocks for all that their leader wants plus one for each sequence
-that runs. Samples that find no row wait on their own, so that a request for many of them does not keep rows idle. A
-group of higher priority displaces running ones of lower, from the end of the order, if that is enough for it; a
-preempted group waits again and keeps its place.
+Waiting groups start in the order of their queue (`waiting.py`) while there is room (`budget.py`): rows for all their
+sequences, a slot for their adapter, and blocks for all that their leader wants plus one for each sequence that runs.
+Samples that find no row wait on their own, so that a request for many of them does not keep rows idle. A group of
+higher priority displaces running ones of lower, from the end of the order, if that is enough for it; a preempted group
+waits again and keeps its place.
+
+Backfill: a group without room does not stop the others. They pass it, until it would fit if those were gone that have
+passed it; from then on nothing passes, and it starts when enough of them have ended. So it waits for one generation of
+them at most, and until then no row is idle for its sake.
+
+    8 rows     [ a a a a b b b . ]   a request for 6 beams waits
+               [ a a a a c b b c ]   c, c pass it
+               [ a c a c c c . . ]   three have passed, and 6 would be free without them: nothing more passes
+
+Fair room: where a tenant has less than its share of the rows and blocks, and its next group finds no room, the youngest
+groups of tenants beyond their share are preempted for it. What those have computed is mostly still cached when they
+return.
 
 While steps are in flight, two things are different. Room that a preempted group leaves is free only when the steps that
 use it are collected, so the group it was made for is admitted in a later plan. And a group whose next block is being
 computed by a step in flight waits until that block is in the prefix cache, instead of computing it again.
-
-Before that, a request becomes its state: the sequences it needs and how their results are output; one that could never
-run, even alone, is refused.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import takewhile
 
 from tokenmill.config.engine import SchedulerConfig
-from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache, PrefixMatch
-from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import Resource, Resources
-from tokenmill.scheduler.outputs import PooledOutput, StreamedOutputs
 from tokenmill.scheduler.plan_builder import PlanBuilder
-from tokenmill.scheduler.request import OutputMode, RequestState, Sequence, SequenceGroup
+from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.stats import Counters
-from tokenmill.types import BACKGROUND_PRIORITY, Request, RowInit
+from tokenmill.scheduler.tenants import TenantAccount, Tenants
+from tokenmill.scheduler.waiting import WaitingQueue
+from tokenmill.types import BACKGROUND_PRIORITY
+
+MAX_PASSED = 16  # groups without room that are looked at in one plan
 
 
-def build_request_state(
-    request: Request, number: int, cache: KVCache, num_rows: int, continues: Callable[[RowInit], bool]
-) -> RequestState:
-    state = RequestState(request, number)
-    state.output_mode = _output_mode(state)
-    chain = cache.chain(request.cache_salt, request.adapter)
-    sequences = [Sequence(state, index, chain.fresh()) for index in range(state.num_sequences)]
-    # Beams choose on the host what comes next.
-    chooses_on_host = state.output_mode.holds_back
-    state.continues = state.draws_tokens and not chooses_on_host and continues(sequences[0].row_init())
-    if request.params.beam:
-        SequenceGroup(state, sequences[:1], [], num_rows=len(sequences))  # beams branch off the first one
-        return state
-    if any(given.token_ids or given.is_finished for given in request.given):
-        _resume(state, sequences)
-        return state
-    SequenceGroup(state, sequences[:1], sequences[1:num_rows], num_rows=min(len(sequences), num_rows))
-    for sequence in sequences[num_rows:]:  # more samples than rows: the others run as rows come free
-        SequenceGroup(state, [sequence], [], num_rows=1)
-    return state
+class Backfill:
+    """The group that others may pass, since it finds no room, and those that have."""
 
-
-def _resume(state: RequestState, sequences: list[Sequence]) -> None:
-    """Go on with samples that another engine has begun: each on its own, as if it had been preempted there."""
-    for sequence, given in zip(sequences, state.request.given, strict=True):
-        if not given.is_finished:
-            sequence.resume(given)
-            SequenceGroup(state, [sequence], [], num_rows=1)
-    state.queue_s = 0.0  # what it waited, and found in the cache, was told with its first token
-
-
-def _output_mode(state: RequestState) -> OutputMode:
-    if state.request.pooling is not None:
-        return PooledOutput(state)
-    return BeamSearch(state) if state.request.params.beam else StreamedOutputs(state)
-
-
-def check_feasible(request: Request, cache: KVCache, num_rows: int, chunk: int) -> None:
-    """Refuse a request that could not run even with the machine for itself."""
-    if not request.prompt_token_ids:
-        raise InvalidRequest("the prompt is empty", param="prompt", hint="send at least one token")
-    width = request.params.beam.width if request.params.beam else 1
-    if width > num_rows:
-        raise InvalidRequest(
-            f"beam width {width} exceeds the {num_rows} sequences that run at once",
-            param="beam.width",
-            hint="ask for fewer beams or raise max_running",
-        )
-    for region in cache.regions:
-        needed, usable = blocks_needed(request, cache, chunk, region), cache.pool.usable[region]
-        if needed > usable:
-            size = f"of {cache.block_size} tokens"
-            what = (f"KV blocks {size}", f"blocks of cells {size}", "states of recurrent layers")[region]
-            raise InvalidRequest(
-                f"the request needs up to {needed} {what}, the pool has {usable}",
-                param="max_tokens",
-                hint="shorten the prompt, lower max_tokens, or give the cache more memory",
-            )
-
-
-def blocks_needed(request: Request, cache: KVCache, chunk: int, region: int = 0) -> int:
-    """The most blocks of a region that must be held at once: beams together, samples one after another if need be.
-
-    The last token drawn is never computed.   prompt + max_tokens - 1 positions, or the context where it shifts
-    """
-    prompt_len = len(request.prompt_token_ids)
-    longest = prompt_len + max(0, request.max_tokens - 1)
-    alone = cache.blocks_for(min(longest, request.shift.context) if request.shift else longest, chunk, region)
-    if request.params.beam is None:
-        return alone
-    num_full_groups = sum(rule.keeps_all and rule.region == region for rule in cache.rules)
-    shared = num_full_groups * ((prompt_len - 1) // cache.block_size)
-    return shared + request.params.beam.width * (alone - shared)
-
-
-class WaitingQueue:
-    """Waiting groups: smaller priority numbers first, then first come, first served.
-
-    A preempted group keeps its place in that order, so it returns before everything that came later. Leaving the queue
-    early is lazy: the entry is marked and dropped when it surfaces, so nothing is ever searched.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], SequenceGroup]] = []
-        self._num_live = 0
-
-    def __len__(self) -> int:
-        return self._num_live
+    def __init__(self, resources: Resources, cache: KVCache) -> None:
+        self._resources = resources
+        self._cache = cache
+        self._blocked: SequenceGroup | None = None
+        self._passers: list[SequenceGroup] = []
 
     @property
-    def groups(self) -> list[SequenceGroup]:
-        """All that wait, in no particular order."""
-        return [group for _, group in self._heap if not group.is_gone]
+    def blocked(self) -> SequenceGroup | None:
+        """The group that is passed, while it waits."""
+        if self._blocked is not None and (self._blocked.is_running or self._blocked.is_gone):
+            self._blocked = None
+        return self._blocked
 
-    def push(self, group: SequenceGroup) -> None:
-        heapq.heappush(self._heap, (group.key, group))
-        self._num_live += 1
+    def note_refused(self, group: SequenceGroup) -> None:
+        if self.blocked is None:
+            self._blocked, self._passers = group, []
 
-    def peek(self) -> SequenceGroup | None:
-        while self._heap and self._heap[0][1].is_gone:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+    def note_start(self, group: SequenceGroup) -> None:
+        if self.blocked not in (None, group):
+            self._passers.append(group)
 
-    def pop(self) -> SequenceGroup:
-        group = self.peek()
-        assert group is not None, "popped from an empty queue"
-        heapq.heappop(self._heap)
-        self._num_live -= 1
-        return group
+    def may_pass(self, group: SequenceGroup) -> bool:
+        """Tell whether a group may start before the blocked one: a more urgent one may, and one whose tenant was given
+        less; others until that one would fit without those that have passed."""
+        blocked = self.blocked
+        if blocked is None or blocked is group or self.precedes(group, blocked):
+            return True
+        self._passers = [one for one in self._passers if one.is_running]
+        return not self._resources.would_suffice(blocked, self._cache.miss(), self._passers)
 
-    def discard(self, group: SequenceGroup) -> None:
-        """Forget a group that its owner has marked gone."""
-        assert group.is_gone
-        self._num_live -= 1
+    def precedes(self, group: SequenceGroup, blocked: SequenceGroup) -> bool:
+        """Tell whether a group comes before the blocked one in any case."""
+        own, other = group.state.account, blocked.state.account
+        return group.priority < blocked.priority or (own is not other and own.counter_s < other.counter_s)
 
 
 class Admission:
@@ -156,17 +89,25 @@ class Admission:
         cache: KVCache,
         running: RunningSet,
         waiting: WaitingQueue,
+        tenants: Tenants,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
-        self._config = config
         self._cache = cache
         self._running = running
         self._waiting = waiting
+        self._tenants = tenants
         self._counters = counters
         self._clock = clock
         self._pools = [pool_resource(cache, running, config.num_tokens, region) for region in cache.regions]
-        self._resources = Resources([rows_resource(running), adapters_resource(running), *self._pools])
+        self._own_limit = tenant_resource(running)
+        self._resources = Resources(
+            [self._own_limit, rows_resource(running), adapters_resource(running), *self._pools],
+        )
+        self._backfill = Backfill(self._resources, cache)
+        self._underway: set[bytes] = set()  # hashes of blocks that steps in flight compute
+        self._num_passed = 0
+        self._tries_blocked = True
 
     def preempt(self, group: SequenceGroup) -> None:
         self._counters.preemptions += 1
@@ -175,16 +116,57 @@ class Admission:
 
     def preempt_for_priority(self) -> None:
         """Make room for waiting groups that running ones of lower priority keep out."""
-        while (group := self._waiting.peek()) is not None and self._try_preempt(group):
+        while (group := self._waiting.first()) is not None and self._try_preempt(group, self._less_urgent(group)):
             pass
 
-    def _try_preempt(self, group: SequenceGroup) -> bool:
-        """Preempt running groups of lower priority, from the end of the order, until `group` can be admitted, and admit
-        it. None is preempted where all of them together would not be enough, or none has to be."""
-        lower = list(takewhile(lambda other: other.priority > group.priority, reversed(self._running.groups)))
-        if not lower or self._match_with_room(group) is not None or not self._would_suffice(group, lower):
+    def preempt_for_share(self) -> None:
+        """Make room for a waiting group of a tenant that has less than its share, where others have more. One group a
+        plan: a step with the prompts of many takes long."""
+        group = self._waiting.first(keeps_quantum=False)
+        if group is not None and group.priority < BACKGROUND_PRIORITY:
+            self._try_preempt(group, self._beyond_share(group))
+
+    def _less_urgent(self, group: SequenceGroup) -> list[SequenceGroup]:
+        return list(takewhile(lambda other: other.priority > group.priority, reversed(self._running.groups)))
+
+    def _beyond_share(self, group: SequenceGroup) -> list[SequenceGroup]:
+        """Groups of tenants that have more than their share of rows or blocks, the youngest first, as far as those stay
+        at their share; none if the group's own tenant would be beyond its own."""
+        if self._match_with_room(group) is not None:
+            return []
+        unit = 1.0 / self._tenants.open_weight
+        held = self._parts_held()
+        own = group.state.account
+        if held[own] and held[own] + self._part_of(group) > own.tenant.weight * unit:
+            return []
+        found = []
+        for other in reversed(self._running.groups):
+            account = other.state.account
+            left = held[account] - self._part_of(other)
+            is_ahead = account.counter_s > own.counter_s
+            if is_ahead and other.priority >= group.priority and left >= account.tenant.weight * unit:
+                held[account] = left
+                found.append(other)
+        return found
+
+    def _parts_held(self) -> dict[TenantAccount, float]:
+        """By tenant, the part that it has of the rows or of the blocks, for each group whichever is more."""
+        held: dict[TenantAccount, float] = defaultdict(float)
+        for group in self._running.groups:
+            held[group.state.account] += self._part_of(group)
+        return held
+
+    def _part_of(self, group: SequenceGroup) -> float:
+        rows = group.num_rows / self._running.row_allocator.num_rows
+        blocks = self._cache.blocks_for(len(group.leader.window), len(group.leader.window)) / self._cache.num_usable
+        return max(rows, blocks)
+
+    def _try_preempt(self, group: SequenceGroup, victims: list[SequenceGroup]) -> bool:
+        """Preempt running groups, one after another, until `group` can be admitted, and admit it. None is preempted
+        where all of them together would not be enough, or none has to be."""
+        if not victims or self._match_with_room(group) is not None or not self._would_suffice(group, victims):
             return False
-        for victim in lower:
+        for victim in victims:
             if self._would_suffice(group, []):
                 return False  # what steps in flight will give back is enough
             self.preempt(victim)
@@ -196,30 +178,61 @@ class Admission:
     def _would_suffice(self, group: SequenceGroup, victims: list[SequenceGroup]) -> bool:
         return self._resources.would_suffice(group, self._cache.miss(), victims)
 
-    def admit(self, builder: PlanBuilder, *, background: bool = False) -> None:
-        """Start waiting groups, in order and up to the first without room, with what is left of the step's tokens.
-        `background`: whether background groups may start too."""
-        underway = self._hashes_in_flight() if len(self._waiting) else set()
-        while builder.budget.spare > 0:
-            group = self._waiting.peek()
-            if group is None or (group.priority >= BACKGROUND_PRIORITY and not background):
-                return
-            self._part(group)
-            if (match := self._match_with_room(group)) is None:
-                return
-            if underway and self._next_hash(group, match) in underway:
-                return
-            self._enter(group, match)
-            leader = group.leader
-            granted = builder.budget.spend(group.wants(leader))
-            copies = self._cache.reserve(leader.held_table, leader.computed, leader.computed + granted)
-            assert copies is not None, "room for the whole sequence was checked"
-            builder.add(leader, granted, copies)
+    def begin(self) -> None:
+        """Look at all waiting groups anew, for the next plan."""
+        self._waiting.recall()
+        self._underway = self._hashes_in_flight() if len(self._waiting) else set()
+        self._num_passed = 0
+        self._tries_blocked = True
+
+    def next_group(self, *, background: bool = False) -> SequenceGroup | None:
+        """The group that would start next. `background`: whether background groups may start too."""
+        first, blocked = self._waiting.first(), self._backfill.blocked
+        if blocked is not None and self._tries_blocked:
+            is_next = first is None or not self._backfill.precedes(first, blocked)
+            if is_next and self._match_with_room(blocked) is not None:
+                first = blocked
+        return None if first is None or (first.priority >= BACKGROUND_PRIORITY and not background) else first
+
+    def admit(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
+        """Start a group with what is left of the step's tokens, or pass it over; False: no other one may start."""
+        self._part(group)
+        if (match := self._match_with_room(group)) is None:
+            return self._pass_over(group)
+        if not self._backfill.may_pass(group):
+            return False
+        if self._underway and self._next_hash(group, match) in self._underway:
+            self._tries_blocked = False
+            self._waiting.pass_tenant(group)
+            return True
+        self._enter(group, match)
+        leader = group.leader
+        granted = builder.budget.spend_on_prompt(group.wants(leader))
+        copies = self._cache.reserve(leader.held_table, leader.computed, leader.computed + granted)
+        assert copies is not None, "room for the whole sequence was checked"
+        builder.add(leader, granted, copies)
+        return True
+
+    def _pass_over(self, group: SequenceGroup) -> bool:
+        """Let others pass a group without room. Where no row is free there is no room for any; all of a tenant's wait
+        where it has what it may have."""
+        if not self._running.row_allocator.num_free:
+            return False
+        self._num_passed += 1
+        if self._own_limit.needed(group, None):
+            self._waiting.pass_tenant(group)
+        else:
+            self._backfill.note_refused(group)
+            self._waiting.pass_over(group)
+        return self._num_passed < MAX_PASSED
 
     def _part(self, group: SequenceGroup) -> None:
         """Let the samples of a group for which there are no rows now come later, each on its own: they find the prompt
         in the prefix cache."""
         num_free = self._running.row_allocator.num_free
+        most = group.state.account.tenant.max_sequences
+        if most is not None:
+            num_free = min(num_free, most - self._running.num_rows_of(group.state.account))
         is_parted = 0 < num_free < group.num_rows and bool(group.pending_forks)
         if not is_parted or not self._cache.prefix_caching or not group.state.may_reuse_prefix:
             return
@@ -233,7 +246,8 @@ class Admission:
     def _enter(self, group: SequenceGroup, match: PrefixMatch) -> None:
         self._running.enter(group, match)
         group.refused_room = -1
-        self._waiting.pop()
+        self._waiting.start(group)
+        self._backfill.note_start(group)
         self._count_admission(group)
         if not group.wants(group.leader):
             self._running.fork_pending(group)
@@ -303,6 +317,19 @@ def rows_resource(running: RunningSet) -> Resource:
         needed=lambda group, _: group.num_rows,
         held=lambda group: group.num_rows,
     )
+
+
+def tenant_resource(running: RunningSet) -> Resource:
+    """The sequences that a tenant may have at a time. What others leave is of no use to it, so none is ever free: a
+    group needs those by which it would exceed the limit."""
+
+    def needed(group: SequenceGroup, _: PrefixMatch | None) -> int:
+        most = group.state.account.tenant.max_sequences
+        if most is None:
+            return 0
+        return max(0, running.num_rows_of(group.state.account) + group.num_rows - most)
+
+    return Resource("sequences of its tenant", free=lambda: 0, returning=lambda: 0, needed=needed, held=lambda group: 0)
 
 
 def adapters_resource(running: RunningSet) -> Resource:

@@ -25,14 +25,37 @@ from tokenmill.scheduler.request import SequenceGroup
 class TokenBudget:
     """The tokens of one step."""
 
-    def __init__(self, total: int, num_running: int) -> None:
+    def __init__(self, total: int, num_running: int, for_prompts: Callable[[], int] | None = None) -> None:
+        """`for_prompts`: the most tokens of prompts; asked once, by the first of them."""
         self.left = total
         self._reserved = num_running
+        self._for_prompts = for_prompts
+        self._prompts_left: int | None = None
 
     def grant(self, wanted: int) -> int:
         """Give tokens to a running sequence, in exchange for the one reserved for it."""
         self.unreserve(1)
-        return self.spend(wanted)
+        return self.spend(wanted) if wanted <= 1 else self.spend_on_prompt(wanted)
+
+    def spend_on_prompt(self, wanted: int) -> int:
+        """Give tokens to a prompt, or to what else computes several tokens of a sequence: one at least, as long as
+        there are any."""
+        if self._for_prompts is None:
+            return self.spend(wanted)
+        granted = self.spend(min(wanted, max(1, self._prompts())))
+        self._prompts_left = self._prompts() - granted
+        return granted
+
+    def _prompts(self) -> int:
+        if self._prompts_left is None:
+            assert self._for_prompts is not None
+            self._prompts_left = self._for_prompts()
+        return self._prompts_left
+
+    @property
+    def has_prompt_tokens(self) -> bool:
+        """Tell whether a newcomer's prompt could have tokens."""
+        return self.spare > 0 and (self._for_prompts is None or self._prompts() > 0)
 
     def spend(self, wanted: int) -> int:
         """Give as many of the wanted tokens as are neither spent nor reserved."""
@@ -43,6 +66,8 @@ class TokenBudget:
     def refund(self, num_tokens: int) -> None:
         """Take back tokens that were granted and will not be fed."""
         self.left += num_tokens
+        if self._prompts_left is not None and num_tokens > 1:
+            self._prompts_left += num_tokens
 
     @property
     def spare(self) -> int:

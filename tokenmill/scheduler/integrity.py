@@ -6,9 +6,9 @@ from collections import Counter
 
 from tokenmill.kv.blocks import NULL_BLOCK, BlockTable
 from tokenmill.kv.cache import KVCache
-from tokenmill.scheduler.admission import WaitingQueue
 from tokenmill.scheduler.request import Sequence
 from tokenmill.scheduler.running import RunningSet
+from tokenmill.scheduler.waiting import WaitingQueue
 
 
 def check_integrity(cache: KVCache, running: RunningSet, waiting: WaitingQueue) -> None:
@@ -16,7 +16,9 @@ def check_integrity(cache: KVCache, running: RunningSet, waiting: WaitingQueue) 
     _check_blocks(cache, [sequence.held_table for sequence in members], running)
     _check_windows(cache, members)
     _check_rows(running, members)
+    assert len(waiting) == len(waiting.groups), "waiting groups are miscounted"
     for group in waiting.groups:
+        assert not group.is_running and not group.is_gone, "a group that runs, or is gone, waits"
         assert all(member.table is None and not member.planned for member in group.members), "a waiting group computes"
 
 

@@ -41,6 +41,7 @@ from typing import NamedTuple, Protocol
 
 from tokenmill.kv.blocks import BlockTable, HashChain
 from tokenmill.sampling.rng import GOLDEN, mix
+from tokenmill.scheduler.tenants import TenantAccount
 from tokenmill.speculate.draft_state import DraftState
 from tokenmill.types import (
     ContextShift,
@@ -80,9 +81,10 @@ class OutputMode(Protocol):
 class RequestState:
     """A request that is waiting or running."""
 
-    def __init__(self, request: Request, number: int) -> None:
+    def __init__(self, request: Request, number: int, account: TenantAccount) -> None:
         """`number`: the request's place in the order of arrival."""
         self.request = request
+        self.account = account
         self.number = number
         self.continues = False  # a step may feed a token that was drawn before the host has seen it
         self.groups: list[SequenceGroup] = []
@@ -183,6 +185,7 @@ class SequenceGroup:
         "refused_room",
         "spare_rows",
         "state",
+        "waiting_since_s",
     )
 
     def __init__(
@@ -197,6 +200,7 @@ class SequenceGroup:
         self.is_gone = False
         self.is_running = False
         self.refused_room = -1  # free blocks (less the margin) when it was last refused
+        self.waiting_since_s = 0.0  # at its level
         state.groups.append(self)
         for sequence in [*members, *pending_forks]:
             sequence.group = self
@@ -205,6 +209,10 @@ class SequenceGroup:
     def priority(self) -> int:
         """Smaller runs first."""
         return self.key[0]
+
+    def set_level(self, level: int) -> None:
+        """Change the priority of a group that waits."""
+        self.key = (level, *self.key[1:])
 
     @property
     def leader(self) -> Sequence:

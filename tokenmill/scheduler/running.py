@@ -15,6 +15,7 @@ from tokenmill.scheduler.beam import Branch
 from tokenmill.scheduler.plan_builder import Holding, StepInFlight, StepsInFlight
 from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.resident_adapters import ResidentAdapters
+from tokenmill.scheduler.tenants import TenantAccount
 from tokenmill.types import BACKGROUND_PRIORITY
 
 
@@ -68,10 +69,23 @@ class RunningSet:
         """How many sequences some of the groups have."""
         return sum(len(group.members) for group in self.groups[first:end])
 
+    def num_rows_of(self, account: TenantAccount) -> int:
+        """Rows that the groups of a tenant hold."""
+        return sum(group.num_rows for group in self.groups if group.state.account is account)
+
     @property
     def first_background(self) -> int:
         """The place of the first background group; all behind it are too."""
         return bisect_left(self.groups, (BACKGROUND_PRIORITY, -1, -1), key=_key)
+
+    def victim(self, group: SequenceGroup) -> SequenceGroup:
+        """The group that makes way for a running one: of those behind it, the last one of the tenant that was given
+        most. It is the group itself where none is behind it."""
+        behind = self.groups[bisect_left(self.groups, group.key, key=_key) + 1 :]
+        if not behind:
+            return group
+        most = max(one.state.account.counter_s for one in behind)
+        return next(one for one in reversed(behind) if one.state.account.counter_s == most)
 
     # ── coming and going ───────────────────────────────────────────────────────────────────────────────
 

@@ -13,27 +13,49 @@ processor's. Time is an argument (`clock`), so that everything here runs on a vi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.errors import InvalidRequest
 from tokenmill.kv.blocks import BlockNews
 from tokenmill.kv.cache import KVCache
-from tokenmill.scheduler.admission import Admission, WaitingQueue, build_request_state, check_feasible
+from tokenmill.scheduler.admission import Admission
 from tokenmill.scheduler.background import BackgroundShare
 from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.integrity import check_integrity
 from tokenmill.scheduler.outputs import failure
-from tokenmill.scheduler.plan_builder import PlanBuilder, Planned
+from tokenmill.scheduler.plan_builder import PlanBuilder, Planned, StepInFlight
 from tokenmill.scheduler.request import RequestState, Sequence, SequenceGroup
+from tokenmill.scheduler.request_setup import build_request_state, check_feasible
 from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_right
 from tokenmill.scheduler.stats import Counters, SchedulerStats
+from tokenmill.scheduler.step_time import StepSize, StepTime
+from tokenmill.scheduler.tenants import QUANTUM_S, Tenants
+from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
+
+LEAST_PROMPT_PART = 0.25  # of the time of a step that prompts may always have
+LEAST_CHUNK = 16  # tokens
+LEARNING_STRIDE = 8  # of the steps without a prompt one in so many is measured
 
 
 def never(_: RowInit) -> bool:
     return False
+
+
+def size_of(plan: StepPlan) -> StepSize:
+    rows = plan.rows
+    context = sum(len(row.token_ids) * (row.start + len(row.token_ids) // 2) for row in rows)
+    return StepSize(plan.num_tokens, sum(row.sample for row in rows), context)
+
+
+def _turn(group: SequenceGroup) -> tuple[int, float, tuple[int, int, int]]:
+    """The order in which prompts of several tenants are computed. One that is underway goes on until its tenant is
+    ahead of the others by a quantum: to share the device among many at once would make all of them late."""
+    ahead_s = group.state.account.counter_s - (QUANTUM_S if group.is_running else 0.0)
+    return group.priority, ahead_s, group.key
 
 
 class Scheduler:
@@ -47,17 +69,21 @@ class Scheduler:
         continues: Callable[[RowInit], bool] = never,
         drafter: Drafter = NO_DRAFTS,
         num_adapter_slots: int = 0,
+        step_limit_s: float | None = None,
     ) -> None:
         """`continues`: whether the runner can feed the token that a row drew last before the host has seen it.
-        `drafter`: proposes tokens that running sequences may draw."""
+        `drafter`: proposes tokens that running sequences may draw. `step_limit_s`: how long a step may take that
+        computes a prompt beside running answers."""
         self._config = config
         self._cache = cache
         # A token of each step is reserved for every running sequence, so no more may run than the budget has tokens.
         self._num_rows = min(max_rows, config.num_rows, config.num_tokens)
         self._running = RunningSet(cache, self._num_rows, num_adapter_slots)
-        self._waiting = WaitingQueue()
+        self._clock = clock
+        self._tenants = Tenants()
+        self._waiting = WaitingQueue(self._tenants, clock)
         self._counters = Counters()
-        self._admission = Admission(config, cache, self._running, self._waiting, self._counters, clock)
+        self._admission = Admission(config, cache, self._running, self._waiting, self._tenants, self._counters, clock)
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
         # Drafts follow the last known token, so a sequence that may have some waits for each result.
@@ -65,6 +91,10 @@ class Scheduler:
         self._drafter = drafter
         self._drafts: dict[Sequence, list[int]] = {}  # for the plan being built
         self._background = BackgroundShare(config.num_tokens, clock)
+        self.step_time = StepTime()
+        self._step_limit_s = step_limit_s
+        self._applied_s = float("-inf")  # when the last step was applied
+        self._was_short = False  # of blocks, in the last plan
 
     # ── requests come and go ───────────────────────────────────────────────────────────────────────────
 
@@ -72,7 +102,8 @@ class Scheduler:
         if request.request_id in self._states:
             raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
         check_feasible(request, self._cache, self._num_rows, self._config.num_tokens)
-        state = build_request_state(request, self._num_added, self._cache, self._num_rows, self._continues)
+        account = self._tenants.open(request.tenant)
+        state = build_request_state(request, self._num_added, account, self._cache, self._num_rows, self._continues)
         self._num_added += 1
         self._states[request.request_id] = state
         self._background.note_added(request.priority)
@@ -117,6 +148,7 @@ class Scheduler:
         for group in list(state.groups):
             self._remove(group)
         del self._states[state.request.request_id]
+        self._tenants.close(state.account)
         self._background.note_closed(state.request.priority)
         self._counters.finished += 1
 
@@ -129,7 +161,7 @@ class Scheduler:
             self._running.remove(group)
         else:
             group.is_gone = True
-            self._waiting.discard(group)
+            self._waiting.remove(group)
 
     @property
     def has_work(self) -> bool:
@@ -164,23 +196,112 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, as if those in flight were done; None when there is nothing to run before one is applied."""
         self._admission.preempt_for_priority()
+        if is_contended := self._tenants.is_contended:
+            self._admission.preempt_for_share()
         has_background = self._background.num_requests > 0
         end = self._running.first_background if has_background else len(self._running)
         num_sequences = self._running.count(0, end) if has_background else self._running.num_sequences
-        budget = TokenBudget(self._config.num_tokens, num_sequences)
+        for_prompts = None if self._step_limit_s is None else partial(self._tokens_for_prompts, end)
+        budget = TokenBudget(self._config.num_tokens, num_sequences, for_prompts)
         builder = PlanBuilder(self._running.in_flight.next_step, budget)
         self._drafts = self._drafter.propose(self._running.groups)
-        self._serve_running(builder, 0, end)
-        if not builder.is_short:
-            self._admission.admit(builder)
+        if is_contended and not self._was_short:
+            self._share(builder, end)
+        else:
+            self._serve_running(builder, 0, end)
+            if not builder.is_short:
+                self._admit(builder)
         if has_background and not builder.is_short:
             self._plan_background(builder)
+        self._was_short = builder.is_short
         if not builder.planned:
             return None
         self._counters.steps += 1
         plan = builder.step_plan(self._running.row_allocator.pop_released(), self._running.adapters.pop_loads())
         self._running.in_flight.add(plan, builder.planned)
         return plan
+
+    def _admit(self, builder: PlanBuilder, *, background: bool = False) -> None:
+        """Start waiting groups with what is left of the step's tokens."""
+        if not len(self._waiting):
+            return
+        self._admission.begin()
+        while builder.budget.has_prompt_tokens:
+            group = self._admission.next_group(background=background)
+            if group is None or not self._admission.admit(group, builder):
+                return
+
+    def _tokens_for_prompts(self, end: int) -> int:
+        """How many tokens of prompts a step may have: what is left of its time beside answers, a quarter at least; all
+        of its tokens where no answer waits for it."""
+        all_tokens, limit_s = self._config.num_tokens, self._step_limit_s
+        answers = [
+            sequence for group in self._running.groups[:end] for sequence in group.members if group.wants(sequence) <= 1
+        ]
+        if limit_s is None or not answers or not self.step_time.is_known:
+            return all_tokens
+        beside = StepSize(len(answers), len(answers), sum(sequence.planned for sequence in answers))
+        start = self._prompt_start()
+        num_tokens = max(
+            self.step_time.tokens_within(limit_s, beside, start),
+            int(LEAST_PROMPT_PART * limit_s / self.step_time.token_s(start)),
+        )
+        return min(all_tokens, max(LEAST_CHUNK, num_tokens - num_tokens % LEAST_CHUNK))
+
+    def _prompt_start(self) -> int:
+        """How much is computed already of the prompt that is computed next, if one is underway."""
+        wanting = (
+            sequence.planned
+            for group in self._running.groups
+            for sequence in group.members
+            if group.wants(sequence) > 1
+        )
+        return next(wanting, 0)
+
+    # ── between tenants ────────────────────────────────────────────────────────────────────────────────
+
+    def _share(self, builder: PlanBuilder, end: int) -> None:
+        """Plan a step of several tenants: answers first, then prompts, running ones and newcomers alike, those of the
+        tenant first that was given least."""
+        prompts = self._serve_answers(builder, end)
+        self._charge(builder, 0)
+        self._admission.begin()
+        may_start = not builder.is_short
+        while True:
+            prompts.sort(key=_turn)  # by the counters of this moment
+            first = self._admission.next_group() if may_start and builder.budget.has_prompt_tokens else None
+            if first is None and not prompts:
+                return
+            num_planned = len(builder.planned)
+            if first is None or (prompts and _turn(prompts[0]) <= _turn(first)):
+                self._serve(prompts.pop(0), builder, may_preempt=False)
+                may_start = may_start and not builder.is_short
+            else:
+                may_start = self._admission.admit(first, builder)
+            self._charge(builder, num_planned)
+
+    def _serve_answers(self, builder: PlanBuilder, end: int) -> list[SequenceGroup]:
+        """Plan the running groups of which each sequence wants one token; return the others."""
+        prompts: list[SequenceGroup] = []
+        position = 0
+        while position < end and position < len(self._running.groups):
+            group = self._running.groups[position]
+            position += 1
+            if any(group.wants(sequence) > 1 for sequence in group.members):
+                prompts.append(group)
+            elif not self._serve(group, builder):
+                break
+        return [group for group in prompts if group.is_running]
+
+    def _charge(self, builder: PlanBuilder, first: int) -> None:
+        """Let the tenants of planned rows pay for what they compute."""
+        model, num_rows = self.step_time, max(1, self._running.num_sequences)
+        row_s = model.row_s(num_rows)
+        for planned in builder.planned[first:]:
+            sequence = planned.sequence
+            num_tokens = planned.num_tokens + len(planned.drafts)
+            seconds = num_tokens * model.token_s(sequence.planned) + row_s
+            self._tenants.charge(sequence.state.account, seconds)
 
     def _plan_background(self, builder: PlanBuilder) -> None:
         """Give background requests what the others leave, or nothing while a prompt of those is computed."""
@@ -193,7 +314,7 @@ class Scheduler:
         builder.budget = TokenBudget(share, min(share, self._running.count(first, len(self._running))))
         self._serve_running(builder, first, len(self._running))
         if not builder.is_short:
-            self._admission.admit(builder, background=True)
+            self._admit(builder, background=True)
 
     def _serve_running(self, builder: PlanBuilder, position: int, end: int) -> None:
         """Plan running groups in order; the tail may be preempted on the way, so the list is walked by position."""
@@ -202,8 +323,9 @@ class Scheduler:
                 return
             position += 1
 
-    def _serve(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
-        """Plan all members of a group; False when no group behind it may be planned in this step."""
+    def _serve(self, group: SequenceGroup, builder: PlanBuilder, *, may_preempt: bool = True) -> bool:
+        """Plan all members of a group; False when no group behind it may be planned in this step. `may_preempt`: False
+        where groups behind it are planned already."""
         served = []
         for sequence in group.members:
             if sequence.num_in_flight:
@@ -214,11 +336,11 @@ class Scheduler:
             granted = builder.budget.grant(group.wants(sequence))
             if not granted:
                 continue
-            copies = self._make_room(group, sequence, granted, builder)
+            copies = self._make_room(group, sequence, granted, builder, may_preempt=may_preempt)
             if copies is not None:
                 drafts = self._fitting_drafts(sequence, granted, builder)
                 served.append((sequence, granted, copies, drafts))
-            elif sequence.num_in_flight:
+            elif sequence.num_in_flight or not may_preempt:
                 builder.budget.refund(granted)
             else:
                 return False
@@ -243,7 +365,7 @@ class Scheduler:
         return drafts
 
     def _make_room(
-        self, group: SequenceGroup, sequence: Sequence, num_tokens: int, builder: PlanBuilder
+        self, group: SequenceGroup, sequence: Sequence, num_tokens: int, builder: PlanBuilder, *, may_preempt: bool
     ) -> list[tuple[int, int]] | None:
         """Reserve blocks for a sequence's next tokens, if need be those of the last group in order.
 
@@ -254,10 +376,10 @@ class Scheduler:
         end = start + num_tokens
         while (copies := self._cache.reserve(sequence.held_table, start, end)) is None:
             builder.is_short = True
-            if sequence.num_in_flight or self._running.in_flight.releases:
+            if sequence.num_in_flight or self._running.in_flight.releases or not may_preempt:
                 self._counters.block_waits += 1
                 return None
-            victim = self._running.groups[-1]
+            victim = self._running.victim(group)
             builder.budget.unreserve(len(victim.members))
             self._admission.preempt(victim)
             if victim is group:
@@ -270,6 +392,7 @@ class Scheduler:
         """Take in what the oldest step in flight brought. Rows whose sequence has ended, or was preempted, since the
         step was planned are ignored."""
         step = self._running.in_flight.pop(result.step)
+        self._learn(step, result)
         results = {row.row: row for row in result.rows}
         outputs: list[SequenceOutput] = []
         for planned, row_plan in zip(step.planned, step.plan.rows, strict=True):
@@ -278,6 +401,16 @@ class Scheduler:
         self._running.free_releases(step)
         self._drafter.note_step(step.plan, result)
         return outputs
+
+    def _learn(self, step: StepInFlight, result: StepResult) -> None:
+        """Learn what a step cost: of those that compute a prompt, and of some of the others."""
+        now_s = self._clock()
+        # With several steps in flight, a step begins when the one before it ends.
+        seconds = min(result.step_s, now_s - self._applied_s)
+        self._applied_s = now_s
+        plan = step.plan
+        if result.step_s > 0.0 and (plan.step % LEARNING_STRIDE == 0 or any(len(r.token_ids) > 1 for r in plan.rows)):
+            self.step_time.note(size_of(plan), seconds)
 
     def apply_failure(self, failed: StepResult) -> list[SequenceOutput]:
         """Take in a step that failed as a whole. The runner may not have heard of the steps behind it, so they are

@@ -40,6 +40,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+Weight = Annotated[float, msgspec.Meta(ge=0.01, le=1000.0)]
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -53,7 +55,10 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None  # of prompts and answers
     tokens_per_day: Limit | None = None
-    max_running: Limit | None = None  # requests at a time
+    max_running: Limit | None = None  # requests at a time; further ones are refused
+    max_sequences: Limit | None = None  # computed at a time; further ones wait
+    weight: Weight = 1.0  # its share of the engine beside that of others
+    min_priority: Priority | None = None  # the smallest that its requests may ask for; None: as for all
 
     @property
     def has_limits(self) -> bool:
@@ -207,6 +212,10 @@ def new_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[str, list[
     problem = _problem(made, {one.id for one in records})
     if problem:
         raise InvalidConfig(f"the key {problem}", param="id")
+    try:
+        msgspec.convert(msgspec.to_builtins(made), KeyRecord)  # its limits too: the file must be readable
+    except msgspec.ValidationError as error:
+        raise InvalidConfig(f"the key can't have such a limit: {error}") from None
     return key, [*records, made]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
@@ -32,14 +32,14 @@ from tokenmill.server.body import BodyReader, parse_object
 from tokenmill.server.dialect import Dialect, Dialects, Recognises, RequestHead, head_of, json_bytes
 from tokenmill.server.gate import NotRead
 from tokenmill.server.generation import GenerationJob, GenerationResponse, GenerationRun
-from tokenmill.server.keys import KeyRing
+from tokenmill.server.keys import KeyRecord, KeyRing
 from tokenmill.server.live import LiveRequests
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.logged_texts import LoggedTexts
 from tokenmill.server.quotas import Quotas, RunQuota
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.state.server_state import ServerState, Service
-from tokenmill.server.tenancy import require_allowed, with_own_salts
+from tokenmill.server.tenancy import as_tenant, require_allowed
 
 Schema = dict[str, Any]
 JsonHandler = Callable[[Request], Awaitable[Response]]
@@ -112,6 +112,12 @@ class RouteContext:
 
         return make
 
+    def settings_of(self, key: KeyRecord | None) -> ServerConfig:
+        """The settings that hold for a client: its key may have a smallest priority of its own."""
+        if key is None or key.min_priority is None:
+            return self.config
+        return replace(self.config, min_priority=key.min_priority)
+
     async def when_read(self, ask: Callable[[], Result]) -> Result:
         """The answer to a question about a model, after its files were read if they were not."""
         while True:
@@ -143,8 +149,8 @@ class RouteContext:
         are shown among the live ones once they are accepted, until they are closed."""
         record.key = record.key or self.keys.get(record.key_id)
         require_allowed(job, record.key)
-        if record.key_id and not self.config.share_cache:
-            job = with_own_salts(job, record.key_id)
+        if record.key_id:
+            job = as_tenant(job, record.key_id, record.key, shares_cache=self.config.share_cache)
         record.is_stream, record.first_request = job.is_stream, job.requests[0] if job.requests else None
         record.texts = self.log_texts(job.requests)
         record.gaps = self.gaps_of(job.engine.info.name)

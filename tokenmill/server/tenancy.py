@@ -4,6 +4,8 @@ Blocks of the prefix cache, and recent answers from which speculation guesses, a
 salt. The number of cached tokens, the number of accepted guesses and the time of a first token would all tell a client
 whether another one sent the same beginning. So every key has salts of its own, made with a secret that lives as long as
 this process; what a client says in `cache_salt` divides its own share further.
+
+A key is also a tenant of the engine, which gives each its share by weight (scheduler/tenants.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import msgspec
 from tokenmill.server.errors import ModelNotAllowed
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.keys import KeyRecord
+from tokenmill.types import Tenant
 
 _SECRET = secrets.token_bytes(32)
 
@@ -33,9 +36,16 @@ def require_allowed(job: GenerationJob, key: KeyRecord | None) -> None:
         raise ModelNotAllowed(f"this API key may not use the model {model}", param="model")
 
 
-def with_own_salts(job: GenerationJob, key_id: str) -> GenerationJob:
-    """A job whose requests share cached work with those of the same key only."""
+def as_tenant(job: GenerationJob, key_id: str, key: KeyRecord | None, *, shares_cache: bool) -> GenerationJob:
+    """A job whose requests are a key's: they have its share of the engine, and share cached work with those of the same
+    key only, unless all share it."""
+    tenant = Tenant(id=key_id) if key is None else Tenant(id=key_id, weight=key.weight, max_sequences=key.max_sequences)
     requests = [
-        msgspec.structs.replace(request, cache_salt=own_salt(key_id, request.cache_salt)) for request in job.requests
+        msgspec.structs.replace(
+            request,
+            tenant=tenant,
+            cache_salt=request.cache_salt if shares_cache else own_salt(key_id, request.cache_salt),
+        )
+        for request in job.requests
     ]
     return replace(job, requests=requests)

@@ -63,6 +63,7 @@ class StreamOptions:
 class ChatCall:
     request: ChatRequest
     stream: StreamOptions
+    tier: str | None  # the one that it gets; None where the client named none
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
         cache_salt=cache_salt(fields),
     )
     fields.text("user")
-    return ChatCall(request, stream)
+    return ChatCall(request, stream, tier_of(fields, config))
 
 
 def _continues_last(fields: BodyFields, messages: list[Message]) -> bool:
@@ -395,10 +396,19 @@ def _priority(fields: BodyFields, config: ServerConfig) -> int:
 
 
 def tiered_priority(fields: BodyFields, config: ServerConfig) -> int:
-    """The priority with what the tier adds. As with OpenAI, who may not have a faster tier gets the usual one."""
-    added = SERVICE_TIERS[fields.one_of("service_tier", tuple(SERVICE_TIERS)) or "auto"]
-    allowed = added if config.min_priority is None else max(added, min(0, config.min_priority))
-    return _priority(fields, config) + allowed
+    """The priority with what the tier adds."""
+    return _priority(fields, config) + SERVICE_TIERS[tier_of(fields, config) or "default"]
+
+
+def tier_of(fields: BodyFields, config: ServerConfig) -> str | None:
+    """The tier that a request gets, as OpenAI names it in replies: who may not have a faster one gets the usual one."""
+    asked = fields.one_of("service_tier", tuple(SERVICE_TIERS))
+    if asked is None:
+        return None
+    added, least = SERVICE_TIERS[asked], config.min_priority
+    if added < 0:
+        return "priority" if least is None or least < 0 else "default"
+    return "flex" if added else "default"
 
 
 def cache_salt(fields: BodyFields) -> str:

@@ -86,13 +86,14 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class Envelope:
     """The fields that all chunks of one answer share: id, object, created, model, fingerprint."""
 
-    def __init__(self, info: ModelInfo, prefix: str, kind: str, include_usage: bool) -> None:
+    def __init__(self, info: ModelInfo, prefix: str, kind: str, include_usage: bool, tier: str | None = None) -> None:
         self.fields = {
             "id": new_id(f"{prefix}-"),
             "object": kind,
             "created": int(time.time()),
             "model": info.name,
             "system_fingerprint": info.fingerprint,
+            **({} if tier is None else {"service_tier": tier}),
         }
         self._include_usage = include_usage
         self._head = b"data: " + orjson.dumps(self.fields)[:-1] + b',"choices":['
@@ -152,9 +153,11 @@ class ChatRendering(OpenAIRendering):
         is_stream: bool,
         include_usage: bool,
         reasoning_fields: Sequence[str] = ("reasoning_content",),
+        tier: str | None = None,
     ) -> None:
+        """`tier`: the service tier, told to a client that asked for one."""
         kind = "chat.completion.chunk" if is_stream else "chat.completion"
-        self._envelope = Envelope(info, "chatcmpl", kind, include_usage)
+        self._envelope = Envelope(info, "chatcmpl", kind, include_usage, tier)
         self._num_choices = num_choices
         self._reasoning_fields = reasoning_fields
         self._texts = TextChunks(lambda choice, text: self._chunk(choice, {"content": text}))

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokenmill.config.server import ServerConfig
 from tokenmill.server.body import BodyFields
 from tokenmill.server.gate import ServedEngine
 from tokenmill.server.generation import GenerationJob
@@ -37,13 +38,16 @@ EMBEDDINGS_IN_FLIGHT = 32  # a call with thousands of inputs shares the queue wi
 
 def openai_endpoints(context: RouteContext) -> list[Endpoint]:
     async def chat_completions(request: Request) -> Response:
-        return await context.generate(request, lambda body: chat_job(body, context))
+        settings = context.settings_of(request.state.record.key)
+        return await context.generate(request, lambda body: chat_job(body, context, settings))
 
     async def completions(request: Request) -> Response:
-        return await context.generate(request, lambda body: completion_job(body, context))
+        settings = context.settings_of(request.state.record.key)
+        return await context.generate(request, lambda body: completion_job(body, context, settings))
 
     async def embeddings(request: Request) -> Response:
-        return await context.generate(request, lambda body: embedding_job(body, context))
+        settings = context.settings_of(request.state.record.key)
+        return await context.generate(request, lambda body: embedding_job(body, context, settings))
 
     async def models(request: Request) -> Response:
         return json_response({"object": "list", "data": await model_rows(context)})
@@ -62,7 +66,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.CHAT_BODY,
             stream=schemas.CHAT_STREAM,
-            job=context.job_maker(lambda body: chat_job(body, context)),
+            job=context.job_maker(lambda body: chat_job(body, context, context.config)),
         ),
         Endpoint(
             "POST",
@@ -73,7 +77,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.COMPLETION_BODY,
             stream=schemas.COMPLETION_STREAM,
-            job=context.job_maker(lambda body: completion_job(body, context)),
+            job=context.job_maker(lambda body: completion_job(body, context, context.config)),
         ),
         Endpoint(
             "POST",
@@ -83,7 +87,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             schemas.EMBEDDING_REPLY,
             READING,
             schemas.EMBEDDING_BODY,
-            job=context.job_maker(lambda body: embedding_job(body, context)),
+            job=context.job_maker(lambda body: embedding_job(body, context, context.config)),
         ),
         Endpoint("GET", "/v1/models", models, "OpenAI", schemas.MODELS_REPLY, (503,)),
         Endpoint("GET", "/v1/models/{model_id:path}", model, "OpenAI", schemas.MODEL_REPLY, (404, 503)),
@@ -97,9 +101,10 @@ def named_model(body: dict[str, Any], context: RouteContext, *, is_required: boo
     return context.registry.find(BodyFields(body).text("model"), is_required=is_required)
 
 
-def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
+def chat_job(body: dict[str, Any], context: RouteContext, config: ServerConfig) -> GenerationJob:
+    """`config`: the settings that hold for the client."""
     model = named_model(body, context)
-    call = parse_chat(body, model.info, context.config)
+    call = parse_chat(body, model.info, config)
     num_choices = call.request.params.n
     rendering = ChatRendering(
         model.info,
@@ -107,6 +112,7 @@ def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
         is_stream=call.stream.is_stream,
         include_usage=call.stream.include_usage,
         reasoning_fields=REASONING_OUT[context.config.reasoning_field],
+        tier=call.tier,
     )
     return GenerationJob(
         model.engine,
@@ -118,9 +124,9 @@ def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
     )
 
 
-def completion_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
+def completion_job(body: dict[str, Any], context: RouteContext, config: ServerConfig) -> GenerationJob:
     model = named_model(body, context)
-    call = parse_completion(body, model.info, context.config)
+    call = parse_completion(body, model.info, config)
     params = call.requests[0].params
     rendering = CompletionRendering(
         model.info,
@@ -142,9 +148,9 @@ def _echoes(call: CompletionCall, engine: ServedEngine) -> list[str]:
     return [text for text in texts for _ in range(call.requests[0].params.n)]
 
 
-def embedding_job(body: dict[str, Any], context: RouteContext) -> GenerationJob:
+def embedding_job(body: dict[str, Any], context: RouteContext, config: ServerConfig) -> GenerationJob:
     model = named_model(body, context)
-    call = parse_embedding(body, model.info, context.config)
+    call = parse_embedding(body, model.info, config)
     rendering = EmbeddingRendering(model.info, call)
     return GenerationJob(
         model.engine, call.requests, rendering, prompt_param="input", max_in_flight=EMBEDDINGS_IN_FLIGHT

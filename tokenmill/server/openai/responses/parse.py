@@ -31,6 +31,7 @@ from tokenmill.server.openai.parse import (
     longest_prompt_of,
     num_characters,
     template_args,
+    tier_of,
     tiered_priority,
 )
 from tokenmill.server.openai.responses.items import Item, ItemReader, input_items, kept_item, kind_of_item
@@ -152,7 +153,7 @@ def parse_response(
             "prompt_cache_retention": fields.text("prompt_cache_retention", MAX_LABEL),
             "reasoning": {"effort": request.reasoning.effort, "summary": summary},
             "safety_identifier": fields.text("safety_identifier", MAX_LABEL),
-            "service_tier": "default",
+            "service_tier": tier_of(fields, config) or "default",
             "store": references.is_stored,
             "temperature": params.temperature,
             "text": {"format": _text_format(fields) or {"type": "text"}, "verbosity": _verbosity(fields)},

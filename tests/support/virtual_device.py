@@ -1,0 +1,179 @@
+"""A scheduler on a virtual clock: steps take as long as a device's formula says, and clients come and go in between.
+
+Tokens are no concern here (`simulated_runner.py` is for those): every row that samples draws token 1. A thousand
+requests take a second or two of real time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from tokenmill.config.engine import SchedulerConfig
+from tokenmill.errors import TokenmillError
+from tokenmill.kv.cache import KVCache
+from tokenmill.params import SamplingParams
+from tokenmill.scheduler import Scheduler
+from tokenmill.scheduler.scheduler import size_of
+from tokenmill.scheduler.step_time import StepSize
+from tokenmill.types import Request, RowResult, StepPlan, StepResult, Tenant
+
+VOCAB = 30_000
+
+
+@dataclass(frozen=True)
+class Device:
+    """Seconds of a step: a small CPU by default."""
+
+    base_s: float = 0.008
+    token_s: float = 0.0005
+    sample_s: float = 0.0003
+    context_s: float = 2e-9
+
+    def seconds(self, size: StepSize) -> float:
+        return self.base_s + self.token_s * size.tokens + self.sample_s * size.samples + self.context_s * size.context
+
+
+@dataclass
+class Life:
+    """What became of one request."""
+
+    request: Request
+    sent_s: float
+    token_times: list[float] = field(default_factory=list)
+    ended_s: float | None = None
+    refused_s: float | None = None  # the wait that it was told
+    cost_s: float = 0.0  # of the device: its rows' part of every step
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.token_times[-1] - self.token_times[0]) / max(1, len(self.token_times) - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
+
+
+class VirtualServer:
+    def __init__(
+        self,
+        device: Device | None = None,
+        *,
+        rows: int = 20,
+        tokens: int = 512,
+        num_blocks: int = 6000,
+        block_size: int = 16,
+        step_limit_s: float | None = 0.1,
+        **settings: object,
+    ) -> None:
+        self.device = device or Device()
+        self.now = 0.0
+        self.cache = KVCache(windows=[None], num_blocks=num_blocks, block_size=block_size)
+        config = SchedulerConfig(max_running=rows, token_budget=tokens)
+        self.scheduler = Scheduler(
+            config=config,
+            cache=self.cache,
+            max_rows=rows,
+            clock=lambda: self.now,
+            step_limit_s=step_limit_s,
+            **settings,  # type: ignore[arg-type]
+        )
+        self.lives: dict[str, Life] = {}
+        self.busy_s = 0.0
+        self.steps: list[tuple[StepSize, float]] = []
+        self.on_end: Callable[[Life], None] = lambda life: None
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    # ── clients ────────────────────────────────────────────────────────────────────────────────────────
+
+    def at(self, when_s: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when_s, next(self._numbers), do))
+
+    def ask(self, tenant: str = "", prompt: int = 100, output: int = 20, **more: object) -> Life:
+        """A request, sent now. `prefix`: so many of its first tokens are the same for all requests of its tenant with
+        the same `talk`."""
+        number = next(self._numbers)
+        weight, prefix = float(more.pop("weight", 1.0)), int(more.pop("prefix", 0))  # type: ignore[call-overload]
+        most, n = more.pop("max_sequences", None), int(more.pop("n", 1))  # type: ignore[call-overload]
+        start = sum(map(ord, tenant)) % 1000 + 1000 * int(more.pop("talk", 0))  # type: ignore[call-overload]
+        own = [start + 5] * prefix + [(number * 7919 + place * 31 + 11) % VOCAB for place in range(prompt - prefix)]
+        request = Request(
+            request_id=f"{tenant}:{number}",
+            prompt_token_ids=own,
+            params=SamplingParams(ignore_eos=True, n=n),
+            max_tokens=output,
+            seed=number,
+            arrival_s=self.now,
+            cache_salt=tenant,
+            tenant=Tenant(id=tenant, weight=weight, max_sequences=most),  # type: ignore[arg-type]
+            **more,  # type: ignore[arg-type]
+        )
+        life = self.lives[request.request_id] = Life(request, self.now)
+        try:
+            self.scheduler.add(request)
+        except TokenmillError as error:
+            life.refused_s = getattr(error, "retry_after_s", 0.0)
+            self.on_end(life)
+        return life
+
+    # ── time ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, until_s: float = float("inf")) -> None:
+        """Step until there is nothing to do, or it is so late."""
+        while self.now < until_s:
+            while self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+            plan = self.scheduler.plan() if self.scheduler.has_work else None
+            if plan is not None:
+                self._compute(plan)
+            elif self._events:
+                self.now = max(self.now, self._events[0][0])
+            else:
+                return
+
+    def _compute(self, plan: StepPlan) -> None:
+        size = size_of(plan)
+        seconds = self.device.seconds(size)
+        self._share_cost(plan, seconds)
+        self.now += seconds
+        self.busy_s += seconds
+        self.steps.append((size, seconds))
+        rows = [RowResult(row=row.row, token_ids=[1] if row.sample else []) for row in plan.rows]
+        for output in self.scheduler.apply(StepResult(step=plan.step, rows=rows, step_s=seconds)):
+            life = self.lives[output.request_id]
+            life.token_times += [self.now] * len(output.token_ids)
+            if output.finish_reason and life.ended_s is None and not self.scheduler.has(output.request_id):
+                life.ended_s = self.now
+                self.on_end(life)
+
+    def _share_cost(self, plan: StepPlan, seconds: float) -> None:
+        """Give every row its part of a step: its tokens, and an equal part of what all share."""
+        by_row = {sequence.row: sequence.state.request.request_id for sequence in self.scheduler.running}
+        spare = seconds - self.device.token_s * sum(len(row.token_ids) for row in plan.rows)
+        for row in plan.rows:
+            self.lives[by_row[row.row]].cost_s += self.device.token_s * len(row.token_ids) + spare / len(plan.rows)
+
+    # ── sums ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def of(self, tenant: str) -> list[Life]:
+        return [life for life in self.lives.values() if life.request.tenant.id == tenant]
+
+    def served_s(self, tenant: str) -> float:
+        return sum(life.cost_s for life in self.of(tenant))
+
+
+def jain(values: list[float]) -> float:
+    """Jain's index of fairness: 1 where all have the same."""
+    return sum(values) ** 2 / (len(values) * sum(value * value for value in values))
+
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,107 @@
+"""How long a step takes, learned from the steps that ran.
+
+    seconds = base + a · tokens + b · samples + c · context        context: fed tokens × tokens that each looks back at
+
+    base      reading the weights, launching kernels
+    a         one more token, of a prompt or of an answer
+    b         what a row that samples costs beside its token: the vocabulary's logits, drawing
+    c         attention
+
+The four are fitted to the steps of the last while by least squares of relative errors, and none is negative. A step
+that took much longer than expected counts as three times as long: the machine was busy otherwise. Before the first
+prompt was computed nothing is known (`is_known`).
+
+The model prices what tenants use (`tenants.py`) and says how much of a prompt fits beside running answers
+(`budget.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MEMORY = 0.98  # what a step weighs when the next one is noted
+MOST_SURPRISE = 3.0  # a step counts as at most this many times as long as expected
+NUM_TRUSTED = 8  # steps before which nothing is a surprise
+RIDGE = 1e-4  # keeps what was not seen at nothing: as much as so many steps
+NUM_SWEEPS = 12
+LEAST_S = 1e-7
+SCALES = (100.0, 1.0, 10.0, 1e5)  # tokens, base, samples, context: so that the fit is among numbers of one size
+
+
+class StepSize(NamedTuple):
+    """What a step computes."""
+
+    tokens: int
+    samples: int  # rows that draw a token
+    context: int  # summed over the fed tokens: how many tokens each looks back at
+
+
+class StepTime:
+    """Estimates the seconds of a step from its size."""
+
+    def __init__(self) -> None:
+        self._squares = [[0.0] * 4 for _ in range(4)]  # weighted sums of products of features
+        self._products = [0.0] * 4  # ... and of features and seconds
+        self._fit = [0.0] * 4  # by feature: tokens, base, samples, context
+        self._num_noted = 0
+        self._has_prompt = False
+        self._is_stale = False
+
+    @property
+    def is_known(self) -> bool:
+        return self._has_prompt
+
+    def note(self, size: StepSize, seconds: float) -> None:
+        """Learn from a step."""
+        if seconds <= 0.0 or size.tokens <= 0:
+            return
+        if self._num_noted >= NUM_TRUSTED:
+            seconds = min(seconds, MOST_SURPRISE * max(self.seconds(size), LEAST_S))
+        features = _features(size)
+        weight = 1.0 / seconds**2
+        for i, feature in enumerate(features):
+            row = self._squares[i]
+            for j, other in enumerate(features):
+                row[j] = row[j] * MEMORY + weight * feature * other
+            self._products[i] = self._products[i] * MEMORY + weight * feature * seconds
+        self._num_noted += 1
+        self._has_prompt = self._has_prompt or size.tokens > size.samples
+        self._is_stale = True
+
+    def seconds(self, size: StepSize) -> float:
+        return sum(one * feature for one, feature in zip(self._fitted(), _features(size), strict=True))
+
+    def tokens_within(self, seconds: float, beside: StepSize, start: int) -> int:
+        """How many tokens of a prompt, from `start` on, fit into a step of so many seconds beside what it computes
+        already."""
+        left = seconds - self.seconds(beside)
+        return int(left / self.token_s(start)) if left > 0.0 else 0
+
+    def token_s(self, start: int = 0) -> float:
+        """One more token of a prompt, with so many before it."""
+        fit = self._fitted()
+        return max(LEAST_S, fit[0] / SCALES[0] + start * fit[3] / SCALES[3])
+
+    def row_s(self, num_rows: int) -> float:
+        """What a row that samples costs beside its token and context: its part of what all rows share, and its own."""
+        fit = self._fitted()
+        return fit[1] / max(1, num_rows) + fit[2] / SCALES[2]
+
+    def _fitted(self) -> list[float]:
+        """The coefficients: least squares among numbers that are not negative, one after another, from the last ones
+        on. What a lone feature can explain is explained by tokens first."""
+        if self._is_stale:
+            self._is_stale = False
+            fit, squares = self._fit, self._squares
+            for _ in range(NUM_SWEEPS):
+                for i in range(4):
+                    row = squares[i]
+                    if row[i] > 0.0:
+                        others = sum(row[j] * fit[j] for j in range(4) if j != i)
+                        fit[i] = max(0.0, (self._products[i] - others) / (row[i] * (1.0 + RIDGE)))
+        return self._fit
+
+
+def _features(size: StepSize) -> tuple[float, float, float, float]:
+    tokens, base, samples, context = SCALES
+    return size.tokens / tokens, base, size.samples / samples, size.context / context

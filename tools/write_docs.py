@@ -272,9 +272,31 @@ or a Hugging Face id."""
 PLANNED_HEAD = """## Models that can only be planned for
 
 `tokenmill plan` reads their `config.json` and says what they need; the engine does not run them."""
-FORMATS_FOOT = """Formats that a backend does not compute with directly are expanded when they are loaded: to float16 by
+_INTEGERS, _KEPT4, _KEPT8 = "multiplied as integers", "kept in 4 bits and scales", "kept in 8 bits and scales"
+OTHER_FORMATS = [
+    ["safetensors: fp8 (e4m3; blocks, rows or whole matrices)", "8", "multiplied as floats", "expanded"],
+    ["compressed-tensors W4A16 (pack-quantized, to 4 bits)", "4", _INTEGERS, _KEPT4],
+    ["compressed-tensors W8A16 and W8A8 (pack-, int-, naive-quantized)", "8", _INTEGERS, _KEPT8],
+    ["compressed-tensors fp8 and mxfp8 (float-, naive-quantized)", "8", "multiplied as floats", "expanded"],
+    ["compressed-tensors and ModelOpt NVFP4", "4.5", _INTEGERS, _KEPT8],
+    ["ModelOpt FP8; mixtures of FP8 and NVFP4", "8", "each as above", "each as above"],
+    ["GPTQ, 2, 3 and 4 bits; AWQ, 4 bits", "4", _INTEGERS, _KEPT4],
+    ["GPTQ and AWQ, 8 bits", "8", _INTEGERS, _KEPT8],
+    ["GPTQ and compressed-tensors with act order", "16", "expanded", "expanded"],
+    ["bitsandbytes nf4, fp4", "4.5", "multiplied as integers, tables rounded to 8 bits", "expanded"],
+    ["bitsandbytes int8", "8", _INTEGERS, _KEPT8],
+    ["HQQ along the columns (axis 1), to 4 bits", "5", _INTEGERS, _KEPT4],
+    ["HQQ along the columns, 8 bits", "9", _INTEGERS, _KEPT8],
+    ["HQQ along the rows (axis 0)", "32", "expanded", "expanded"],
+    ["MXFP4 (gpt-oss, compressed-tensors)", "4.25", _INTEGERS, "experts in their 4 bits, others in 8 bits and scales"],
+]
+FORMATS_FOOT = """One checkpoint may mix formats: each matrix is read by the tensors it has. Activations are never
+quantised as W8A8 and FP8 checkpoints were made for; weights keep every bit of their file, and values equal those of the
+maker's own dequantise.
+
+Formats that a backend does not compute with directly are expanded when they are loaded: to float16 by
 the native CPU kernels, to the computing precision on a GPU. On a GPU, `--dtype float32` and `--deterministic` expand
-all formats. GPTQ with act order (`desc_act`) is expanded. `--quantization` rounds unquantised weights while they load
+all formats. `--quantization` rounds unquantised weights while they load
 ([configuration.md](configuration.md))."""
 
 
@@ -346,13 +368,13 @@ def outline_rows() -> Iterator[list[str]]:
 def format_rows() -> list[list[str]]:
     rows = [
         ["safetensors: float32, float16, bfloat16", "32, 16", "kept as stored", "computed in 16 or 32 bits"],
-        ["safetensors: GPTQ and AWQ, 4 bits", "4", "as Q4_0 or Q4_1", "as Q4_0 or Q4_1"],
+        *OTHER_FORMATS,
     ]
     for kind_ in GGML_TYPES.values():
         if kind_.block_size > 1 and can_expand(kind_):
             packed = packed_int_format("layers.0.q.weight", (4096, 4096), Stored(kind_.name))
             bits = f"{kind_.block_bytes * 8 / kind_.block_size:.4g}"
-            on_cpu = "multiplied as integers" if kind_.name in PACKED_QUANTS else "expanded"
+            on_cpu = _INTEGERS if kind_.name in PACKED_QUANTS else "expanded"
             on_gpu = "expanded" if packed is None else f"kept in {packed.bits} bits and scales"
             on_gpu += "; experts in their 4 bits" if kind_.name == "MXFP4" else ""
             rows.append([f"GGUF {kind_.name}", bits, on_cpu, on_gpu])

@@ -62,7 +62,9 @@ def test_show_says_of_every_config_what_runs_it_or_what_is_missing(
 def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(str(shared_dir / "configs" / "openai--gpt-oss-20b_config.json")) == 0
     words = capsys.readouterr().out
-    assert "runs on a CPU  native kernels" in words and "20.9 B" in words
+    assert "runs on a CPU  native kernels" in words and "20.9 B" in words and "MXFP4 experts" in words
+    assert command(str(shared_dir / "configs" / "Qwen--Qwen3-32B-FP8_config.json")) == 0
+    assert "fp8, blocks of 128 × 128" in capsys.readouterr().out
     assert command(str(shared_dir / "configs" / "zai-org--GLM-5_config.json")) == 0
     words = capsys.readouterr().out
     assert "torch's ops, slow: attention over tokens that an indexer chooses" in words

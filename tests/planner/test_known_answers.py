@@ -108,3 +108,5 @@ def test_quantised_configs_are_planned_at_their_precision(shared_dir: Path) -> N
     fp8 = find_model(str(shared_dir / "configs" / "Qwen--Qwen3-32B-FP8_config.json"))
     assert (full.stored_dtype, fp8.stored_dtype) == ("bfloat16", "fp8")
     assert fp8.weights("auto").total / full.weights("auto").total == pytest.approx(0.5, abs=0.001)
+    packed = find_model(str(shared_dir / "configs" / "moonshotai--Kimi-K2.5_config.json"))
+    assert packed.stored_dtype == "int4"  # compressed-tensors' W4A16

@@ -121,6 +121,12 @@ def drawable_formats(stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
     return {name: one for name, one in stored.items() if one.same_scales == 1 and one.quant in GGML_TYPE_BY_NAME}
 
 
+def is_expanded(path: Path) -> bool:
+    """Return whether a checkpoint's matrices have no block format and are expanded by every backend."""
+    config = quantization_config(path / "config.json") if (path / "config.json").is_file() else None
+    return bool(config) and any(scheme.is_expanded for _, scheme in read_quantization(config or {}).schemes)
+
+
 def configured_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[str, Stored]:
     """Formats of the matrices of a checkpoint with this quantization_config, by what it says of them."""
     if not config or spec.family not in BY_NAME:

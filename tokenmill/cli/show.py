@@ -22,7 +22,8 @@ from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.outline import outline_of
 from tokenmill.arch.outlines import MISSING, outline_from_hf
-from tokenmill.arch.read import read_json, read_spec
+from tokenmill.arch.quantization import read_quantization
+from tokenmill.arch.read import quantization_config, read_json, read_spec
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, WindowedMqa
 from tokenmill.cli.output import count, print_facts, size
@@ -89,6 +90,7 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "mlp": _mlp_in_words(spec),
         "parameters": num_parameters(spec),
         "active_parameters": num_active_parameters(spec),
+        "quantised_as": quantised_as(resolved.path),
         "quantisation": types,
         "weight_bytes": weights,
         "max_context": spec.max_context,
@@ -171,7 +173,14 @@ def stored_weights(path: Path) -> tuple[int, dict[str, int]]:
             by_type[tensor.type] += tensor.num_bytes
         return gguf_weight_bytes(gguf), dict(by_type.most_common())
     total = sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
-    return total, {read_spec(path).dtype: total}
+    return total, {quantised_as(path) or read_spec(path).dtype: total}
+
+
+def quantised_as(path: Path) -> str | None:
+    """How a checkpoint's config says that its matrices are quantised; None: not at all, or a GGUF file."""
+    described = path if path.suffix == ".json" else path / "config.json"
+    config = quantization_config(described) if described.is_file() else None
+    return read_quantization(config).method if config else None
 
 
 def chat_template(path: Path) -> str | None:
@@ -252,6 +261,7 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("mlp", facts["mlp"]),
         ("vocabulary", f"{facts['vocab_size']:,} tokens"),
         ("parameters", _parameters_in_words(facts)),
+        *([("quantised", facts["quantised_as"])] if facts["quantised_as"] else []),
         ("weights", f"{size(facts['weight_bytes'])} ({types})" if facts["weight_bytes"] else "not here"),
         ("context", f"{facts['max_context']:,} tokens"),
         ("chat template", "yes (--template prints it)" if facts["has_chat_template"] else "none: use run --raw"),

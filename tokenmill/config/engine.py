@@ -45,7 +45,7 @@ class ModelConfig:
     """Longest prompt plus answer in tokens; by default the model's own limit, or 32768 where that is more."""
     quantization: Literal["none", "int8", "fp8", "int4"] = "none"
     """Quantise unquantised weights while loading: int8 anywhere, fp8 or int4 on a GPU, where fp8 means int8 for
-    routed experts. What a file has quantised already (GGUF's Q4 to Q8 formats, GPTQ, AWQ) is computed with as it is,
+    routed experts. What a file has quantised already (docs/models.md lists the formats) is computed with as it is,
     whatever this says; but on a GPU it is expanded for float32 and with `--deterministic`."""
     seed: int = 0
     """Seed of random weights (`--load-format dummy`)."""

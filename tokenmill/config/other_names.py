@@ -134,7 +134,12 @@ SHORT = {  # llama.cpp's
     "-ctv": "cache_type_v", "-md": "model_draft", "-cb": "cont_batching",
 }  # fmt: skip
 OUR_VALUES: dict[str, Mapping[str, str]] = {"dtype": DTYPES}  # values of settings that have the same name
-LEFT_TO_THE_FILES = {"quantization": ("none", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf")}
+LEFT_TO_THE_FILES = {
+    "quantization": (
+        *("none", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "bitsandbytes", "hqq"),
+        *("modelopt", "modelopt_fp4", "fbgemm_fp8", "mxfp4", "auto-round"),
+    )
+}
 
 
 def by_other_name(name: str, value: Any) -> tuple[str, Any] | None:

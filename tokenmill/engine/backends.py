@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, gguf_weight_parts, gpu_dtype, weight_parts
 from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.outline import Model as ModelShape
-from tokenmill.arch.packed_formats import stored_formats
+from tokenmill.arch.packed_formats import is_expanded, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.config.engine import CPU_LIMITS, BackendName, DeviceName, gpu_limits
@@ -170,6 +170,8 @@ class StoredWeights:
         if self.path.suffix == ".gguf":
             return gguf_weight_parts(read_gguf_model(self.path))
         plain = weight_parts(self.spec, self.dtype)
+        if is_expanded(self.path):
+            return plain
         share = stored_bytes(self.path) / plain.total
         parts = (plain.embedding, plain.experts, plain.rest, plain.tables)
         return WeightParts(*(int(part * share) for part in parts))

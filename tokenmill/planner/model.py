@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from tokenmill.arch.cost import DTYPE_BYTES, WeightParts, weight_parts
@@ -20,6 +21,7 @@ from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
 from tokenmill.arch.packed_formats import Stored, configured_formats
+from tokenmill.arch.quantization import read_quantization
 from tokenmill.arch.read import quantization_config, read_json, read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.engine.backends import TRITON, KeptWeights, StoredWeights
@@ -31,7 +33,6 @@ from tokenmill.store.catalog import find_entry
 GPU_DTYPE = "bfloat16"  # of activations beside weights that stay quantised
 PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 _QUANTISED = re.compile(r"[.-]((?:Q\d_(?:K|\d)|F16|BF16))(?:_[SML])?\.GGUF$")
-FOUR_BIT_METHODS = {"gptq", "awq", "bitsandbytes"}
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,28 @@ def plain_dtype(spec: Model) -> str:
     return spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16"
 
 
+_DTYPES = {
+    **dict.fromkeys(("Q4_0", "G4", "NF4", "FP4"), "int4"),
+    **dict.fromkeys(("Q8_0", "G8", "B8"), "int8"),
+    **dict.fromkeys(("NV4", "NV4D"), "nvfp4"),
+    "MXFP4": "mxfp4",
+    "F8": "fp8",
+}
+
+
 def quantised_dtype(config: dict[str, Any]) -> str:
+    """The type that most matrices have."""
+    try:
+        schemes = [scheme for _, scheme in read_quantization(config).schemes]
+    except UnsupportedModel:
+        schemes = []
+    if schemes:
+        return mode("bfloat16" if scheme.is_expanded else _DTYPES[scheme.quant] for scheme in schemes)
     method = str(config.get("quant_method", config.get("quant_algo", ""))).lower()
     algorithm = str(config.get("quant_algo", "")).lower()
     for four_bits in ("mxfp4", "nvfp4"):
         if four_bits in (method, algorithm):
             return four_bits
-    if "fp4" in method or "fp4" in algorithm or method in FOUR_BIT_METHODS or config.get("bits") == 4:
+    if "fp4" in method or "fp4" in algorithm or config.get("bits") == 4:
         return "int4"
     return "fp8" if "fp8" in method or "fp8" in algorithm or method == "modelopt" else "int8"

@@ -99,6 +99,7 @@ class _Layout:
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [..., n] → uint8 [..., 32n / bits]: values without gaps between them, lowest bits first."""
+    words = words if words.stride(-1) == 1 else words.clone(memory_format=torch.contiguous_format)
     pieces = words.contiguous().view(torch.uint8)  # [..., 4n]
     if bits == 8:
         return pieces

@@ -266,6 +266,9 @@ def test_list_of_an_empty_store_and_of_the_catalog(environment: dict[str, str]) 
     assert json.loads(real(environment, "list", "--json").stdout) == []
     catalog = json.loads(real(environment, "list", "--catalog", "--json").stdout)
     assert catalog[0]["name"] == "smollm2:135m" and catalog[0]["here"] is False
+    assert catalog[0]["size_bytes"] == 98_362_432
+    planned = {row["name"]: row["planned_bytes"] for row in catalog}
+    assert 4e9 < planned["llama3.1:8b"] < 5.5e9 and min(planned.values()) > 5e7
 
 
 def test_doctor_of_a_fresh_machine(environment: dict[str, str]) -> None:

@@ -33,6 +33,7 @@ def test_show_agrees_with_the_gguf_package(smollm2_path: Path, capsys: pytest.Ca
 def test_show_in_words_and_the_template(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(str(smollm2_path)) == 0
     words = capsys.readouterr().out
+    assert "speed here" in words and "tokens/s" in words and "tokenmill run " in words
     assert "134.5 M" in words and "30 × 9 heads of 64, 3 KV heads" in words
     assert "23.0 kB per token, 12.2 kB with --kv-dtype int8" in words
     assert command(str(smollm2_path), template=True) == 0

@@ -25,12 +25,15 @@ def test_short_names_resolve_with_and_without_tag() -> None:
     entry = parse_name("smollm2")
     assert isinstance(entry, CatalogEntry) and entry.name == "smollm2:135m"
     assert parse_name("QWEN2.5:1.5b").name == "qwen2.5:1.5b"  # type: ignore[union-attr]
+    assert parse_name("mistral:instruct").name == "mistral:7b"  # type: ignore[union-attr]
 
 
 def test_hub_ids() -> None:
     assert parse_name("Qwen/Qwen3-0.6B") == HubModel("Qwen/Qwen3-0.6B")
     assert parse_name("a/b:Q4_K_M") == HubModel("a/b", "Q4_K_M")
     assert parse_name("a/b:sub/x.gguf") == HubModel("a/b", "sub/x.gguf")
+    for host in ("hf.co/", "huggingface.co/", "https://huggingface.co/"):
+        assert parse_name(f"{host}a/b:Q4_K_M") == HubModel("a/b", "Q4_K_M")
 
 
 def test_paths_win_over_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +123,5 @@ def test_the_catalog_is_well_formed() -> None:
     for entry in catalog.values():
         assert ":" in entry.name and entry.repo.count("/") == 1 and entry.file.endswith(".gguf") and entry.license
         assert not entry.wheel or (entry.sha256 and entry.size_bytes)
+    names = [name for entry in catalog.values() for name in (entry.name, *entry.aliases)]
+    assert len(names) == len(set(names)) and all(":" in name and name == name.lower() for name in names)

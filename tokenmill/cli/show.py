@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,13 +28,16 @@ from tokenmill.arch.read import quantization_config, read_json, read_spec
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, WindowedMqa
 from tokenmill.cli.output import count, print_facts, size
+from tokenmill.config import EngineConfig
 from tokenmill.engine.backends import NATIVE, REFERENCE, TRITON, default_kv_dtype
 from tokenmill.errors import UnsupportedModel
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.ops import cpu as native_kernels
 from tokenmill.ops import triton as triton_kernels
 from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.report.units import duration
 from tokenmill.store import DEFAULT_MODEL, ResolvedModel, resolve_model
+from tokenmill.store.catalog import find_entry
 
 ROUNDED = "int8"
 MAX_TEMPLATE_CHARACTERS = 1 << 20
@@ -63,6 +67,7 @@ def command(
         return 0
     try:
         facts = describe(resolved)
+        facts |= {"license": license_of(resolved), "speed_here": speed_here(resolved)}
         words = _in_words(facts)
     except UnsupportedModel as error:
         facts = describe_planned(resolved, error)
@@ -100,6 +105,34 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "kernels": kernels_for(spec),
         "fit": fit(spec, weights or weight_bytes(spec, spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16")),
     }
+
+
+def license_of(resolved: ResolvedModel) -> str | None:
+    """The licence by the catalog or by the file; None where neither tells."""
+    entry = find_entry(resolved.name)
+    if entry is not None:
+        return entry.license
+    if resolved.path.suffix != ".gguf":
+        return None
+    told = read_gguf_model(resolved.path).metadata.get("general.license")
+    return told if isinstance(told, str) else None
+
+
+def speed_here(resolved: ResolvedModel) -> dict[str, Any] | None:
+    """What the planner expects of this machine; None where there are no weights to run."""
+    from tokenmill.planner.serving import serving_plan
+
+    if resolved.path.suffix == ".json":
+        return None
+    plan = serving_plan(EngineConfig(), resolved.path, resolved.name)
+    return {"device": plan.device.name, "input_len": plan.question.input_len, "ttft_s": plan.ttft_s,
+            "tpot_s": plan.tpot_s}  # fmt: skip
+
+
+def _speed_in_words(speed: dict[str, Any]) -> str:
+    """Time to the first token and tokens a second, as planned."""
+    prompt = f"about {duration(speed['ttft_s'])} for a prompt of {speed['input_len']} tokens"
+    return f"{prompt}, then {1 / speed['tpot_s']:,.0f} tokens/s ({speed['device']})"
 
 
 def kernels_for(spec: ModelSpec) -> dict[str, str]:
@@ -255,6 +288,7 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", facts["name"]),
         ("path", facts["path"]),
         ("source", facts["source"]),
+        *([("licence", facts["license"])] if facts["license"] else []),
         *((name, value if isinstance(value, str) else repr(value)) for name, value in custom.items()),
         ("architecture", f"{facts['family']}, {facts['num_layers']} layers, {facts['hidden_size']} wide"),
         ("attention", facts["attention"]),
@@ -268,7 +302,11 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV cache", _cache_in_words(facts["kv_bytes_per_token"])),
         *((f"runs on a {'CPU' if device == 'CPU' else 'GPU'}", by) for device, by in facts["kernels"].items()),
     ]
-    return rows + [("fits here" if not index else "", _fit_in_words(row)) for index, row in enumerate(facts["fit"])]
+    rows += [("fits here" if not index else "", _fit_in_words(row)) for index, row in enumerate(facts["fit"])]
+    if facts["speed_here"] is not None:
+        rows.append(("speed here", _speed_in_words(facts["speed_here"])))
+    raw = "" if facts["has_chat_template"] else " --raw"
+    return [*rows, ("try", f'tokenmill run {shlex.quote(facts["name"])}{raw} "Why is the sky blue?"')]
 
 
 def _cache_in_words(per_token: dict[str, int]) -> str:

@@ -55,7 +55,7 @@ def list_models(*, catalog: Flag = False, json: Flag = False) -> int:
     if json:
         print(msgspec.json.encode(rows).decode())
     elif catalog:
-        print_table(("NAME", "LICENCE", "HERE", "ABOUT"), [_offered_in_words(row) for row in rows])
+        print_table(("NAME", "SIZE", "LICENCE", "HERE", "ABOUT"), [_offered_in_words(row) for row in rows])
     elif rows:
         print_table(("NAME", "SIZE", "PULLED", "FROM"), [_stored_in_words(row) for row in rows])
     else:
@@ -70,16 +70,37 @@ def _store_rows() -> list[dict[str, Any]]:
     ]
 
 
+def planned_bytes(name: str) -> int:
+    """About how much a model of the catalog takes, by its shape and precision."""
+    from tokenmill.planner.device import unmeasured_machine
+    from tokenmill.planner.model import known_model
+    from tokenmill.planner.plan import Question, place
+
+    model = known_model(name)
+    return 0 if model is None else place(model, unmeasured_machine(use_gpu=False), Question()).memory.weights
+
+
 def _catalog_rows() -> list[dict[str, Any]]:
     here = set(Store().names())
     return [
-        {"name": e.name, "about": e.about, "license": e.license, "repo": e.repo, "file": e.file, "here": e.name in here}
+        {
+            "name": e.name,
+            "about": e.about,
+            "license": e.license,
+            "repo": e.repo,
+            "file": e.file,
+            "here": e.name in here,
+            "size_bytes": e.size_bytes,
+            "planned_bytes": planned_bytes(e.name),
+            "aliases": e.aliases,
+        }
         for e in load_catalog().values()
     ]
 
 
 def _offered_in_words(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["name"], row["license"], "yes" if row["here"] else "", row["about"]
+    shown = size(row["size_bytes"]) if row["size_bytes"] else f"~{size(row['planned_bytes'])}"
+    return row["name"], shown, row["license"], "yes" if row["here"] else "", row["about"]
 
 
 def _stored_in_words(row: dict[str, Any]) -> tuple[str, ...]:

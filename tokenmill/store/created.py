@@ -24,12 +24,11 @@ from tokenmill.errors import InvalidRequest, UnknownModel
 from tokenmill.store.catalog import find_entry
 from tokenmill.store.fetched import require_space
 from tokenmill.store.layout import Customization, Manifest, Store, StoredFile, checked_file_name, directory_name
-from tokenmill.store.names import shown
+from tokenmill.store.names import HUB_HOSTS, shown
 
 MAX_CUSTOM_BYTES = 1 << 20  # of all that a created model adds
 LATEST = ":latest"
 DAY_S = 86_400
-HUB_HOSTS = ("hf.co/", "huggingface.co/")  # how Ollama's users write a model of the hub
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3}(:[A-Za-z0-9._-]+)?")
 
 

@@ -5,6 +5,7 @@
     smollm2:135m   qwen3                     a short name
     owner/name     owner/name:Q4_K_M         a hub repository; after the colon a GGUF file or a quantisation
     owner/name:sub/file.gguf
+    hf.co/owner/name                         the same, as Ollama's users write it; also the address of its page
     scripted:./script.json                   a test model that says what a script tells it
 
 Names become directory names and URLs, so they are checked here, once: no `..`, no stray separators, bounded length.
@@ -24,6 +25,7 @@ from tokenmill.store.catalog import CatalogEntry, find_entry, load_catalog
 MAX_NAME_LENGTH = 200
 SCRIPT_PREFIX = "scripted:"
 MODEL_FILES = (".gguf", ".json")  # weights, or a bare config: enough to plan with, and to run random weights
+HUB_HOSTS = ("hf.co/", "huggingface.co/")  # how Ollama's users write a model of the hub
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(:(?P<file>{_PART}(/{_PART})*))?")
 
@@ -103,7 +105,8 @@ def existing_path(text: str) -> LocalModel | None:
 
 
 def _hub_id(text: str) -> HubModel | None:
-    match = _HUB_ID.fullmatch(text)
+    text = text.removeprefix("https://")
+    match = _HUB_ID.fullmatch(next((text.removeprefix(host) for host in HUB_HOSTS if text.startswith(host)), text))
     if match is None or len(text) > MAX_NAME_LENGTH or ".." in text or match["repo"].endswith(".gguf"):
         return None
     return HubModel(match["repo"], match["file"])

@@ -68,7 +68,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS)
 
 test: lint
 	$(PYTEST) --dist loadfile -m "not slow and not gpu and not serial"
-	$(PYTEST) tests/triton_interpreted
+	$(PYTEST) tests/triton_interpreted -m "not slow"
 	$(BIN)/pytest -m "serial and not slow and not gpu"
 
 # Coverage is of the processes that pytest itself starts, not of servers and programs that tests start.

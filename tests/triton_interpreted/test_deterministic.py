@@ -31,7 +31,9 @@ def fixed_order() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("num_out", "num_in", "border"), [(40, 384, 384), (72, 520, 256)])
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "border"), [(40, 384, 384), pytest.param(72, 520, 256, marks=pytest.mark.slow)]
+)
 def test_products_do_not_depend_on_the_number_of_rows(num_out: int, num_in: int, border: int) -> None:
     matrix, bias, x = torch.randn(num_out, num_in), torch.randn(num_out), torch.randn(21, num_in)
     weight = LinearWeight(num_out, num_in, matrix, bias)

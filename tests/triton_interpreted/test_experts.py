@@ -202,8 +202,8 @@ def check_quantised_experts(
     ("quants", "hidden", "inter", "k"),
     [
         (("Q4_K", "Q4_K", "Q8_0"), 256, 64, 1),
-        (("Q5_0", "Q5_0", "Q5_1"), 64, 64, 2),
-        (("Q8_0", "Q8_0", "Q4_1"), 64, 128, 1),
+        pytest.param(("Q5_0", "Q5_0", "Q5_1"), 64, 64, 2, marks=pytest.mark.slow),
+        pytest.param(("Q8_0", "Q8_0", "Q4_1"), 64, 128, 1, marks=pytest.mark.slow),
         (("MXFP4", "MXFP4", "MXFP4"), 192, 128, 2),
     ],
 )

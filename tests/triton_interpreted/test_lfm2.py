@@ -24,7 +24,7 @@ def decoder(path: Path, ops: Ops) -> Decoder:
     return Decoder(spec, Loader(open_weights(path, spec), ops, torch.float32, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_trained_model_in_odd_chunks_beside_another_row(deterministic: bool, lfm2_dir: Path) -> None:
     cases: list[dict[str, Any]] = json.loads((lfm2_dir / "golden_greedy.json").read_text())["cases"]
     case = min(cases, key=lambda case: len(case["prompt_ids"]))

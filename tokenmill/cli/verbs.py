@@ -18,6 +18,7 @@ VERBS = {
     "keys": "Make, list and revoke the API keys of a server",
     "usage": "Requests and tokens of a server, by key, user, model or day",
     "audit": "Show and verify the audit log of a server",
+    "service": "Let systemd start, watch and restart a server",
     "plan": "Memory, speed and price of a model on a device, before buying it",
     "detect": "Tell whether a text carries a watermark",
     "bench": "Measure: offline, serve, search, startup, latency, compare, report",

@@ -25,6 +25,10 @@ class ServerConfig:
     keys_file: Path | None = None
     """TOML file with API keys as records (`tokenmill keys`): digests, expiry, models; read again on SIGHUP. By default
     keys.toml in TOKENMILL_HOME, if it is there."""
+    tls_cert: Path | None = None
+    """File with the server's certificate and those that lead to its root (PEM), for https; read again on SIGHUP."""
+    tls_key: Path | None = None
+    """File with the certificate's private key (PEM)."""
     allow_open: bool = False
     """Listen beyond this machine without any API key."""
     public_metrics: bool = False
@@ -118,6 +122,8 @@ class ServerConfig:
             for value in given if isinstance(given, tuple) else (given,):
                 if value is not None and not low <= value <= high:
                     raise InvalidConfig(f"{name} must be between {low} and {high}, got {value}", param=name)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidConfig("--tls-cert and --tls-key belong together", param="tls_cert")
         if not self.port:
             raise InvalidConfig("a server needs a port to listen on", param="port")
         fixed = [port for port in self.port if port]

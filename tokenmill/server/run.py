@@ -47,6 +47,7 @@ from tokenmill.server.loader import ModelLoader
 from tokenmill.server.registry import require_distinct
 from tokenmill.server.routing import RouteContext
 from tokenmill.server.service_notify import ServiceNotifier
+from tokenmill.server.tls import TlsFiles, tls_files
 from tokenmill.server.ui.shelf import MakeFinder
 from tokenmill.store import LocalModel, parse_name, plain_name, resolve_model
 
@@ -123,6 +124,8 @@ def stored_model(base: EngineConfig, plan: PlanMemory, spare: SpareCore, name: s
 def require_servable(config: ServerConfig) -> None:
     """Check keys and address, before a model is fetched, which may take long."""
     require_safe_exposure(config, key_ring(config, os.environ))
+    if (tls := tls_files(config)) is not None:
+        tls.require_usable()
     require_free_ports(config)
 
 
@@ -148,7 +151,7 @@ def serve_models(
     app = create_app(gates, config, metrics, keys=keys, loader=loader, fits=fits)
     context: RouteContext = app.state.context
     context.services.append(ServiceNotifier(os.environ, context.registry.is_live))
-    http_server = HttpServer(uvicorn_config(app, FLUSH_S))
+    http_server = HttpServer(uvicorn_config(app, FLUSH_S, tls_files(config)))
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -166,9 +169,11 @@ def allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def uvicorn_config(app: Starlette, flush_s: int) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, flush_s: int, tls: TlsFiles | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        ssl_certfile=None if tls is None else tls.cert,
+        ssl_keyfile=None if tls is None else tls.key,
         http=limited_protocol(app.state.dialects),
         lifespan="off",
         ws="none",
@@ -218,14 +223,22 @@ class ServerLifecycle:
     async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_keys)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         answering = asyncio.create_task(self._http_server.serve(sockets=self._listeners))
         try:
             if await self._load():
                 for service in self._context.services:
                     await service.start()
                 names = self._context.registry.names()
-                print(welcome(self._listeners, names, needs_key=bool(self._keys)), flush=True)
+                print(
+                    welcome(
+                        self._listeners,
+                        names,
+                        needs_key=bool(self._keys),
+                        is_tls=tls_files(self._context.config) is not None,
+                    ),
+                    flush=True,
+                )
                 gc.freeze()  # imported modules stay: streams need not wait for collections that look through them
                 with relaxed_gc():
                     await self._stop.wait()
@@ -240,8 +253,9 @@ class ServerLifecycle:
         self._stop.set()
         self._context.loader.refuse_all()
 
-    def _reload_keys(self) -> None:
-        """Read the keys again in a thread: many take a moment, and streams go on."""
+    def _reload(self) -> None:
+        """Read keys and certificate again, while streams go on. Many keys take a moment, so a thread reads them."""
+        self._reload_certificate()
 
         def reload() -> None:
             try:
@@ -254,6 +268,18 @@ class ServerLifecycle:
 
         loop = asyncio.get_running_loop()
         loop.run_in_executor(None, reload)
+
+    def _reload_certificate(self) -> None:
+        tls, context = tls_files(self._context.config), self._http_server.config.ssl
+        if tls is None or context is None:
+            return
+        try:
+            tls.require_usable()
+        except InvalidConfig as problem:
+            log.error("%s; the certificate stays as it was", problem)
+        else:
+            context.load_cert_chain(tls.cert, tls.key)  # for connections from now on
+            log.info("the certificate was read")
 
     async def _load(self) -> bool:
         """Load the first models; False when told to stop before that was done."""
@@ -317,8 +343,8 @@ def kill_child(pid: int) -> None:
             os.waitpid(pid, 0)
 
 
-def welcome(listeners: list[socket.socket], models: list[str], *, needs_key: bool) -> str:
-    url, *others = [_url(listener) for listener in listeners]
+def welcome(listeners: list[socket.socket], models: list[str], *, needs_key: bool, is_tls: bool = False) -> str:
+    url, *others = [_url(listener, "https" if is_tls else "http") for listener in listeners]
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     question = '[{"role": "user", "content": "What is the capital of France?"}]'
     body = f'{{"model": "{models[0]}", "temperature": 0, "messages": {question}}}'  # at 1 small models talk nonsense
@@ -330,6 +356,6 @@ def welcome(listeners: list[socket.socket], models: list[str], *, needs_key: boo
     )
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,35 @@
+"""The certificate of a server that speaks https, checked before it is used."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenmill.config.server import ServerConfig
+from tokenmill.errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    cert: Path
+    key: Path
+
+    def require_usable(self) -> None:
+        """Refuse files that can't be read or do not belong together, in a context of their own: one that serves
+        already is not left with half of them."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.cert, self.key, password=_no_password)
+        except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
+            why = getattr(problem, "reason", None) or getattr(problem, "strerror", None) or problem
+            raise InvalidConfig(f"{self.cert} and {self.key} are no certificate with its key: {why}") from None
+
+
+def tls_files(config: ServerConfig) -> TlsFiles | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return TlsFiles(config.tls_cert, config.tls_key)
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")

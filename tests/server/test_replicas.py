@@ -49,6 +49,7 @@ def streamed(process: ServerProcess, number: int) -> str:
     text = ""
     with process.http.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.status_code == 200
+        assert reply.headers["x-tokenmill-replica"].split()[0] in ("0", "1")
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line[6:])

@@ -149,7 +149,8 @@ class AsyncEngine:
         run = self._running[request.request_id] = RequestRun(buffer, request)
         self._replicas.submit(run)
         self._idle.clear()
-        return EventStream(buffer, self._leave, asyncio.get_running_loop())
+        route = f"{run.replica.index} {run.why}" if run.replica is not None and len(self._replicas.all) > 1 else None
+        return EventStream(buffer, self._leave, asyncio.get_running_loop(), route)
 
     async def abort(self, request_id: str) -> None:
         """End a request; a reader of its events gets a `RequestAborted`."""

@@ -106,8 +106,12 @@ OnLeave = Callable[[EventBuffer], None]
 class EventStream(AsyncIterator[Event]):
     """Iterates over a request's events. `aclose`, cancelling a read and dropping the stream all abort the request."""
 
-    def __init__(self, buffer: EventBuffer, on_leave: OnLeave, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, buffer: EventBuffer, on_leave: OnLeave, loop: asyncio.AbstractEventLoop, route: str | None = None
+    ) -> None:
+        """`route`: which of several cores the request went to, and why."""
         self._buffer = buffer
+        self.route = route
         self._on_leave = on_leave
         weakref.finalize(self, _leave_later, loop, on_leave, buffer).atexit = False
 

@@ -52,6 +52,7 @@ class RequestRecord:
     is_batch_line: bool = False  # nobody waits for it now
     model: str | None = None  # set once the request is handed to an engine
     usage: Usage | None = None
+    route: str | None = None  # which of several engine processes it went to, and why
     accepted_s: float = 0.0  # when the engine had accepted it, since `started_s`
     queue_s: float | None = None
     first_token_s: float | None = None  # since `started_s`

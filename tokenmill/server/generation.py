@@ -183,6 +183,7 @@ class GenerationRun:
         except ContextLengthExceeded as error:
             error.param = self.job.prompt_param
             raise
+        self.record.route = self.record.route or getattr(events, "route", None)
         self._prompt_token_ids = self._prompt_token_ids or prepared.request.prompt_token_ids
         num_tokens = len(prepared.request.prompt_token_ids)
         self.record.max_tokens = max(self.record.max_tokens, prepared.request.max_tokens)

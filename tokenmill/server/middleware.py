@@ -53,6 +53,8 @@ class RequestMiddleware:
                 request_id = record.request_id.encode()
                 ids = ((b"x-request-id", request_id), (b"request-id", request_id))  # OpenAI's clients and Anthropic's
                 message["headers"] = [*message.get("headers", []), *ids, *self._limits(record, scope)]
+                if record.route is not None:
+                    message["headers"].append((b"x-tokenmill-replica", record.route.encode()))
                 if record.trace is not None:
                     message["headers"].append((b"traceparent", record.trace.header))
             elif not message.get("more_body", False):

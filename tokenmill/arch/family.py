@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, ModelSpec, MoeSpec, NormPlace, NormSpec, QkNorm, ShortConv
 from tokenmill.arch.tensors import Rules
 from tokenmill.errors import UnsupportedModel
@@ -67,6 +68,8 @@ class GGUFTraits:
     default_window: int | None = None
     query_scale_from_width_at: int | None = None  # this many layers: scale is (hidden / heads) ** -0.5
     conv_key: str | None = None  # has the kernel of short convolutions, in layers with no key/value heads
+    words: ConfigWords | None = None  # where metadata is read as a config.json: how that says it
+    other_with: tuple[str, str] | None = None  # a key of the metadata, and the family whose files have it
 
 
 @dataclass(frozen=True)

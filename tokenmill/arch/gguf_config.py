@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from tokenmill.arch.families import BY_GGUF_ARCH, BY_NAME
 from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.hf_config import ACTIVATIONS, longrope_mscale, yarn_mscale
+from tokenmill.arch.gguf_words import config_of
+from tokenmill.arch.hf_config import ACTIVATIONS, longrope_mscale, spec_from_hf, yarn_mscale
 from tokenmill.arch.spec import (
     FrequencyFactors,
     Gqa,
@@ -44,7 +46,13 @@ UNKNOWN_EXPERTS = (
 
 
 def spec_from_gguf(gguf: GGUFFile) -> ModelSpec:
-    return _Reader(gguf, _family(gguf)).spec()
+    family = _family(gguf)
+    reader = _Reader(gguf, family)
+    words = family.gguf_traits.words
+    if words is None:
+        return reader.spec()
+    config = config_of(gguf, family.gguf_traits.arch, words)
+    return reader.named(spec_from_hf({"model_type": family.model_types[0], **config}))
 
 
 def _family(gguf: GGUFFile) -> Family:
@@ -52,9 +60,9 @@ def _family(gguf: GGUFFile) -> Family:
     if not isinstance(arch, str) or arch not in BY_GGUF_ARCH:
         known = ", ".join(sorted(BY_GGUF_ARCH))
         raise UnsupportedModel(f"{gguf.path}: architecture {arch!r} is not implemented", hint=f"these are: {known}")
-    if arch == "llama" and gguf.metadata.get("llama.expert_count"):
-        return BY_NAME["mixtral"]
-    return BY_GGUF_ARCH[arch]
+    family = BY_GGUF_ARCH[arch]
+    key, other = family.gguf_traits.other_with or ("", "")
+    return BY_NAME[other] if other and gguf.metadata.get(f"{arch}.{key}") else family
 
 
 class _Reader:
@@ -83,6 +91,19 @@ class _Reader:
             tied_head="output.weight" not in self.gguf.tensors,
             embedding_scale=self.hidden**0.5 if self.family.scaled_embeddings else 1.0,
             logit_softcap=self._softcap("final_logit_softcapping"),
+            dtype=self._dtype(),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=self._eos_ids(metadata),
+            name=str(self.gguf.metadata.get("general.name", "")),
+            extra=self._extra(),
+        )
+
+    def named(self, spec: ModelSpec) -> ModelSpec:
+        """A spec that was read elsewhere, with what files say of themselves."""
+        metadata = ConfigFields(self.gguf.metadata, self.fields.source)
+        bos = metadata.integers("tokenizer.ggml.bos_token_id")
+        return replace(
+            spec,
             dtype=self._dtype(),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=self._eos_ids(metadata),

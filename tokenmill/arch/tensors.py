@@ -562,5 +562,15 @@ GGUF: Rules = {
 # llama.cpp rotates neighbouring pairs for this architecture, so its converter reorders the rows of q and k.
 GGUF_LLAMA: Rules = interleaved_pairs(GGUF)
 
+# Where the norm before an MLP has the name of one behind attention.
+GGUF_OTHER_NORM: Rules = {"layers.{i}.mlp_norm.weight": Rule("blk.{i}.post_attention_norm.weight")}
+GGUF_ROUTED: Rules = {
+    "layers.{i}.choice_bias": Rule("blk.{i}.exp_probs_b.bias"),
+    **{
+        f"layers.{{i}}.shared.{part}.weight": Rule(f"blk.{{i}}.ffn_{part}_shexp.weight")
+        for part in ("gate", "up", "down")
+    },
+}
+
 # Tensors that carry facts of the architecture, read into the spec rather than as weights.
 GGUF_FACTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

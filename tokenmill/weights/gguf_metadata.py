@@ -32,6 +32,10 @@ Factors = dict[str, tuple[float, ...]]
 
 def architecture_metadata(spec: ModelSpec, family: Family) -> tuple[Metadata, Factors]:
     """Return (keys without the architecture's prefix, tensors of rope factors)."""
+    if family.gguf_traits.words is not None:
+        raise UnsupportedModel(
+            f"{spec.family}: models of this family are read from GGUF, but cannot be written as GGUF"
+        )
     _require_plain(spec)
     full = _full_attention(spec)
     scaling, factors = _rope_scaling(full)

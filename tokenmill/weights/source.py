@@ -42,7 +42,8 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
     location, family = locate(path), _family(spec)
     if location.format == "gguf":
         gguf = GGUFCheckpoint(read_gguf_model(location.files[0]))
-        return CheckpointWeights(gguf, sources_of(spec, family.gguf_traits.rules), GGUF_FACTS)
+        rules = family.gguf_traits.rules
+        return CheckpointWeights(gguf, sources_of(spec, rules), (*GGUF_FACTS, *_extra_layers(spec, rules)))
     checkpoint = _safetensors(location.files)
     rules = _with_prefix(family, checkpoint.shapes)
     if isinstance(checkpoint, QuantizedCheckpoint) and checkpoint.has_rows_of_outputs:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmill.arch.family import Family, alternating
+from tokenmill.arch.family import Family, GGUFTraits, alternating
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import Gqa
-from tokenmill.arch.tensors import HF_LLAMA, HF_POST_NORMS, HF_QK_NORM
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_POST_NORMS, HF_QK_NORM
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -48,6 +49,7 @@ EXAONE4 = Family(
         "eos_token_id": 2,
     },
     hf_rules={**HF_LLAMA, **HF_QK_NORM, **HF_POST_NORMS},
+    gguf=GGUFTraits("exaone4", GGUF, words=ConfigWords(defaults={"sliding_window": None})),
     qk_norm="head",
     norms="after",
     windows=alternating,

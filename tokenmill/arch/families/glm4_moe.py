@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, HF_QK_NORM, HF_SHARED_EXPERTS, Rule
+from tokenmill.arch.tensors import GGUF, GGUF_OTHER_NORM, GGUF_ROUTED, HF_LLAMA, HF_QK_NORM, HF_SHARED_EXPERTS, Rule
 
 
 def sigmoid_experts(fields: ConfigFields, layer: int) -> MoeSpec | None:
@@ -72,6 +74,22 @@ GLM4_MOE = Family(
         **HF_SHARED_EXPERTS,
         "layers.{i}.choice_bias": Rule("model.layers.{i}.mlp.gate.e_score_correction_bias"),
     },
+    gguf=GGUFTraits(
+        "glm4moe",
+        {**GGUF, **GGUF_OTHER_NORM, **GGUF_ROUTED},
+        words=ConfigWords(
+            {
+                **EXPERT_WORDS,
+                "n_routed_experts": "expert_count",
+                "n_shared_experts": "expert_shared_count",
+                "n_group": "expert_group_count",
+                "topk_group": "expert_group_used_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "first_k_dense_replace": "leading_dense_block_count",
+            },
+            {"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
+        ),
+    ),
     qkv_bias="attention_bias",
     has_partial_rotary=True,
     experts=sigmoid_experts,

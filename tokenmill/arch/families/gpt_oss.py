@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.family import Family, alternating
+from tokenmill.arch.family import Family, GGUFTraits, alternating
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
+from tokenmill.arch.gguf_words import SOFTMAX_OF_CHOSEN, ConfigWords
 from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, Rule
+from tokenmill.arch.tensors import GGUF, GGUF_OTHER_NORM, HF_LLAMA, Rule
 
 EXPERTS = "model.layers.{i}.mlp.experts."
+PARTS = ("gate", "up", "down")
 LIMIT, ALPHA = 7.0, 1.702  # what "swiglu_oai" has
 
 
@@ -63,6 +66,21 @@ GPT_OSS = Family(
         "layers.{i}.experts.down.weight": Rule(EXPERTS + "down_proj", transposed=True),
         "layers.{i}.experts.down.bias": Rule(EXPERTS + "down_proj_bias"),
     },
+    gguf=GGUFTraits(
+        "gpt-oss",
+        {
+            **GGUF,
+            **GGUF_OTHER_NORM,
+            "layers.{i}.sinks": Rule("blk.{i}.attn_sinks.weight"),
+            "layers.{i}.router.bias": Rule("blk.{i}.ffn_gate_inp.bias"),
+            **{f"layers.{{i}}.experts.{part}.bias": Rule(f"blk.{{i}}.ffn_{part}_exps.bias") for part in PARTS},
+        },
+        words=ConfigWords(
+            {**EXPERT_WORDS, "num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"},
+            rope={"truncate": False},
+            gating=SOFTMAX_OF_CHOSEN,
+        ),
+    ),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     windows=alternating,

@@ -6,8 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill.arch.families.llama import LLAMA
+from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import Gqa, LayerSpec, ModelSpec
+from tokenmill.arch.tensors import GGUF_LLAMA
 
 
 def adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
@@ -35,7 +38,19 @@ GRANITE = replace(
     name="granite",
     model_types=("granite",),
     defaults={**LLAMA.defaults, **GRANITE_MULTIPLIERS},
-    gguf=None,
+    gguf=GGUFTraits(
+        "granite",
+        GGUF_LLAMA,
+        words=ConfigWords(
+            {
+                "embedding_multiplier": "embedding_scale",
+                "residual_multiplier": "residual_scale",
+                "attention_multiplier": "attention.scale",
+                "logits_scaling": "logit_scale",
+            },
+            {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"},
+        ),
+    ),
     adjust_attention=adjust_attention,
     adjust_layer=adjust_layer,
     adjust_model=adjust_model,

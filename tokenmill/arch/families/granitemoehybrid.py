@@ -67,6 +67,7 @@ GRANITE_HYBRID = replace(
         "shared_intermediate_size": 1024,
     },
     hf_rules=HF_GRANITE_HYBRID,
+    gguf=None,
     experts=_experts,
     adjust_attention=_attention,
     adjust_layer=_layer,

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmill.arch.families.lfm2 import LFM2
+from tokenmill.arch.families.lfm2 import GGUF_LFM2, LFM2
+from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import Rule
+from tokenmill.arch.tensors import GGUF_ROUTED, Rule
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,7 +61,22 @@ LFM2_MOE = replace(
         "layers.{i}.experts.up.weight": Rule("model.layers.{i}.feed_forward.experts.{e}.w3.weight"),
         "layers.{i}.experts.down.weight": Rule("model.layers.{i}.feed_forward.experts.{e}.w2.weight"),
     },
-    gguf=None,
+    gguf=GGUFTraits(
+        "lfm2moe",
+        {**GGUF_LFM2, **GGUF_ROUTED},
+        words=ConfigWords(
+            {
+                **EXPERT_WORDS,
+                "norm_eps": "attention.layer_norm_rms_epsilon",
+                "conv_L_cache": "shortconv.l_cache",
+                "num_experts": "expert_count",
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "num_dense_layers": "leading_dense_block_count",
+            },
+            {"conv_bias": "blk.0.shortconv.conv.bias"},
+            {"block_auto_adjust_ff_dim": False},
+        ),
+    ),
     common_keys=_common_keys,
     experts=_experts,
 )

@@ -20,7 +20,7 @@ LLAMA = Family(
         "eos_token_id": 2,
     },
     hf_rules=HF_LLAMA,
-    gguf=GGUFTraits("llama", GGUF_LLAMA, window_pattern=1),
+    gguf=GGUFTraits("llama", GGUF_LLAMA, window_pattern=1, other_with=("expert_count", "mixtral")),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     mlp_bias="mlp_bias",

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.arch.families.mixtral import MIXTRAL
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_QK_NORM, Rule
+from tokenmill.arch.tensors import GGUF, GGUF_ROUTED, HF_QK_NORM, Rule
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,6 +53,13 @@ MINIMAX_M2 = Family(
         **HF_QK_NORM,
         "layers.{i}.choice_bias": Rule("model.layers.{i}.block_sparse_moe.e_score_correction_bias"),
     },
+    gguf=GGUFTraits(
+        "minimax-m2",
+        {**GGUF, **GGUF_ROUTED},
+        words=ConfigWords(
+            {**EXPERT_WORDS, "num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"}
+        ),
+    ),
     qk_norm="all",
     has_partial_rotary=True,
     experts=_experts,

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmill.arch.family import Family, alternating
-from tokenmill.arch.tensors import HF_LLAMA, HF_POST_NORMS, HF_QK_NORM
+from tokenmill.arch.family import Family, GGUFTraits, alternating
+from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_POST_NORMS, HF_QK_NORM
 
 OLMO2 = Family(
     name="olmo2",
@@ -23,6 +24,7 @@ OLMO2 = Family(
         "eos_token_id": 50279,
     },
     hf_rules={**HF_LLAMA, **HF_QK_NORM, **HF_POST_NORMS},
+    gguf=GGUFTraits("olmo2", GGUF, words=ConfigWords(), other_with=("attention.sliding_window", "olmo3")),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     qk_norm="all",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill.arch.families.llama import LLAMA
+from tokenmill.arch.family import GGUFTraits
+from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.tensors import GGUF, GGUF_OTHER_NORM
 
 SEED_OSS = replace(
     LLAMA,
@@ -19,6 +22,12 @@ SEED_OSS = replace(
         "attention_out_bias": False,
         "bos_token_id": 0,
     },
-    gguf=None,
+    gguf=GGUFTraits(
+        "seed_oss",
+        {**GGUF, **GGUF_OTHER_NORM},
+        words=ConfigWords(
+            tensors={"attention_bias": "blk.0.attn_q.bias", "attention_out_bias": "blk.0.attn_output.bias"}
+        ),
+    ),
     out_bias="attention_out_bias",
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill.arch.families.llama import LLAMA
-from tokenmill.arch.family import Family, named_layers
+from tokenmill.arch.family import Family, GGUFTraits, named_layers
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import Gqa
-from tokenmill.arch.tensors import HF_LLAMA
+from tokenmill.arch.tensors import GGUF_LLAMA, HF_LLAMA
 
 
 def has_rope(fields: ConfigFields, layer: int) -> bool:
@@ -39,6 +40,7 @@ SMOLLM3 = Family(
         "eos_token_id": 128001,
     },
     hf_rules=HF_LLAMA,
+    gguf=GGUFTraits("smollm3", GGUF_LLAMA, words=ConfigWords(tensors={"attention_bias": "blk.0.attn_q.bias"})),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     mlp_bias="mlp_bias",

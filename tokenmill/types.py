@@ -327,6 +327,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     error: str | None = None  # with finish_reason "error"
     error_code: str | None = None  # code of the error in `errors.py`, if known
     error_param: str | None = None  # the parameter to blame
+    retry_after_s: float = 0.0  # with an error that is over after so long
     queue_s: float = 0.0  # on the first output: time between arrival and first being scheduled
     num_drafted: int = 0  # draft tokens of this sequence that were computed so far
     num_accepted: int = 0  # ... and accepted

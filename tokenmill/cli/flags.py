@@ -128,7 +128,7 @@ def refuse_engine_flags(engine: EngineOptions) -> None:
                 raise InvalidConfig(f"--{flag} does nothing with --url: {why}", param=option.name)
 
 
-FOR_CLIENTS = ("served_name", "max_waiting")
+FOR_CLIENTS = ("served_name", "max_waiting", "slo", "step_ms")
 
 
 def _without(*fields: str) -> Parameter:

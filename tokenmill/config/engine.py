@@ -99,6 +99,13 @@ class SchedulerConfig:
     on a GPU, 8192 on one with 64 GB or more."""
     max_waiting: int = 1024
     """Requests that may wait; further ones are refused."""
+    slo: str | None = None
+    """Promise to clients, such as `ttft=1s,tpot=50ms`: a step takes no longer than tpot, and a request whose first
+    token would come later than ttft is refused with 429 and the time to wait."""
+    step_ms: float | None = None
+    """Milliseconds that a step may take which computes prompts beside running answers, so that a long prompt does not
+    hold up other streams; 0: as long as its tokens need. By default the tpot of --slo, or 100 on a CPU and 50 on a
+    GPU."""
     speculate: str = "auto"
     """Speculative decoding: propose draft tokens and verify several in one step; answers stay the same. `auto` takes
     draft tokens from the request's own text and from recent answers, as many as pay off; `ngram` all likely ones;

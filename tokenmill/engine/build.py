@@ -15,8 +15,9 @@ import torch
 
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.config import EngineConfig
+from tokenmill.config import EngineConfig, SchedulerConfig
 from tokenmill.config.adapters import named_adapters
+from tokenmill.config.promises import read_service_level
 from tokenmill.engine.adapters import AdapterStore
 from tokenmill.engine.backends import find_device
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MakeRunner = Callable[[KVStorage, Sampler, int, int], Runner]
+
+
+STEP_LIMITS_S = {"cpu": 0.1, "cuda": 0.05}
 
 
 def build_core(
@@ -259,6 +263,8 @@ def assemble(
         continues=runner.continues,
         drafter=make_drafter(config, grammars.num_allowed, load_draft),
         num_adapter_slots=0 if adapters is None else config.model.adapter_slots or 0,
+        step_limit_s=step_limit_s(config.scheduler, device.name),
+        promised=read_service_level(config.scheduler.slo),
     )
     if adapters is not None:
         runner.adapters = adapters.by_digest
@@ -272,6 +278,13 @@ def assemble(
         kv_dtype=config.cache.kv_dtype,
     )
     return EngineCore(scheduler, runner, info, grammars=grammars, adapters=adapters)
+
+
+def step_limit_s(scheduler: SchedulerConfig, device: str) -> float | None:
+    """How long a step may take that computes prompts beside running answers."""
+    if scheduler.step_ms is None:
+        return read_service_level(scheduler.slo).tpot_s or STEP_LIMITS_S[device]
+    return scheduler.step_ms / 1000 or None
 
 
 def load_vocabulary_of(config: EngineConfig, model_path: Path) -> Vocabulary:

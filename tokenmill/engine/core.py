@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from tokenmill.engine.adapters import AdapterStore, no_adapters
 from tokenmill.engine.status import CoreInfo, EngineStats, FailedAdapter, LoadedAdapter
-from tokenmill.errors import InvalidRequest, PeerDied, TokenmillError
+from tokenmill.errors import InvalidRequest, Overloaded, PeerDied, TokenmillError
 from tokenmill.guided.compile import Compiler
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.masks import StepMasks
@@ -299,7 +299,12 @@ def no_vocabulary() -> Vocabulary:
 
 def refusal(request_id: str, error: TokenmillError) -> SequenceOutput:
     return SequenceOutput(
-        request_id=request_id, finish_reason="error", error=str(error), error_code=error.code, error_param=error.param
+        request_id=request_id,
+        finish_reason="error",
+        error=str(error),
+        error_code=error.code,
+        error_param=error.param,
+        retry_after_s=error.retry_after_s if isinstance(error, Overloaded) else 0.0,
     )
 
 

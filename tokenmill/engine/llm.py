@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,6 +78,13 @@ class LoraRequest(Protocol):
 Adapters = str | Sequence[str | None] | None  # the name of one for all rows, or one (or none) for each
 
 
+def without_step_limit(config: EngineConfig) -> EngineConfig:
+    """The config of a program that waits for whole answers: no stream is held up by a long step."""
+    if config.scheduler.step_ms is not None or config.scheduler.slo is not None:
+        return config
+    return replace(config, scheduler=replace(config.scheduler, step_ms=0.0))
+
+
 class LLM:
     """A model in this process: prompts in, answers out, many at a time.
 
@@ -90,7 +98,7 @@ class LLM:
 
     def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Any) -> None:
         """Load a model. Settings are those of `tokenmill run --help` by name: `max_context=2048`, `threads=2` ..."""
-        self.config = engine_config(model, settings)
+        self.config = without_step_limit(engine_config(model, settings))
         fast_start = bool(self.config.ops.fast_start)  # this process is the program's: only where it asks
         with preload_libraries(fast_start=fast_start):
             self._frontend: ModelFrontend = load_frontend(self.config)

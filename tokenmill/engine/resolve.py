@@ -177,6 +177,7 @@ def _require_ranges(config: EngineConfig) -> None:
         ("max_running", config.scheduler.max_running, 1, 4096),
         ("token_budget", config.scheduler.token_budget, 1, 2**20),
         ("max_waiting", config.scheduler.max_waiting, 0, sys.maxsize),
+        ("step_ms", config.scheduler.step_ms, 0.0, 3.6e6),
         ("threads", config.ops.threads, 1, 1024),
         ("tp", config.parallel.tp, 1, MAX_RANKS),
         ("adapter_slots", config.model.adapter_slots, 0, 1024),

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.results import EventFold
-from tokenmill.errors import RequestFailed, TokenmillError, error_with_code
+from tokenmill.errors import Overloaded, RequestFailed, TokenmillError, error_with_code
 from tokenmill.types import Event, SequenceOutput, TokenInfo
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,10 @@ class EventBuffer:
         A failure in the text of one request must not reach the others, so it becomes that request's error.
         """
         if output.finish_reason == "error":
-            return error_with_code(output.error_code, output.error or "the request failed", output.error_param)
+            error = error_with_code(output.error_code, output.error or "the request failed", output.error_param)
+            if isinstance(error, Overloaded) and output.retry_after_s:
+                error.retry_after_s = output.retry_after_s
+            return error
         try:
             for event in self.output_processor.process(output):
                 self.put(event)

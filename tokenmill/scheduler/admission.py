@@ -33,6 +33,7 @@ from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache, PrefixMatch
 from tokenmill.scheduler.budget import Resource, Resources
 from tokenmill.scheduler.plan_builder import PlanBuilder
+from tokenmill.scheduler.promises import Promises
 from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.stats import Counters
@@ -90,6 +91,7 @@ class Admission:
         running: RunningSet,
         waiting: WaitingQueue,
         tenants: Tenants,
+        promises: Promises,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
@@ -102,12 +104,31 @@ class Admission:
         self._pools = [pool_resource(cache, running, config.num_tokens, region) for region in cache.regions]
         self._own_limit = tenant_resource(running)
         self._resources = Resources(
-            [self._own_limit, rows_resource(running), adapters_resource(running), *self._pools],
+            [
+                self._own_limit,
+                rows_resource(running),
+                *self._promised(promises),
+                adapters_resource(running),
+                *self._pools,
+            ],
         )
         self._backfill = Backfill(self._resources, cache)
         self._underway: set[bytes] = set()  # hashes of blocks that steps in flight compute
         self._num_passed = 0
         self._tries_blocked = True
+
+    def _promised(self, promises: Promises) -> list[Resource]:
+        """The sequences that a promised time between tokens leaves room for, where one is promised."""
+        if promises.level.tpot_s is None:
+            return []
+        time = Resource(
+            "time of a step",
+            free=promises.rows_left,
+            returning=lambda: 0,
+            needed=lambda group, _: group.num_rows if len(self._running) else 0,
+            held=lambda group: group.num_rows,
+        )
+        return [time]
 
     def preempt(self, group: SequenceGroup) -> None:
         self._counters.preemptions += 1

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from functools import partial
 
 from tokenmill.config.engine import SchedulerConfig
-from tokenmill.errors import InvalidRequest
+from tokenmill.config.promises import ServiceLevel
+from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.blocks import BlockNews
 from tokenmill.kv.cache import KVCache
 from tokenmill.scheduler.admission import Admission
@@ -26,6 +27,7 @@ from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.integrity import check_integrity
 from tokenmill.scheduler.outputs import failure
 from tokenmill.scheduler.plan_builder import PlanBuilder, Planned, StepInFlight
+from tokenmill.scheduler.promises import Promises
 from tokenmill.scheduler.request import RequestState, Sequence, SequenceGroup
 from tokenmill.scheduler.request_setup import build_request_state, check_feasible
 from tokenmill.scheduler.running import RunningSet
@@ -36,8 +38,6 @@ from tokenmill.scheduler.tenants import QUANTUM_S, Tenants
 from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
 
-LEAST_PROMPT_PART = 0.25  # of the time of a step that prompts may always have
-LEAST_CHUNK = 16  # tokens
 LEARNING_STRIDE = 8  # of the steps without a prompt one in so many is measured
 
 
@@ -70,10 +70,11 @@ class Scheduler:
         drafter: Drafter = NO_DRAFTS,
         num_adapter_slots: int = 0,
         step_limit_s: float | None = None,
+        promised: ServiceLevel = ServiceLevel(),
     ) -> None:
         """`continues`: whether the runner can feed the token that a row drew last before the host has seen it.
         `drafter`: proposes tokens that running sequences may draw. `step_limit_s`: how long a step may take that
-        computes a prompt beside running answers."""
+        computes a prompt beside running answers. `promised`: what clients may rely on."""
         self._config = config
         self._cache = cache
         # A token of each step is reserved for every running sequence, so no more may run than the budget has tokens.
@@ -83,7 +84,11 @@ class Scheduler:
         self._tenants = Tenants()
         self._waiting = WaitingQueue(self._tenants, clock)
         self._counters = Counters()
-        self._admission = Admission(config, cache, self._running, self._waiting, self._tenants, self._counters, clock)
+        self.step_time = StepTime()
+        self._promises = Promises(promised, step_limit_s, self.step_time, self._running, self._waiting)
+        self._admission = Admission(
+            config, cache, self._running, self._waiting, self._tenants, self._promises, self._counters, clock
+        )
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
         # Drafts follow the last known token, so a sequence that may have some waits for each result.
@@ -91,8 +96,6 @@ class Scheduler:
         self._drafter = drafter
         self._drafts: dict[Sequence, list[int]] = {}  # for the plan being built
         self._background = BackgroundShare(config.num_tokens, clock)
-        self.step_time = StepTime()
-        self._step_limit_s = step_limit_s
         self._applied_s = float("-inf")  # when the last step was applied
         self._was_short = False  # of blocks, in the last plan
 
@@ -103,12 +106,23 @@ class Scheduler:
             raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
         check_feasible(request, self._cache, self._num_rows, self._config.num_tokens)
         account = self._tenants.open(request.tenant)
+        try:
+            if self._promises.level.ttft_s is not None:
+                self._promises.require(request, account, self._num_cached(request))
+        except Overloaded:
+            self._tenants.close(account)
+            raise
         state = build_request_state(request, self._num_added, account, self._cache, self._num_rows, self._continues)
         self._num_added += 1
         self._states[request.request_id] = state
         self._background.note_added(request.priority)
         for group in state.groups:
             self._waiting.push(group)
+
+    def _num_cached(self, request: Request) -> int:
+        """How many tokens of a request's prompt are in the cache."""
+        prompt, chain = request.prompt_token_ids, self._cache.chain(request.cache_salt, request.adapter)
+        return self._cache.match(prompt, chain, len(prompt) - 1).num_tokens
 
     def has(self, request_id: str) -> bool:
         return request_id in self._states
@@ -201,7 +215,10 @@ class Scheduler:
         has_background = self._background.num_requests > 0
         end = self._running.first_background if has_background else len(self._running)
         num_sequences = self._running.count(0, end) if has_background else self._running.num_sequences
-        for_prompts = None if self._step_limit_s is None else partial(self._tokens_for_prompts, end)
+        for_prompts = None
+        if self._promises.step_limit_s is not None:
+            groups = self._running.groups[:end]
+            for_prompts = partial(self._promises.tokens_for_prompts, self._config.num_tokens, groups)
         budget = TokenBudget(self._config.num_tokens, num_sequences, for_prompts)
         builder = PlanBuilder(self._running.in_flight.next_step, budget)
         self._drafts = self._drafter.propose(self._running.groups)
@@ -230,33 +247,6 @@ class Scheduler:
             group = self._admission.next_group(background=background)
             if group is None or not self._admission.admit(group, builder):
                 return
-
-    def _tokens_for_prompts(self, end: int) -> int:
-        """How many tokens of prompts a step may have: what is left of its time beside answers, a quarter at least; all
-        of its tokens where no answer waits for it."""
-        all_tokens, limit_s = self._config.num_tokens, self._step_limit_s
-        answers = [
-            sequence for group in self._running.groups[:end] for sequence in group.members if group.wants(sequence) <= 1
-        ]
-        if limit_s is None or not answers or not self.step_time.is_known:
-            return all_tokens
-        beside = StepSize(len(answers), len(answers), sum(sequence.planned for sequence in answers))
-        start = self._prompt_start()
-        num_tokens = max(
-            self.step_time.tokens_within(limit_s, beside, start),
-            int(LEAST_PROMPT_PART * limit_s / self.step_time.token_s(start)),
-        )
-        return min(all_tokens, max(LEAST_CHUNK, num_tokens - num_tokens % LEAST_CHUNK))
-
-    def _prompt_start(self) -> int:
-        """How much is computed already of the prompt that is computed next, if one is underway."""
-        wanting = (
-            sequence.planned
-            for group in self._running.groups
-            for sequence in group.members
-            if group.wants(sequence) > 1
-        )
-        return next(wanting, 0)
 
     # ── between tenants ────────────────────────────────────────────────────────────────────────────────
 
@@ -468,7 +458,9 @@ class Scheduler:
             self._commit(sequence, min(right, len(sequence.tokens) - num_before - 1))
         if isinstance(state.output_mode, BeamSearch) and (chosen := state.output_mode.next_beams()):
             self._running.branch(state.groups[0], chosen)
-        elif sequence.is_finished:  # its group too: samples are alone in theirs, beams end together
+        elif sequence.is_finished:
+            self._promises.note_end(sequence)
+            # Its group ends too: samples are alone in theirs, beams end together.
             self._remove(state.group_of(sequence))
         if not state.groups:
             self._close(state)

@@ -1,0 +1,160 @@
+"""Promises of latency on a virtual clock: steps within their time, an edge that admission foresees, and goodput."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from tests.support.virtual_device import Device, Life, VirtualServer, quantile
+from tokenmill.bench.search import SearchSettings, Trial, search
+from tokenmill.config.promises import ServiceLevel, read_service_level
+from tokenmill.errors import InvalidConfig, Overloaded
+from tokenmill.scheduler.step_time import StepSize, StepTime
+
+PROMISED = ServiceLevel(ttft_s=1.0, tpot_s=0.06)
+TRIAL_S = 40.0
+WARM_UP_S = 8.0
+
+
+def load(rate: float, *, is_promised: bool, seed: int = 1) -> list[Life]:
+    """Requests of random sizes, so many a second, and what became of those that came when all was warm."""
+    rng = random.Random(seed)
+    promised = PROMISED if is_promised else ServiceLevel(tpot_s=PROMISED.tpot_s)
+    server = VirtualServer(rows=64, num_blocks=20_000, promised=promised)
+    when_s = 0.0
+    while when_s < TRIAL_S:
+        when_s += rng.expovariate(rate)
+        prompt, output = rng.randint(50, 350), rng.randint(10, 50)
+        server.at(when_s, lambda prompt=prompt, output=output: server.ask(prompt=prompt, output=output))
+    server.run(TRIAL_S)
+    server.run(TRIAL_S + 20.0)
+    return [life for life in server.lives.values() if WARM_UP_S < life.sent_s < TRIAL_S]
+
+
+def keeps(life: Life) -> bool:
+    assert PROMISED.ttft_s is not None and PROMISED.tpot_s is not None
+    return life.ended_s is not None and life.ttft_s <= PROMISED.ttft_s and life.tpot_s <= PROMISED.tpot_s
+
+
+def goodput(rate: float) -> float:
+    """Requests a second that were answered as promised."""
+    return sum(keeps(life) for life in load(rate, is_promised=True)) / (TRIAL_S - WARM_UP_S)
+
+
+@cache
+def edge() -> float:
+    """The highest rate at which 19 of 20 requests are as promised where none is refused, by `bench search`."""
+
+    def try_rate(rate: float) -> Trial:
+        lives = load(rate, is_promised=False)
+        late = sum(not keeps(life) for life in lives)
+        return Trial(rate, late <= 0.05 * len(lives), {}, "late" if late > 0.05 * len(lives) else "", len(lives))
+
+    found = search(try_rate, SearchSettings(start=2.0, most=64.0, is_whole=False, most_trials=14)).best
+    assert found is not None
+    return found
+
+
+def refused_part(rate: float) -> float:
+    lives = load(rate, is_promised=True)
+    return sum(life.refused_s is not None for life in lives) / len(lives)
+
+
+@pytest.mark.slow
+def test_the_edge_that_bench_search_finds_is_where_admission_begins_to_refuse() -> None:
+    assert refused_part(0.9 * edge()) <= 0.01 < refused_part(1.1 * edge())
+
+
+@pytest.mark.slow
+def test_goodput_does_not_fall_beyond_the_edge() -> None:
+    peak = max(goodput(part * edge()) for part in (0.9, 1.0, 1.1, 1.25))
+    assert goodput(1.5 * edge()) >= 0.9 * peak
+
+
+def test_what_is_accepted_is_answered_in_time_under_too_much_load() -> None:
+    lives = load(8.0, is_promised=True)
+    accepted = [life for life in lives if life.refused_s is None]
+    assert sum(not keeps(life) for life in accepted) <= 0.1 * len(accepted)
+    assert sum(keeps(life) for life in lives) / (TRIAL_S - WARM_UP_S) >= 5.0
+    assert all(life.refused_s > 1.0 for life in lives if life.refused_s is not None), "the wait that was foreseen"
+    unprotected = load(8.0, is_promised=False)
+    assert sum(map(keeps, unprotected)) < 0.3 * len(unprotected), "the test can see: nothing is refused, all are late"
+
+
+@pytest.mark.parametrize("limit_s", [None, 0.06])
+def test_a_long_prompt_does_not_hold_up_streams(limit_s: float | None) -> None:
+    """A prompt of 4,096 tokens beside eight streams."""
+    server = VirtualServer(rows=16, step_limit_s=limit_s)
+    streams = [server.ask(prompt=64, output=400) for _ in range(8)]
+    server.run(0.5)
+    long = server.ask(prompt=4096, output=4)
+    sent_s = server.now
+    server.run()
+    gaps = [gap for life in streams for gap in life.gaps]
+    undisturbed_s = quantile(gaps, 0.5)
+    if limit_s is None:
+        assert max(gaps) > 5 * undisturbed_s, "the test can see"
+        return
+    during = [gap for life in streams for gap, at in zip(life.gaps, life.token_times[1:], strict=True) if at > sent_s]
+    assert max(during) <= 1.05 * limit_s
+    alone = VirtualServer(rows=16)
+    first = alone.ask(prompt=4096, output=4)
+    alone.run()
+    # Streams take their part of each step: what they need anyway is not the promise's cost.
+    answers_s = Device().seconds(StepSize(8, 8, 8 * 300))
+    assert long.ttft_s <= 1.3 * first.ttft_s * limit_s / (limit_s - answers_s)
+
+
+def test_a_prompt_alone_takes_all_of_a_step() -> None:
+    server = VirtualServer(step_limit_s=0.02)
+    server.ask(prompt=2000, output=2)
+    server.run()
+    server.ask(prompt=2000, output=2)
+    server.run()
+    assert max(size.tokens for size, _ in server.steps) == 512
+
+
+@pytest.mark.parametrize("device", [Device(), Device(0.004, 2.4e-5, 1e-5, 4.4e-10), Device(context_s=0.0)])
+def test_the_time_of_steps_is_learned(device: Device) -> None:
+    rng = random.Random(3)
+    model = StepTime()
+    sizes = [
+        StepSize(rows + prompt, rows, rows * 400 + prompt * rng.choice((60, 900, 3000)))
+        for rows, prompt in ((rng.choice((1, 4, 16)), rng.choice((0, 0, 100, 512))) for _ in range(300))
+    ]
+    for number, size in enumerate(sizes):
+        slow = 20.0 if number % 50 == 49 else rng.uniform(0.95, 1.05)  # now and then the machine does something else
+        model.note(size, device.seconds(size) * slow)
+    for size in sizes[-50:]:
+        assert model.seconds(size) == pytest.approx(device.seconds(size), rel=0.15)
+
+
+def test_nothing_is_limited_or_refused_before_a_prompt_was_measured() -> None:
+    server = VirtualServer(promised=ServiceLevel(0.001, 0.001))
+    assert server.ask(prompt=4000).refused_s is None
+    server.run()
+    assert server.ask(prompt=4000).refused_s is not None
+    assert server.ask(prompt=4000, priority=1000).refused_s is None, "lines of batches wait"
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft=1s,ttft=2s", "itl=1s", "tpot=fast", "ttft=0s", "ttft=-1s"])
+def test_what_is_no_promise_is_refused(text: str) -> None:
+    with pytest.raises(InvalidConfig, match="promise"):
+        read_service_level(text)
+
+
+def test_promises_are_read() -> None:
+    assert read_service_level("ttft=1s, tpot=50ms") == ServiceLevel(1.0, 0.05)
+    assert read_service_level("tpot=0.1") == ServiceLevel(None, 0.1)
+    assert read_service_level(None) == ServiceLevel()
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    server = VirtualServer(promised=ServiceLevel(ttft_s=0.001))
+    server.ask(prompt=500)
+    server.run()
+    with pytest.raises(Overloaded, match="promised"):
+        server.scheduler.add(server.ask("other", prompt=500).request)
+    assert not server.scheduler.has_work and not len(server.scheduler._tenants)

@@ -1,0 +1,155 @@
+"""Promises of latency: how long a step may take, how many sequences may run, and which requests are refused.
+
+    tpot    a step takes at most so long: answers first, prompts get what is left (`Scheduler`), and no more sequences
+            run than leave a quarter of it to prompts (`Promises.rows_left`)
+    ttft    a request whose first token would come later is refused at once, with the wait as `retry-after`
+
+The first token of a new request comes when the prompts before it and its own are computed, each step taking what
+answers leave; and, where no row is free, when enough of those before it have ended. Of other tenants only as much goes
+before as their turn allows (`tenants.py`). So past saturation the queue stays as long as the promise allows, and what
+is accepted is answered in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenmill.config.promises import ServiceLevel
+from tokenmill.errors import Overloaded
+from tokenmill.scheduler.request import Sequence, SequenceGroup
+from tokenmill.scheduler.running import RunningSet
+from tokenmill.scheduler.step_time import StepSize, StepTime
+from tokenmill.scheduler.tenants import TenantAccount
+from tokenmill.scheduler.waiting import WaitingQueue
+from tokenmill.types import BACKGROUND_PRIORITY, Request
+
+LEAST_PROMPT_PART = 0.25  # of the time of a step that prompts may always have
+LEAST_CHUNK = 16  # tokens
+STEADINESS = 20  # the newest answer weighs a twentieth in the mean length
+
+
+class Promises:
+    def __init__(
+        self,
+        level: ServiceLevel,
+        step_limit_s: float | None,
+        step_time: StepTime,
+        running: RunningSet,
+        waiting: WaitingQueue,
+    ) -> None:
+        self.level = level
+        self.step_limit_s = step_limit_s if level.tpot_s is None else min(level.tpot_s, step_limit_s or level.tpot_s)
+        self._step_time = step_time
+        self._running = running
+        self._waiting = waiting
+        self._answer_steps = 0.0  # mean number of an answer's steps; 0: none has ended yet
+
+    def note_end(self, sequence: Sequence) -> None:
+        """Learn how many steps answers take."""
+        if (num_steps := sequence.num_outputs - sequence.num_accepted) > 0:
+            part = 1.0 if not self._answer_steps else 1.0 / STEADINESS
+            self._answer_steps += part * (num_steps - self._answer_steps)
+
+    # ── a step ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def tokens_for_prompts(self, all_tokens: int, groups: Iterable[SequenceGroup]) -> int:
+        """How many tokens of prompts a step may have: what is left of its time beside answers, a quarter at least; all
+        of its tokens where no answer waits for it."""
+        answers, start = _answers_and_start(groups)
+        if self.step_limit_s is None or not answers or not self._step_time.is_known:
+            return all_tokens
+        num_tokens = max(
+            self._step_time.tokens_within(self.step_limit_s, _size(answers), start),
+            int(LEAST_PROMPT_PART * self.step_limit_s / self._step_time.token_s(start)),
+        )
+        return min(all_tokens, max(LEAST_CHUNK, num_tokens - num_tokens % LEAST_CHUNK))
+
+    def rows_left(self) -> int:
+        """How many more sequences may run so that the promised time between tokens is kept."""
+        num_running = self._running.num_sequences
+        if self.level.tpot_s is None or not self._step_time.is_known or not num_running:
+            return self._running.row_allocator.num_rows
+        members = [sequence for group in self._running.groups for sequence in group.members]
+        left_s = (1.0 - LEAST_PROMPT_PART) * self.level.tpot_s - self._step_time.seconds(_size(members))
+        context = sum(sequence.planned for sequence in members) // num_running
+        row_s = self._step_time.token_s(context) + self._step_time.row_s(1 << 30)
+        return max(0, int(left_s / row_s))
+
+    # ── a request ──────────────────────────────────────────────────────────────────────────────────────
+
+    def require(self, request: Request, account: TenantAccount, num_cached: int) -> None:
+        """Refuse a request whose first token would come too late."""
+        most_s = self.level.ttft_s
+        if most_s is None or request.priority >= BACKGROUND_PRIORITY or request.given:
+            return
+        wait_s = self.wait_s(len(request.prompt_token_ids) - num_cached, account)
+        if wait_s > most_s:
+            raise Overloaded(
+                f"the first token would come in about {wait_s:.1f} s, and {most_s:g} s are promised",
+                retry_after_s=wait_s,
+            )
+
+    def wait_s(self, num_tokens: int, account: TenantAccount) -> float:
+        """In how many seconds the first token of a new request would come that has so many tokens to compute."""
+        if not self._step_time.is_known:
+            return 0.0
+        answers, _ = _answers_and_start(self._running.groups)
+        token_s = self._step_time.token_s(0)
+        own_s = num_tokens * token_s
+        running_s = token_s * sum(
+            max(0, group.wants(sequence) - 1) for group in self._running.groups for sequence in group.members
+        )
+        ahead_s, num_ahead = self._ahead(account, own_s, token_s)
+        answers_s = self._step_time.seconds(_size(answers)) if answers else 0.0
+        prompts_s = running_s + ahead_s + own_s
+        if answers and self.step_limit_s is not None:
+            part_s = max(self.step_limit_s - answers_s, LEAST_PROMPT_PART * self.step_limit_s)
+            prompts_s *= (part_s + answers_s) / part_s
+        free = min(self._running.row_allocator.num_free, self.rows_left())
+        return max(prompts_s + answers_s, self._rows_s(num_ahead + 1 - free, answers_s, prompts_s - running_s))
+
+    def _rows_s(self, num_lacking: int, answers_s: float, prompts_s: float) -> float:
+        """When so many rows will have come free: each running answer ends after a mean number of steps."""
+        num_running = self._running.num_sequences
+        if num_lacking <= 0 or not num_running or not self._answer_steps:
+            return 0.0
+        step_s = max(answers_s, self.step_limit_s or 0.0) if self._waiting else answers_s
+        return num_lacking * self._answer_steps * step_s / num_running
+
+    def _ahead(self, account: TenantAccount, own_s: float, token_s: float) -> tuple[float, int]:
+        """Seconds of prompts, and groups, that start before a new request of a tenant: its own, and of each other
+        tenant as much as brings that to where this one will be then."""
+        costs: dict[TenantAccount, list[float]] = {}
+        for group in self._waiting.groups:
+            if group.priority < BACKGROUND_PRIORITY:
+                costs.setdefault(group.state.account, []).append(len(group.leader.window) * token_s)
+        own = costs.pop(account, [])
+        turn_s = account.counter_s + (sum(own) + own_s) / account.tenant.weight
+        total_s, num_groups = sum(own), len(own)
+        for other, theirs in costs.items():
+            left_s = (turn_s - other.counter_s) * other.tenant.weight
+            for cost_s in theirs:
+                if left_s <= 0.0:
+                    break
+                left_s -= cost_s
+                total_s += cost_s
+                num_groups += 1
+        return total_s, num_groups
+
+
+def _answers_and_start(groups: Iterable[SequenceGroup]) -> tuple[list[Sequence], int]:
+    """The sequences that want one token or none, and how much is computed of the first prompt that is underway."""
+    answers: list[Sequence] = []
+    start = 0
+    for group in groups:
+        for sequence in group.members:
+            if group.wants(sequence) <= 1:
+                answers.append(sequence)
+            else:
+                start = start or sequence.planned
+    return answers, start
+
+
+def _size(answers: list[Sequence]) -> StepSize:
+    """A step that computes one token of each."""
+    return StepSize(len(answers), len(answers), sum(sequence.planned for sequence in answers))

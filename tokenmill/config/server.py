@@ -111,6 +111,11 @@ class ServerConfig:
     """Replace mail addresses, phone numbers, cards, IBANs, IP addresses and keys in the request log."""
     request_log_bytes: int = 1 << 30
     """Most bytes of the request log; the oldest lines go first."""
+    response_cache_mb: float = 0.0
+    """Memory for answers that are given again to the same request, in MB; 0: none. Only where the answer can't be
+    another one: greedy or with a seed, on a CPU or with --deterministic; never across API keys."""
+    response_cache_s: float = 3600.0
+    """How long such an answer is kept."""
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = "reasoning_content"
     """Under which name OpenAI chat clients get what a model thought; newer vLLM clients read `reasoning`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -148,6 +153,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "keep_alive_s": (0.001, DAY_S),
     "drain_timeout_s": (0.0, DAY_S),
     "trace_share": (0.0, 1.0),
+    "response_cache_mb": (0.0, 1e6),
+    "response_cache_s": (0.0, 365 * DAY_S),
     "request_log_share": (0.0, 1.0),
     "request_log_bytes": (1 << 20, 1 << 50),
 }

@@ -285,6 +285,7 @@ class AsyncEngine:
                 info,
                 device=self.core.device,
                 kv_block_size=self.core.block_size,
+                is_deterministic=self.core.device == "cpu" or self._frontend.config.ops.deterministic,
                 max_running=self._max_running,
                 adapters=tuple(one.name for one in self.adapters),
                 num_adapter_slots=self.core.num_adapter_slots,

@@ -32,6 +32,7 @@ class ModelInfo:
     chat_template: str = ""  # the model's own; empty: it has none
     device: str = ""
     kv_block_size: int = 0  # tokens
+    is_deterministic: bool = False  # the same request has the same answer, whatever runs beside it
     max_running: int = 0  # sequences computed together at most
     defaults: dict[str, Any] = field(default_factory=dict)  # the model's own SamplingParams
     manifest: Manifest | None = None  # of a created model

@@ -64,6 +64,7 @@ class RequestRecord:
     is_finished: bool = False
     is_stream: bool = False
     first_request: ClientRequest | None = None  # of the generation, once there is one
+    cache: str | None = None  # whether the answer was known already: hit or miss; None: it could not be
     texts: LoggedTexts | None = None  # None: it does not go into the request log
     trace: RequestTrace | None = None  # None: it is not traced
 

@@ -53,6 +53,7 @@ from tokenmill.server.openai.responses.routes import response_endpoints
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.request_log import RequestLog
+from tokenmill.server.response_cache import ResponseCache
 from tokenmill.server.routing import Endpoint, MakeJob, RouteContext, routes_of
 from tokenmill.server.state.files import StoredFiles
 from tokenmill.server.state.server_state import ServerState
@@ -65,7 +66,7 @@ from tokenmill.server.ui.pages import page_endpoints, page_routes
 from tokenmill.server.ui.shelf import MakeFinder, shelf_endpoints
 
 EXPOSED_HEADERS = (
-    *("x-request-id", "request-id", "traceparent", "retry-after", "retry-after-ms", "x-should-retry"),
+    *("x-request-id", "request-id", "traceparent", "x-cache", "retry-after", "retry-after-ms", "x-should-retry"),
     *(f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "tokens")),
 )
 
@@ -133,6 +134,7 @@ def create_app(
         state,
         loader,
         known_keys,
+        response_cache(config),
     )
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     context.services.extend([ledger, audit, tracing, request_log, LoopLag(metrics.process.note_lag)])
@@ -162,6 +164,11 @@ def with_priorities(config: ServerConfig, *, has_keys: bool) -> ServerConfig:
     if config.min_priority is None and (has_keys or config.allow_open):
         return replace(config, min_priority=0)
     return config
+
+
+def response_cache(config: ServerConfig) -> ResponseCache | None:
+    num_bytes = int(config.response_cache_mb * 1e6)
+    return ResponseCache(num_bytes, config.response_cache_s) if num_bytes else None
 
 
 def _batch_endpoints(context: RouteContext, jobs: dict[str, MakeJob]) -> list[Endpoint]:

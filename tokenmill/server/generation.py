@@ -31,6 +31,7 @@ from tokenmill.server.errors import InternalError
 from tokenmill.server.gate import ServedEngine
 from tokenmill.server.live import LiveRequests
 from tokenmill.server.quotas import RunQuota
+from tokenmill.server.response_cache import ResponseCache, replay
 from tokenmill.types import Event, Request, Usage
 
 log = get_log("server")
@@ -109,8 +110,11 @@ class GenerationRun:
         record: RequestRecord,
         live: LiveRequests | None = None,
         quota: RunQuota | None = None,
+        cache: ResponseCache | None = None,
     ) -> None:
-        """`live`: where the run can be seen and aborted while it is under way. `quota`: the limits of its key."""
+        """`live`: where the run can be seen and aborted while it is under way. `quota`: the limits of its key. `cache`:
+        answers that are known already."""
+        self._cache = cache
         self.job = job
         self.record = record
         ids = engine_ids(record.request_id, len(job.requests))
@@ -179,7 +183,7 @@ class GenerationRun:
                 self._quota.reserve(most_tokens(prepared.request))
             if self._is_aborted:
                 raise RequestAborted("the request was aborted")
-            events = self.job.engine.submit(prepared)
+            events = self._answer(prepared)
         except ContextLengthExceeded as error:
             error.param = self.job.prompt_param
             raise
@@ -190,6 +194,18 @@ class GenerationRun:
         self._usages[request.request_id] = Usage(prompt_tokens=num_tokens, completion_tokens=0)
         self._open[request.request_id] = events
         return events
+
+    def _answer(self, prepared: PreparedRequest) -> AsyncIterator[Event]:
+        """The events of an answer: from the engine, or those of the same request before."""
+        key = None if self._cache is None else self._cache.key_of(prepared, self.job.engine.info)
+        if self._cache is None or key is None:
+            return self.job.engine.submit(prepared)
+        known = self._cache.find(key, prepared.request.request_id)
+        if known is not None:
+            self.record.cache = self.record.cache or "hit"
+            return replay(known)
+        self.record.cache = "miss"  # of several prompts one is enough
+        return self._cache.keep(key, self.job.engine.submit(prepared), prepared.request.params.num_sequences)
 
     async def _prepared(self, request: ClientRequest) -> PreparedRequest:
         while True:

@@ -55,6 +55,8 @@ class RequestMiddleware:
                 message["headers"] = [*message.get("headers", []), *ids, *self._limits(record, scope)]
                 if record.route is not None:
                     message["headers"].append((b"x-tokenmill-replica", record.route.encode()))
+                if record.cache is not None:
+                    message["headers"].append((b"x-cache", record.cache.encode()))
                 if record.trace is not None:
                     message["headers"].append((b"traceparent", record.trace.header))
             elif not message.get("more_body", False):

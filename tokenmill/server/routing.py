@@ -38,6 +38,7 @@ from tokenmill.server.loader import ModelLoader
 from tokenmill.server.logged_texts import LoggedTexts
 from tokenmill.server.quotas import Quotas, RunQuota
 from tokenmill.server.registry import ModelRegistry
+from tokenmill.server.response_cache import ResponseCache
 from tokenmill.server.state.server_state import ServerState, Service
 from tokenmill.server.tenancy import as_tenant, require_allowed
 
@@ -87,6 +88,7 @@ class RouteContext:
     state: ServerState
     loader: ModelLoader
     keys: KeyRing = field(default_factory=KeyRing)
+    cache: ResponseCache | None = None
     quotas: Quotas = field(default_factory=Quotas)
     services: list[Service] = field(default_factory=list)  # added by endpoints: started and ended with the server
 
@@ -155,7 +157,7 @@ class RouteContext:
         record.texts = self.log_texts(job.requests)
         record.gaps = self.gaps_of(job.engine.info.name)
         limits = record.limits = self.quotas.of(record.key)
-        return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits))
+        return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits), self.cache)
 
 
 def user_in(body: dict[str, Any]) -> str:

@@ -61,16 +61,8 @@ ENVIRONMENT = {
 
 # Models that only the planner knows, by the `model_type` of their configs.
 PLANNED = {
-    "deepseek_v2": "DeepSeek-V2, V3, R1, V3.2: latent attention, routed experts",
-    "deepseek_v3": "DeepSeek-V2, V3, R1, V3.2: latent attention, routed experts",
-    "kimi_k2": "Kimi K2, K2.5: latent attention, routed experts",
     "kimi_k25": "Kimi K2.5 (text part): latent attention, routed experts",
-    "nemotron_h": "Nemotron-H, Nemotron 3: state-space layers, attention, routed experts",
     "phi-msft": "Phi-1.5, Phi-2",
-    "qwen3_5": "Qwen3.5, Qwen3.6 (text): gated delta rule and attention",
-    "qwen3_5_moe": "Qwen3.5, Qwen3.6 (text): gated delta rule and attention",
-    "qwen3_5_text": "Qwen3.5, Qwen3.6 (text): gated delta rule and attention",
-    "qwen3_5_moe_text": "Qwen3.5, Qwen3.6 (text): gated delta rule and attention",
     "mimo": "MiMo-7B (without its draft layers)",
     "qwen3_vl": "Qwen3-VL (text part)",
     "qwen3_vl_moe": "Qwen3-VL (text part)",

@@ -268,9 +268,6 @@ class FeedOutline:
     num_active: int = 0
 
 
-NOTHING_MIXED, NOTHING_FED = MixerOutline(0), FeedOutline()
-
-
 def layer(mixer: MixerOutline, feed: FeedOutline, norms: int) -> LayerOutline:
     """`norms`: values of the norms around the two."""
     return LayerOutline(

@@ -6,7 +6,7 @@ see or hear, the part that reads and writes text is outlined.
 Latent attention (MLA, DeepSeek's line): a token leaves behind one latent vector and one rotated key for all heads
 together, and with sparse attention (V3.2, GLM-5) the indexer's key. Attention is counted as if every query saw all
 keys, sparse or not: an upper bound. Heads that predict further tokens ahead (MTP) are not counted; model cards leave
-them out too. A recurrent state has one size however long the context is: a cost per request, not per token.
+them out too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.hf_config import MAX_LAYERS, spec_from_hf
 from tokenmill.arch.outline import (
-    NOTHING_FED,
-    NOTHING_MIXED,
     FeedOutline,
     LayerOutline,
     MixerOutline,
@@ -32,28 +30,10 @@ from tokenmill.arch.outline import (
 )
 from tokenmill.errors import UnsupportedModel
 
-# ── grouped-query attention with experts ───────────────────────────────────────────────────────────
+# ── grouped-query attention ───────────────────────────────────────────────────────────────────────
 
 
 Layers = tuple[LayerOutline, ...]
-
-
-def attention(fields: ConfigFields, **details: Any) -> MixerOutline:
-    """In the words of most configs; `details` as `grouped_attention` takes them."""
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kv_heads = fields.integer_or_none("num_key_value_heads") or heads
-    head_dim = fields.integer_or_none("head_dim") or hidden // heads
-    return grouped_attention(hidden, heads, kv_heads, head_dim, **details)
-
-
-def qwen_experts(fields: ConfigFields) -> FeedOutline:
-    """A gated expert that every token passes beside the routed ones."""
-    hidden, shared = fields.integer("hidden_size"), fields.integer("shared_expert_intermediate_size")
-    feed = routed(
-        hidden, fields.integer("moe_intermediate_size"), fields.integer("num_experts"),
-        fields.integer("num_experts_per_tok"), shared=shared,
-    )  # fmt: skip
-    return FeedOutline(feed.linear + hidden, feed.vectors, feed.width, feed.experts, feed.num_experts, feed.num_active)
 
 
 def phi_layers(fields: ConfigFields) -> Layers:
@@ -115,105 +95,16 @@ def deepseek_experts(fields: ConfigFields) -> FeedOutline:
     )
 
 
-# ── layers with a state ────────────────────────────────────────────────────────────────────────────
-
-
-def qwen35_layers(fields: ConfigFields) -> Layers:
-    """Three layers of the delta rule, then one of attention with gates; unless the config says it layer by layer."""
-    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
-    feed = qwen_experts(fields) if fields.has("num_experts") else gated(hidden, fields.integer("intermediate_size"))
-    full = layer(attention(fields, norms=2 * fields.integer("head_dim"), gates=True), feed, 2 * hidden)
-    linear = layer(delta_rule(fields, hidden), feed, 2 * hidden)
-    every = fields.integer("full_attention_interval")
-    kinds = fields.words("layer_types", count)
-    is_full = [kind == "full_attention" for kind in kinds] if kinds else [n % every == 0 for n in range(1, count + 1)]
-    return tuple(full if one else linear for one in is_full)
-
-
-def delta_rule(fields: ConfigFields, hidden: int) -> MixerOutline:
-    key_heads, heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
-    key_dim, value_dim = fields.integer("linear_key_head_dim"), fields.integer("linear_value_head_dim")
-    keys, values = key_heads * key_dim, heads * value_dim
-    mixed, kernel = 2 * keys + values, fields.integer("linear_conv_kernel_dim")
-    return MixerOutline(
-        linear=hidden * (mixed + values + 2 * heads) + values * hidden,
-        vectors=mixed * kernel + 2 * heads + value_dim,
-        num_heads=heads,
-        num_kv_heads=key_heads,
-        width=mixed + 2 * values,
-        state_values=heads * key_dim * value_dim + mixed * (kernel - 1),
-    )
-
-
-def nemotron_layers(fields: ConfigFields) -> Layers:
-    """A letter each: M a state, * attention, E experts, - an MLP; every layer has one norm."""
-    hidden = fields.integer("hidden_size")
-    made = {
-        "M": lambda: layer(mamba(fields, hidden), NOTHING_FED, hidden),
-        "*": lambda: layer(attention(fields), NOTHING_FED, hidden),
-        "E": lambda: layer(NOTHING_MIXED, nemotron_experts(fields, hidden), hidden),
-        "-": lambda: layer(NOTHING_MIXED, _plain(hidden, fields.integer("intermediate_size")), hidden),
-    }
-    pattern = fields.text("hybrid_override_pattern")
-    if set(pattern) - set(made):
-        fields.refuse(f"hybrid_override_pattern has letters other than {' '.join(made)}")
-    known = {letter: made[letter]() for letter in set(pattern)}
-    return tuple(known[letter] for letter in pattern)
-
-
-def _plain(hidden: int, inner: int) -> FeedOutline:
-    return FeedOutline(linear=2 * hidden * inner, width=2 * inner)
-
-
-def mamba(fields: ConfigFields, hidden: int) -> MixerOutline:
-    heads, head_dim, state = (fields.integer(k) for k in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
-    inner, kernel = heads * head_dim, fields.integer("conv_kernel")
-    mixed = inner + 2 * fields.integer("n_groups") * state
-    return MixerOutline(
-        linear=hidden * (inner + mixed + heads) + inner * hidden,
-        vectors=mixed * (kernel + 1) + 3 * heads + inner,
-        num_heads=heads,
-        num_kv_heads=fields.integer("n_groups"),
-        width=2 * inner + mixed,
-        state_values=inner * state + mixed * (kernel - 1),
-    )
-
-
-def nemotron_experts(fields: ConfigFields, hidden: int) -> FeedOutline:
-    latent = fields.integer_or_none("moe_latent_size")
-    if latent:
-        fields.refuse("experts in a latent space are not known")
-    shared = fields.integer("moe_shared_expert_intermediate_size") * fields.integer("n_shared_experts")
-    return routed(
-        hidden, fields.integer("moe_intermediate_size"), fields.integer("n_routed_experts"),
-        fields.integer("num_experts_per_tok"), shared=shared, matrices=2,
-    )  # fmt: skip
-
-
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────
 
 
 Reader = Callable[[ConfigFields], tuple[LayerOutline, ...]]
 
-LAYERS: dict[str, Reader] = {
-    "deepseek_v2": latent_layers,
-    "deepseek_v3": latent_layers,
-    "deepseek_v32": latent_layers,
-    "glm_moe_dsa": latent_layers,
-    "kimi_k2": latent_layers,
-    "kimi_k25": latent_layers,
-    "nemotron_h": nemotron_layers,
-    "phi-msft": phi_layers,
-    "qwen3_5": qwen35_layers,
-    "qwen3_5_moe": qwen35_layers,
-    "qwen3_5_text": qwen35_layers,
-    "qwen3_5_moe_text": qwen35_layers,
-}
+LAYERS: dict[str, Reader] = {"kimi_k25": latent_layers, "phi-msft": phi_layers}
 SAME_TEXT_MODEL = {"mimo": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 # What keeps the engine from running a model_type that it knows of.
 MISSING = {
     "bailing_hybrid": "linear attention beside latent attention",
-    "deepseek_ref": "compressed and sparse attention, several residual streams",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
     "mamba": "recurrent layers without attention",
     "mimo": "heads that predict further tokens, as layers",
@@ -226,13 +117,9 @@ MISSING = {
     "step3p7": "gates per head, limits of activations that differ between layers",
 }
 DEFAULTS = {
-    "decoder_sparse_step": 1,
     "first_k_dense_replace": 0,
-    "full_attention_interval": 4,
-    "mlp_only_layers": [],
     "moe_layer_freq": 1,
     "tie_word_embeddings": False,
-    "use_qk_norm": False,
 }
 
 

@@ -174,7 +174,7 @@ def _rules(prefix: str, ends: Mapping[str, str]) -> Rules:
 
 DEEPSEEK_V4 = Family(
     name="deepseek_v4",
-    model_types=("deepseek_v4",),
+    model_types=("deepseek_v4", "deepseek_ref"),
     defaults={
         "hidden_act": "silu",
         "head_dim": 512,

@@ -22,7 +22,7 @@ def main() -> int:
     leader, parent_pid = Connection(int(sys.argv[1])), int(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # who runs the core decides when it ends
-    faulthandler.register(signal.SIGUSR2)
+    faulthandler.register(signal.SIGUSR2)  # see STACK_SIGNAL of `ranks.py`, which is imported later
     threading.Thread(target=end_with_parent, args=(parent_pid,), name="orphan", daemon=True).start()
     import torch
 

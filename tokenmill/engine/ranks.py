@@ -10,13 +10,16 @@ told at once (`when_rank_dies`). Ranks in processes end by themselves when their
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +47,9 @@ from tokenmill.weights.rank_weights import RankWeights
 
 log = logging.getLogger(__name__)
 
+STACK_SIGNAL = signal.SIGUSR2  # a rank's process then writes the stacks of its threads
+STACK_PATIENCE_S = 0.2
+STOPPED = "was stopped"
 STOPPED_PATIENCE_S = 0.5  # a debugger stops a process for a moment; a rank that stays stopped is lost
 
 
@@ -82,14 +88,19 @@ def run_follower(start: RankStart, group: RankGroup, leader: Connection) -> None
     try:
         model, storage = load_part(config, read_spec(path), path, group)
     except TokenmillError as error:
-        leader.send_bytes(msgspec.msgpack.encode(RankReady(start.rank, error.message, error.hint)))
+        _answer(leader, RankReady(start.rank, error.message, error.hint))
         return
     assert config.model.max_context is not None
     max_rows = config.scheduler.num_rows
     sampler = FollowingSampler(model.vocab_size, max_rows, storage.device)
     runner = ModelRunner(model, storage, sampler, max_rows, config.model.max_context)
-    leader.send_bytes(msgspec.msgpack.encode(RankReady(start.rank)))
+    _answer(leader, RankReady(start.rank))
     follow(runner, group, leader)
+
+
+def _answer(leader: Connection, ready: RankReady) -> None:
+    with suppress(OSError):  # rank 0 is gone: whoever reads next learns of it
+        leader.send_bytes(msgspec.msgpack.encode(ready))
 
 
 # ── all ranks ──────────────────────────────────────────────────────────────────────────────────────────
@@ -185,12 +196,22 @@ class Ranks:
         if self._is_closed:
             return
         log.error("rank %d (process %d) %s: its group ends", rank, process.pid, how)
+        if how == STOPPED:
+            self._log_stacks()
         self.group.abort()
         for other in self._processes:
             other.kill()
         for other in self._processes:
             other.wait()
         self._when_rank_dies(f"rank {rank} {how}")
+
+    def _log_stacks(self) -> None:
+        """Write the stacks of all ranks to standard error: of those that are stopped too, which go on for that."""
+        faulthandler.dump_traceback()
+        for process in self._processes:
+            process.send_signal(STACK_SIGNAL)
+            process.send_signal(signal.SIGCONT)
+        threading.Event().wait(STACK_PATIENCE_S)
 
 
 def thread_groups(config: EngineConfig) -> Sequence[RankGroup]:
@@ -226,7 +247,7 @@ def wait_for_trouble(pid: int) -> str:
         if state is None or state.si_code not in (os.CLD_STOPPED, os.CLD_TRAPPED):
             return "has ended"
         if not _goes_on(pid):
-            return "was stopped"
+            return STOPPED
 
 
 def _goes_on(pid: int) -> bool:

@@ -36,7 +36,7 @@ CHAPTERS = {
                  "gpu-memory", "gpu-sampling", "gpu-guided", "gpu-start"],
     "Accuracy": ["perplexity", "llama-cpp-agreement", "gpu-dtype"],
     "Features": ["speculation", "context-shift", "kv-int8-cpu", "guided", "batching"],
-    "Server, load generator, planner": ["server-compare", "load-generator", "planner-calibration"],
+    "Server, load generator, planner": ["server-compare", "fleet-routing", "load-generator", "planner-calibration"],
 }  # fmt: skip
 HEAD = """# Performance
 

@@ -44,16 +44,22 @@ class ChoiceState:
     unsent_infos: deque[tuple[int, TokenInfo]] = field(default_factory=deque)  # (end of its text, token)
     cumulative_logprob: float = 0.0
     has_logprobs: bool = False
-    num_drafted: int = 0
-    num_accepted: int = 0
-    mirostat_mu: float | None = None
+    last: SequenceOutput | None = None  # the newest output: totals of drafts, and what mirostat goes on with
     is_finished: bool = False
+
+    @property
+    def num_drafted(self) -> int:
+        return 0 if self.last is None else self.last.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        return 0 if self.last is None else self.last.num_accepted
 
     def given(self) -> Given:
         """What an engine must know that goes on with the sequence."""
         return Given(
             token_ids=self.token_ids,
-            mirostat_mu=self.mirostat_mu,
+            mirostat_mu=None if self.last is None else self.last.mirostat_mu,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             is_finished=self.is_finished,
@@ -115,8 +121,7 @@ class OutputProcessor:
             return []
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         self._queue_s = self._queue_s or output.queue_s
-        choice.num_drafted, choice.num_accepted = output.num_drafted, output.num_accepted
-        choice.mirostat_mu = output.mirostat_mu
+        choice.last = output
         event = self._advance(choice, output)
         if event is None:
             return []

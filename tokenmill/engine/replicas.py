@@ -378,12 +378,12 @@ class Replicas:
         replica.stats = message.stats
         if self._router is not None:
             self._router.note_outputs(replica, message)
-        runs = replica.runs
+        runs, deliver = replica.runs, self._deliver
         for output in message.outputs:
             run = runs.get(output.request_id)
             if run is None:  # aborted meanwhile
                 continue
-            self._deliver(run, output)
+            deliver(run, output)
             if run.is_starting:
                 self._note_started(run, replica)
 

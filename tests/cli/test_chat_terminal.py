@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_process import in_terminal, scripted
-from tokenmill.cli.answer_screen import AnswerScreen, width_of
+from tokenmill.cli.answer_screen import AnswerScreen, say, width_of
 
 PASTE = b"\x1b[200~first line\nsecond line\n\nlast line\x1b[201~"
 
@@ -86,6 +86,15 @@ def shown(text: str, monkeypatch: pytest.MonkeyPatch, columns: int, **environmen
         screen.write(character)
     screen.close()
     return out.getvalue()
+
+
+def test_lines_of_the_program_keep_words_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    narrow, piped = Terminal(), io.StringIO()
+    for out in (narrow, piped):
+        say("a line that is longer than thirty columns are wide", out)
+    assert narrow.getvalue() == "a line that is longer than\nthirty columns are wide\n"
+    assert piped.getvalue().count("\n") == 1
 
 
 def plain(text: str) -> str:

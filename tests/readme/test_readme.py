@@ -23,7 +23,7 @@ from tests.support.terminal import ROOT, Terminal, free_port, require_shown
 
 EXECUTED = (
     "command-line", "server", "several-models", "clients", "responses", "ollama", "python", "configuration", "planning",
-    "troubleshooting",
+    "troubleshooting", "first-hour",
 )  # fmt: skip
 PAGES = [ROOT / "README.md", *[ROOT / "docs" / f"{name}.md" for name in EXECUTED]]
 FENCE = re.compile(r"(?:`(?P<file>[\w.-]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
+import textwrap
 import unicodedata
 from typing import TextIO
 
@@ -35,6 +37,15 @@ def width_of(text: str) -> int:
         return len(text)
     wide = sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
     return wide - sum(unicodedata.combining(c) != 0 or c in "\u200d\ufe0f" for c in text)
+
+
+def say(text: str, out: TextIO | None = None) -> None:
+    """Print a line of the program's own; on a terminal its words stay whole at the right edge."""
+    out = out or sys.stdout
+    width = shutil.get_terminal_size((100, 24)).columns
+    if out.isatty() and width >= NARROWEST:
+        text = "\n".join(textwrap.fill(line, width, break_long_words=False) for line in text.splitlines())
+    print(text, file=out, flush=True)
 
 
 class AnswerScreen:

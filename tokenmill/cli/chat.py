@@ -16,6 +16,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 import msgspec
 
 from tokenmill.cli import flags, session
+from tokenmill.cli.answer_screen import say
 from tokenmill.cli.prompt_input import PromptInput
 from tokenmill.cli.remote import RemoteModel
 from tokenmill.config.sampling import SamplingConfig
@@ -82,7 +83,7 @@ def command(
     with Conversation(open_model, model, sampling, system) as conversation:
         turns = PromptInput(sys.stdin)
         if turns.is_terminal:
-            print(f"{conversation.name}; /help for help, /exit to leave")
+            say(f"{conversation.name}; /help for help, /exit to leave")
         conversation.hold(turns)
     return 0
 
@@ -118,7 +119,7 @@ class Conversation:
                 elif not self.run_command(text):
                     return
             except TokenmillError as problem:  # too long, wrong value: the conversation goes on
-                print(f"! {' '.join(str(problem).split())}", file=sys.stderr)
+                say(f"! {' '.join(str(problem).split())}", sys.stderr)
 
     def answer(self, text: str) -> None:
         """Answer one turn. A turn that failed, or was stopped before any text came, is not kept."""
@@ -160,7 +161,7 @@ class Conversation:
             case "model":
                 self._change_model(rest.strip())
             case "stats":
-                print(f"({self._stats()})")
+                say(f"({self._stats()})")
             case "image":
                 raise InvalidRequest("pictures can't be shown to a model: none with vision runs here yet")
             case _:

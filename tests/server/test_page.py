@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from tests.support.scripted_server import ScriptedServer, scripted_server
 from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.gate import EngineGate
+from tokenmill.server.keys import KeyRecord, KeyRing, new_key, write_keys
 from tokenmill.server.ui.feed import SHOWN
 from tokenmill.server.ui.pages import PAGE_PATHS, PAGES, PARTS
 
@@ -177,6 +179,20 @@ def test_the_feed_ends_when_the_server_stops(serving: Serving) -> None:
         assert next(lines).startswith("data: ")
         gate.close()
         assert sum(line.startswith("data: ") for line in lines) <= 1
+
+
+def test_an_operators_key_sees_and_aborts_the_requests_of_all(tmp_path: Path) -> None:
+    operator, records = new_key([], KeyRecord(id="ops", sha256="", sees_all=True))
+    write_keys(tmp_path / "keys.toml", records)
+    keys = KeyRing([FIRST.encode()], tmp_path / "keys.toml")
+    with scripted_server(ENDLESS, keys=keys) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, "/v1/chat/completions", forever(), headers=bearer(FIRST))
+        assert eventually(lambda: reading(server, **bearer(operator))["num_requests"] == 1)
+        (row,) = reading(server, **bearer(operator))["requests"]
+        assert row["key"] == hashlib.sha256(FIRST.encode()).hexdigest()
+        assert "key" not in reading(server, **bearer(FIRST))["requests"][0]
+        assert server.post("/ui/abort", {"id": row["id"]}, headers=bearer(operator)).status_code == 200
+        assert asked.result(60).status_code == 499
 
 
 def test_a_key_sees_and_aborts_its_own_requests_only() -> None:

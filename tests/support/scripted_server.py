@@ -27,6 +27,7 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
+from tokenmill.server.keys import KeyRing
 from tokenmill.server.run import uvicorn_config
 
 NAME = "scripted"
@@ -58,6 +59,7 @@ def scripted_server(
     script: dict[str, Any] | list[Any],
     template: str | Path | None = None,
     config: ServerConfig | None = None,
+    keys: KeyRing | None = None,
     **settings: Any,
 ) -> Iterator[ScriptedServer]:
     """`template`: a file, or the text of a template. `settings`: those of an engine (`max_context=512`)."""
@@ -66,7 +68,7 @@ def scripted_server(
         file.write_text(json.dumps(script))
         if template is not None:
             settings["chat_template"] = str(_template_file(template, Path(folder)))
-        with _running(f"scripted:{file}", without_files(config), settings) as server:
+        with _running(f"scripted:{file}", without_files(config), keys, settings) as server:
             yield server
 
 
@@ -79,7 +81,9 @@ def _template_file(template: str | Path, folder: Path) -> Path:
 
 
 @contextmanager
-def _running(model: str, config: ServerConfig, settings: dict[str, Any]) -> Iterator[ScriptedServer]:
+def _running(
+    model: str, config: ServerConfig, keys: KeyRing | None, settings: dict[str, Any]
+) -> Iterator[ScriptedServer]:
     listener = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
     made: list[tuple[AsyncEngine, uvicorn.Server]] = []
@@ -88,7 +92,7 @@ def _running(model: str, config: ServerConfig, settings: dict[str, Any]) -> Iter
     async def serve() -> None:
         engine = await AsyncEngine.start(model, in_process=True, **settings)
         try:
-            app = create_app(engine, config, Metrics(model=NAME))
+            app = create_app(engine, config, Metrics(model=NAME), keys=keys)
             front = uvicorn.Server(uvicorn_config(app, flush_s=1))
             made.append((engine, front))
             for service in app.state.context.services:

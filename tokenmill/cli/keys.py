@@ -41,6 +41,7 @@ def add(
     max_sequences: int | None = None,
     weight: float = 1.0,
     min_priority: int | None = None,
+    sees_all: Annotated[bool, Parameter(negative="")] = False,
     keys_file: File = None,
     audit_log: AuditFile = None,
 ) -> int:
@@ -69,6 +70,8 @@ def add(
     min_priority
         Smallest `priority` that its requests may ask for: smaller runs first. As for all keys by default
         (`serve --min-priority`).
+    sees_all
+        For operators: on the server's page it sees the requests of all keys, and may abort them.
     """
     path = keys_file or usual_file()
     wanted = KeyRecord(
@@ -83,6 +86,7 @@ def add(
         max_sequences=max_sequences,
         weight=weight,
         min_priority=min_priority,
+        sees_all=sees_all,
     )
     key, records = new_key(_known(path), wanted)
     write_keys(path, records)
@@ -152,6 +156,7 @@ def _limits(record: KeyRecord) -> str:
     told = [f"{limit} {what}" for what, limit in given.items() if limit is not None]
     told += [] if record.weight == 1.0 else [f"weight {record.weight:g}"]
     told += [] if record.min_priority is None else [f"priority from {record.min_priority}"]
+    told += ["sees all"] if record.sees_all else []
     return ", ".join(told) or "none"
 
 

@@ -59,6 +59,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     max_sequences: Limit | None = None  # computed at a time; further ones wait
     weight: Weight = 1.0  # its share of the engine beside that of others
     min_priority: Priority | None = None  # the smallest that its requests may ask for; None: as for all
+    sees_all: bool = False  # the page's list of requests is of all keys, and it may abort them
 
     @property
     def has_limits(self) -> bool:

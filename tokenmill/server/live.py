@@ -32,7 +32,10 @@ class UnknownRequest(TokenmillError):
 
 
 class LiveRequests:
-    """All generations under way, the oldest first. A key sees and aborts its own; without keys all are one's own."""
+    """All generations under way, the oldest first. A key sees and aborts its own; without keys all are one's own.
+
+    Where a key is asked for, None stands for one that sees those of all.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[str, LiveRun] = {}
@@ -43,13 +46,16 @@ class LiveRequests:
     def remove(self, run: LiveRun) -> None:
         self._runs.pop(run.run_id, None)
 
-    def rows(self, key_id: str, most: int) -> list[dict[str, Any]]:
-        """The runs of a key, `most` of them at most."""
-        own = [run for run in self._runs.values() if run.record.key_id == key_id]
-        return [_row(run) for run in own[:most]]
+    def rows(self, key_id: str | None, most: int) -> list[dict[str, Any]]:
+        """The runs of a key, `most` of them at most; with those of others, whose each is."""
+        rows = [_row(run) for run in self._of(key_id)[:most]]
+        return rows if key_id is not None else [{**row, "key": self._runs[row["id"]].record.key_id} for row in rows]
 
-    def count(self, key_id: str) -> int:
-        return sum(run.record.key_id == key_id for run in self._runs.values())
+    def count(self, key_id: str | None) -> int:
+        return len(self._of(key_id))
+
+    def _of(self, key_id: str | None) -> list[LiveRun]:
+        return [run for run in self._runs.values() if key_id is None or run.record.key_id == key_id]
 
     def interactive(self) -> tuple[int, int]:
         """How many runs are under way that somebody waits for, and how many of them have no token yet."""
@@ -65,9 +71,9 @@ class LiveRequests:
         begun = (run for run in self._runs.values() if run.record.first_token_s is not None)
         return sum(run.num_prompt_tokens() for run in begun)
 
-    async def abort(self, run_id: str, key_id: str) -> None:
+    async def abort(self, run_id: str, key_id: str | None) -> None:
         run = self._runs.get(run_id)
-        if run is None or run.record.key_id != key_id:
+        if run is None or (key_id is not None and run.record.key_id != key_id):
             raise UnknownRequest(f"no request {run_id[:200]!r} is under way")
         await run.abort()
 

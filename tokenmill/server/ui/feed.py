@@ -5,7 +5,7 @@
 
 `series` are the numbers of /metrics, read from the same registry. One reading a second serves all who look, and
 nothing runs while nobody does. With API keys the list of requests holds those of the key that asks, and a key aborts
-only those; the series are of the whole server, as /metrics is.
+only those, unless its record says that it sees all; the series are of the whole server, as /metrics is.
 
 These routes are for the server's own page: a page of another origin is refused, whatever CORS allows it elsewhere.
 """
@@ -74,12 +74,17 @@ class LoadFeed:
         self._shared: dict[str, Any] = {}
         self._taken_s = 0.0
 
+    def view(self, key_id: str) -> str | None:
+        """The key whose requests a key sees: itself, or None for those of all."""
+        key = self._context.keys.get(key_id) if self._context.keys else None
+        return None if key is not None and key.sees_all else key_id
+
     def reading(self, key_id: str) -> dict[str, Any]:
         now = time.monotonic()
         if not self._shared or now - self._taken_s > INTERVAL_S / 2:
             self._shared, self._taken_s = self._take(), now
-        live = self._context.live
-        return {**self._shared, "requests": live.rows(key_id, MAX_ROWS), "num_requests": live.count(key_id)}
+        live, seen = self._context.live, self.view(key_id)
+        return {**self._shared, "requests": live.rows(seen, MAX_ROWS), "num_requests": live.count(seen)}
 
     def _take(self) -> dict[str, Any]:
         health = self._context.registry.health()
@@ -110,7 +115,7 @@ def feed_endpoints(context: RouteContext, read_series: ReadSeries) -> list[Endpo
     async def abort_request(request: Request) -> Response:
         require_own_page(request)
         run_id = await context.parsed(request, lambda body: BodyFields(body).required_text("id"))
-        await context.live.abort(run_id, request.state.record.key_id)
+        await context.live.abort(run_id, feed.view(request.state.record.key_id))
         return json_response({"aborted": run_id})
 
     row = object_of(id=TEXT, path=TEXT, state=TEXT, prompt_tokens=COUNT, generated_tokens=COUNT)

@@ -84,7 +84,7 @@ export class LoadView {
     const answering = one.ttft_s === null ? 0 : one.age_s - one.ttft_s;
     const rate = answering > 0.2 ? one.generated_tokens / answering : null;
     const states = { preparing: "preparing", prompt: "queued or reading the prompt", answering: "answering" };
-    return h("tr", { "data-id": one.id }, h("td", {}, h("code", { title: one.id }, one.request_id.slice(0, 18)), h("div", { class: "muted small" }, one.path)), h("td", {}, one.model), h("td", {}, states[one.state]),
+    return h("tr", { "data-id": one.id }, h("td", {}, h("code", { title: one.id }, one.request_id.slice(0, 18)), h("div", { class: "muted small" }, one.key ? `${one.path} by ${one.key.slice(0, 24)}` : one.path)), h("td", {}, one.model), h("td", {}, states[one.state]),
       h("td", { class: "right" }, duration(one.age_s)), h("td", { class: "right" }, shortNumber(one.prompt_tokens)), h("td", { class: "right" }, shortNumber(one.generated_tokens)),
       h("td", { class: "right" }, shortNumber(rate)), h("td", {}, iconButton("stop", "Abort this request", () => this.abort(one), { class: "icon-button danger" })));
   }

@@ -212,6 +212,31 @@ def test_a_request_that_kills_cores_dies_alone_and_others_go_on() -> None:
     run_virtually(scenario())
 
 
+def test_a_core_that_was_kept_for_a_suspect_works_again_when_its_client_leaves() -> None:
+    async def scenario() -> None:
+        engine = virtual_engine(DEVICE, 1)
+        await engine.open()
+        stream = asyncio.create_task(ask(engine, [40] * 40, "first", max_tokens=300))
+        await asyncio.sleep(0.1)
+        replicas = engine._replicas
+        left = engine.submit(PromptRequest(prompt=[40] * 10, params=SamplingParams(max_tokens=4), request_id="suspect"))
+        suspect = replicas.all[0].runs["suspect"]
+        replicas._withdraw(suspect, replicas.all[0], tell_core=True)
+        suspect.num_deaths = 2
+        replicas.submit(suspect)
+        assert suspect.replica is None and replicas.all[0].is_reserved, "it waits until the core is empty"
+        later = asyncio.create_task(ask(engine, [40] * 20, "later"))
+        await asyncio.sleep(0.1)
+        assert engine.num_generated("later") == 0
+        await left.aclose()
+        tokens, _ = await later
+        assert len(tokens) == 16 and not stream.done()
+        await stream
+        await engine.close()
+
+    run_virtually(scenario())
+
+
 # ── moving ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

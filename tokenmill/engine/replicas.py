@@ -278,6 +278,7 @@ class Replicas:
         if replica is None:
             if run in self._parked:
                 self._parked.remove(run)
+                self.place_parked()  # a core may have been kept for it
             return
         if self._router is not None and not tell_core:
             self._router.note_end(run)
@@ -299,15 +300,14 @@ class Replicas:
 
     def place_parked(self) -> None:
         """Give waiting requests to cores that can take them, suspects first."""
-        suspects = [run for run in self._parked if run.is_suspect]
-        for run in suspects:
+        for run in [run for run in self._parked if run.is_suspect]:
             self._place(run)
+        if not any(run.is_suspect for run in self._parked if run.replica is None):
+            for replica in self.all:
+                replica.is_reserved = False
         for run in [run for run in self._parked if run.replica is None and not run.is_suspect]:
             self._place(run)
         self._parked = [run for run in self._parked if run.replica is None]
-        if not any(run.is_suspect for run in self._parked):
-            for replica in self.all:
-                replica.is_reserved = False
         if all(replica.supervisor.is_given_up for replica in self.all):
             parked, self._parked = self._parked, []
             for run in parked:

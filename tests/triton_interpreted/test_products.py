@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.triton_inputs import assert_near, before_unreadable_page, pack_as_file, random_raw
+from tokenmill.arch.block_formats import OTHER_TYPES
 from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import LinearWeight
@@ -23,6 +24,7 @@ from tokenmill.ops.triton.gemm.linear import add_linear, gated_linear
 from tokenmill.ops.triton.gemm.splitk import SplitKConfig
 from tokenmill.ops.triton.quant import gemm_fp8_split, gemv_int4, packed_int, quantized
 from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.scaled_blocks import Groups, integer_blocks
 
 OPS = build_ops()
 SHAPES = [(48, 256), (72, 384)]
@@ -95,6 +97,47 @@ def test_blocks_of_a_file_are_multiplied_as_they_are(
     assert_near(OPS.embed(ids, OPS.pack_embedding(raws[0], dense)).float(), dequantize(raws[0])[ids], tolerance=1e-3)
     in_float32 = OPS.pack_linear(raws, None, dequantize).packed
     assert torch.equal(in_float32, matrix), "float32 is chosen to keep every bit"
+
+
+def other_raw(quant: str, num_in: int, num_out: int = 24) -> RawTensor:
+    """A random matrix in a format of other makers, its scales the same for 128 columns where that is possible"""
+    drawn = torch.Generator().manual_seed(2)
+    if quant in ("G4", "G8"):
+        bits, shape = int(quant[1]), (num_out, num_in // 128)
+        codes = torch.randint(0, 1 << bits, (num_out, num_in), generator=drawn, dtype=torch.uint8)
+        zeros = torch.randint(0, 1 << bits, shape, generator=drawn)
+        scales = torch.rand(shape, generator=drawn) * 0.01 + 0.001
+        return integer_blocks("a.weight", Groups(codes, bits, zeros, scales))
+    size = OTHER_TYPES[quant].block_bytes
+    blocks = torch.randint(0, 256, (num_out, num_in // 32, size), generator=drawn, dtype=torch.uint8)
+    blocks[:, :, :4] = torch.full((1, 1, 1), 0.01).view(torch.uint8)
+    if quant != "B8":
+        blocks[:, :, 4:6] = torch.randint(40, 80, (num_out, num_in // 32, 2), generator=drawn, dtype=torch.uint8)
+    if quant == "NV4D":
+        blocks[:, :, :4] = torch.full((1, 1, 1), 100.0).view(torch.uint8)
+    return RawTensor("a.weight", (num_out, num_in), blocks.flatten(1), quant)
+
+
+@pytest.mark.parametrize(("quant", "bits"), [("G4", 4), ("G8", 8), ("B8", 8), ("NV4", 8), ("NV4D", 8)])
+def test_blocks_of_other_makers_are_kept_in_integers(quant: str, bits: int) -> None:
+    """Scales and minima of half precision are all that is rounded."""
+    raw = other_raw(quant, 256)
+    packed = OPS.pack_linear([raw], None, partial(dequantize, dtype=torch.float16))
+    assert packed.packed.bits == bits and raw.quant == quant
+    matrix = dequantize(raw)
+    assert_near(quantized.expanded(packed.packed).float(), matrix, tolerance=1e-3)
+    for rows in (1, 9, 40):
+        x = torch.randn(rows, 256)
+        assert_near(OPS.linear(x, packed), x @ matrix.T, tolerance=2e-3)
+
+
+@pytest.mark.parametrize("quant", ["F8", "NF4", "FP4"])
+def test_floats_of_other_makers_are_expanded(quant: str) -> None:
+    blocks = torch.randint(0, 127, (24, 8, OTHER_TYPES[quant].block_bytes), dtype=torch.uint8)
+    blocks[:, :, :4] = torch.full((1, 1, 1), 0.01).view(torch.uint8)
+    raw = RawTensor("a.weight", (24, 256), blocks.flatten(1), quant)
+    packed = OPS.pack_linear([raw], None, partial(dequantize, dtype=torch.float16))
+    assert torch.equal(packed.packed, dequantize(raw).half())
 
 
 @pytest.mark.parametrize(("num_in", "num_rows"), [(576, 2), (1536, 1), (1536, 2)])

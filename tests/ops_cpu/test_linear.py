@@ -187,6 +187,20 @@ def test_formats_that_differ_in_rounding_only_are_packed_as_another(quant: str) 
     assert np.allclose(out, dequantize(raw).numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("quant", ["NF4", "FP4"])
+def test_tables_of_floats_are_rounded_only_where_weights_may_be(quant: str) -> None:
+    _, source = random_blocks(quant, 24, 128)
+    raw = RawTensor("x", (24, 128), torch.from_numpy(source), quant)
+    assert (kind_of(raw, "none"), kind_of(raw, "int8")) == ("F16", quant)
+    found = []
+    for quantization in ("none", "int8"):
+        matrix = pack_as(kind_of(raw, quantization), raw, dequantize)
+        out = np.empty((24, 128), np.float32)
+        native().embed_rows(matrix, np.arange(24), 1.0, out, "")
+        found.append(float(np.abs(out - dequantize(raw).numpy()).max() / 0.01))
+    assert found[0] < 1e-3 < found[1] < 4e-3  # of the largest scale
+
+
 def test_bias_is_added() -> None:
     _, source = random_blocks("Q8_0", 40, 64)
     x = np.zeros((3, 64), np.float32)

@@ -37,7 +37,7 @@ class Scheme:
 
     quant: str  # the block format that they become (`block_formats.py`), if its scales can be kept
     group: int = ROW  # columns that have a scale in common
-    is_expanded: bool = False  # no block format holds them: columns of a group do not lie together
+    is_expanded: bool = False  # to plain numbers, by every backend: no block format or no exact kernel holds them
     bits: int = 0  # of integers
 
 
@@ -276,7 +276,7 @@ def _bitsandbytes(fields: ConfigFields) -> Quantization:
     kind = str(fields.get("bnb_4bit_quant_type") or "fp4")
     if kind not in ("nf4", "fp4"):
         fields.refuse(f"bitsandbytes' bnb_4bit_quant_type {kind!r} is not supported: nf4 and fp4 are", hint=HINT)
-    return Quantization(f"bitsandbytes, {kind}", ((("Linear",), Scheme(kind.upper(), 64)),), excluded)
+    return Quantization(f"bitsandbytes, {kind}", ((("Linear",), Scheme(kind.upper(), 64, is_expanded=True)),), excluded)
 
 
 def _hqq(fields: ConfigFields) -> Quantization:

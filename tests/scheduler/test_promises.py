@@ -158,3 +158,12 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     with pytest.raises(Overloaded, match="promised"):
         server.scheduler.add(server.ask("other", prompt=500).request)
     assert not server.scheduler.has_work and not len(server.scheduler._tenants)
+
+
+def test_a_full_queue_tells_how_long_others_waited() -> None:
+    server = VirtualServer(rows=1)
+    for _ in range(40):
+        server.ask(prompt=50, output=20)
+    server.run()
+    waits = [life.token_times[0] - life.sent_s for life in list(server.lives.values())[-10:]]
+    assert min(waits) / 3 < server.scheduler.stats().wait_s < max(waits)

@@ -169,7 +169,8 @@ class AsyncEngine:
         require_ready(self.health())
         num_requests = len(self._running) + self._num_preparing
         if num_requests >= self._frontend.config.scheduler.max_waiting + self._max_running:
-            raise Overloaded("too many requests are waiting", retry_after_s=1)
+            wait_s = min(replica.stats.wait_s for replica in self._replicas.all)
+            raise Overloaded("too many requests are waiting", retry_after_s=max(1.0, wait_s))
 
     @property
     def _max_running(self) -> int:

@@ -270,6 +270,7 @@ class EngineCore:
             running=seen.running,
             waiting=seen.waiting + self._grammars.num_waiting,
             waiting_for_grammar=self._grammars.num_waiting,
+            wait_s=seen.wait_s,
             kv_blocks_used=seen.kv_blocks_used,
             kv_blocks_total=seen.kv_blocks_total,
             prefix_hit_tokens=seen.prefix_hit_tokens,

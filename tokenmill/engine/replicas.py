@@ -36,7 +36,7 @@ SUSPECT_DEATHS = 2  # without a token in between
 MOST_DEATHS = 3
 
 NOW = ("running", "waiting", "waiting_for_grammar", "kv_blocks_used", "kv_blocks_total")
-APART = (*NOW, "step_counts", "engine_pid", "restarts", "resumed")
+APART = (*NOW, "wait_s", "step_counts", "engine_pid", "restarts", "resumed")
 TOTALS = tuple(name for name in EngineStats.__struct_fields__ if name not in APART)
 
 

@@ -59,6 +59,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     waiting_for_grammar: int = 0  # among them
+    wait_s: float = 0.0  # how long requests waited that started lately
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     prefix_hit_tokens: int = 0

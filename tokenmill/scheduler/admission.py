@@ -323,6 +323,7 @@ class Admission:
             counters.prefix_hit_tokens += group.leader.computed
         if state.queue_s is None:
             state.queue_s = max(0.0, self._clock() - state.request.arrival_s)
+            counters.note_wait(state.queue_s)
             state.num_cached_tokens = group.leader.computed
             counters.prompt_tokens += group.leader.prompt_len
 

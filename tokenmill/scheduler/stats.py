@@ -1,6 +1,8 @@
-"""What the scheduler counts. The first four are of this moment, the others only grow."""
+"""What the scheduler counts. The first five are of this moment, the others only grow."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -10,6 +12,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int  # requests, and sequences that were preempted
     kv_blocks_used: int
     kv_blocks_total: int
+    wait_s: float = 0.0  # how long requests waited that started lately
     steps: int = 0
     preemptions: int = 0
     finished: int = 0  # requests, whatever the reason
@@ -38,9 +41,11 @@ class Counters:
         "prefix_query_tokens",
         "prompt_tokens",
         "steps",
+        "wait_s",
     )
 
     def __init__(self) -> None:
+        self.wait_s = 0.0
         self.steps = 0
         self.preemptions = 0
         self.finished = 0
@@ -53,5 +58,9 @@ class Counters:
         self.accepted_tokens = 0
         self.block_waits = 0
 
-    def as_dict(self) -> dict[str, int]:
+    def note_wait(self, seconds: float) -> None:
+        """Count how long a request waited; the newest weighs a tenth."""
+        self.wait_s += 0.1 * (seconds - self.wait_s)
+
+    def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

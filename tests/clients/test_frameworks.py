@@ -86,7 +86,7 @@ def run_probe(client: str, venv: str, url: str, canary: Canary, folder: Path) ->
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
     return done.stdout

@@ -31,9 +31,6 @@ class RankGroup(Protocol):
         """x [T, widths[rank]] of this rank → [T, widths[r]] of every rank r."""
         ...
 
-    @property
-    def is_aborted(self) -> bool: ...
-
     def abort(self) -> None:
         """End all waits of this group, here and on other ranks where they can be reached, with PeerDied."""
         ...

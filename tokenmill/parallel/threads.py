@@ -49,10 +49,6 @@ class ThreadGroup:
         self._wait()  # who writes next waits until all have read
         return found
 
-    @property
-    def is_aborted(self) -> bool:
-        return self._meeting.barrier.broken
-
     def abort(self) -> None:
         self._meeting.barrier.abort()
 

@@ -11,8 +11,8 @@ So only rank 0 samples; the others compute their part of the logits and go on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -27,18 +27,17 @@ from tokenmill.sampling.samples import HeadOutput, Sample
 from tokenmill.types import RowInit, RowPlan, StepPlan, StepResult
 
 
-class StepAck(msgspec.Struct, frozen=True):
-    """A follower's answer: it has computed a step, or why it could not."""
+class RankFailure(msgspec.Struct, frozen=True):
+    """A follower's last word: why it could not compute a step."""
 
     rank: int
     step: int
-    seconds: float
-    error: str | None = None
+    error: str
 
 
 _encoder = msgspec.msgpack.Encoder()
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
-_ack_decoder = msgspec.msgpack.Decoder(StepAck)
+_failure_decoder = msgspec.msgpack.Decoder(RankFailure)
 
 
 class RankedRunner:
@@ -53,7 +52,6 @@ class RankedRunner:
         self._followers = followers
         self._plans: dict[int, StepPlan] = {}
         self.adapters: Mapping[str, Adapter] = {}  # none can be loaded
-        self.step_seconds = [0.0] * group.size  # of the last step that each rank has answered for
 
     def continues(self, new: RowInit) -> bool:
         return self._own.continues(new)
@@ -66,17 +64,14 @@ class RankedRunner:
         self._own.draw(ticket, masks)
 
     def collect(self, ticket: int) -> StepResult:
-        self._read_acks()
+        self._raise_failure()
         self._send(_encoder.encode(self._plans.pop(ticket)))
         try:
-            result = self._own.collect(ticket)
-        except (PeerDied, RuntimeError) as error:  # native kernels know no errors of ours
-            if not self._group.is_aborted and not isinstance(error, PeerDied):
-                raise
-            self._read_acks()  # a follower that failed says why before it ends the group's waits
-            raise PeerDied(str(error)) from None
-        self.step_seconds[0] = result.step_s
-        return result
+            return self._own.collect(ticket)
+        except Exception as error:  # the others may wait in the middle of this step: no other can follow it
+            self._group.abort()
+            self._raise_failure()  # a follower that failed says why before it ends the group's waits
+            raise PeerDied(f"a step on several ranks failed: {error}") from error
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
         self._own.run_largest_step(token_budget, step_bytes, while_compiling)
@@ -91,15 +86,13 @@ class RankedRunner:
         except OSError as error:
             raise PeerDied(f"a rank can't be reached: {error}") from None
 
-    def _read_acks(self) -> None:
-        """Take what followers have said so far, without waiting."""
+    def _raise_failure(self) -> None:
+        """Raise what a follower has said, or that it has gone; without waiting."""
         for follower in self._followers:
             try:
-                while follower.poll(0):
-                    ack = _ack_decoder.decode(follower.recv_bytes())
-                    if ack.error is not None:
-                        raise PeerDied(f"rank {ack.rank} failed: {ack.error}")
-                    self.step_seconds[ack.rank] = ack.seconds
+                if follower.poll(0):
+                    failure = _failure_decoder.decode(follower.recv_bytes())
+                    raise PeerDied(f"rank {failure.rank} failed in step {failure.step}: {failure.error}")
             except (EOFError, OSError):
                 raise PeerDied("a rank has closed its connection") from None
 
@@ -121,18 +114,12 @@ def follow(runner: ModelRunner, group: RankGroup, leader: Connection) -> None:
             plan = _plan_decoder.decode(leader.recv_bytes())
         except (EOFError, OSError):
             return
-        began_s = time.perf_counter()
         try:
             runner.collect(runner.launch(plan))
         except Exception as error:
-            _answer(leader, StepAck(group.rank, plan.step, 0.0, f"{type(error).__name__}: {error}"))
+            with suppress(OSError):  # rank 0 may be gone
+                leader.send_bytes(
+                    _encoder.encode(RankFailure(group.rank, plan.step, f"{type(error).__name__}: {error}"))
+                )
             group.abort()
             raise
-        _answer(leader, StepAck(group.rank, plan.step, time.perf_counter() - began_s))
-
-
-def _answer(leader: Connection, ack: StepAck) -> None:
-    try:
-        leader.send_bytes(_encoder.encode(ack))
-    except OSError:
-        return  # rank 0 is gone: the next read says so

@@ -227,3 +227,23 @@ def test_a_flood_of_urgent_requests_does_not_keep_others_out_for_ever() -> None:
     server.at(0.0, flood)
     server.run(200.0)
     assert usual.ended_s is not None and usual.ended_s < 150
+
+
+def test_a_flood_of_new_prompts_evicts_its_own_cached_blocks() -> None:
+    """A quiet tenant's prompt is still cached after others have filled the cache several times."""
+
+    def cached_after(flooder: str) -> int:
+        server = VirtualServer(num_blocks=201)
+        server.ask("quiet", prompt=640, output=2, prefix=640)
+        server.run()
+        for _ in range(20):
+            server.ask(flooder, prompt=480, output=2)
+            server.run()
+        before = server.scheduler.stats().prefix_hit_tokens
+        server.ask("quiet", prompt=640, output=2, prefix=640)
+        server.run()
+        server.scheduler.check_integrity()
+        return server.scheduler.stats().prefix_hit_tokens - before
+
+    assert cached_after("flood") >= 600
+    assert cached_after("quiet") == 0, "one tenant's own prompts leave in the order of their last use"

@@ -21,7 +21,60 @@ from typing import NamedTuple
 from tokenmill.types import BlockTableUpdate, KVNews
 
 NULL_BLOCK = 0
+LOST_IN_A_ROW = 16  # blocks that one tenant loses before it is looked again who has most
 DIGEST_BYTES = 16
+
+
+class FreeBlocks:
+    """The free blocks of one region, in the order in which they are handed out again.
+
+    Those with nothing in them come first. Of those whose contents may be found again the tenant with the most of them
+    loses one, the one it released longest ago: who fills the cache evicts its own blocks, not those of others.
+
+        empty | tenant A: oldest ... newest | tenant B: oldest ... newest
+    """
+
+    def __init__(self, blocks: range) -> None:
+        self._empty = OrderedDict.fromkeys(blocks)
+        self._cached: dict[str, OrderedDict[int, None]] = {}  # by owner
+        self._owners: dict[int, str] = {}
+        self._loser = ""  # who loses the next blocks
+        self._num_to_lose = 0
+
+    def __len__(self) -> int:
+        return len(self._empty) + len(self._owners)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._empty or block in self._owners
+
+    def add_empty(self, block: int) -> None:
+        self._empty[block] = None
+        self._empty.move_to_end(block, last=False)
+
+    def add_cached(self, block: int, owner: str) -> None:
+        self._owners[block] = owner
+        self._cached.setdefault(owner, OrderedDict())[block] = None
+
+    def remove(self, block: int) -> None:
+        owner = self._owners.pop(block, None)
+        if owner is None:
+            del self._empty[block]
+            return
+        blocks = self._cached[owner]
+        del blocks[block]
+        if not blocks:
+            del self._cached[owner]
+
+    def pop(self) -> int:
+        if self._empty:
+            return self._empty.popitem(last=False)[0]
+        if self._num_to_lose <= 0 or self._loser not in self._cached:
+            self._loser = max(self._cached, key=lambda owner: len(self._cached[owner]))
+            self._num_to_lose = LOST_IN_A_ROW
+        self._num_to_lose -= 1
+        block = next(iter(self._cached[self._loser]))
+        self.remove(block)
+        return block
 
 
 class BlockPool:
@@ -29,7 +82,7 @@ class BlockPool:
 
     A block that no table holds is free, but what was computed into it stays readable until it is handed out again. The
     free list is therefore in eviction order: blocks whose contents cannot be found again come first, then the
-    registered ones, least recently released first.
+    registered ones, least recently released first (`FreeBlocks`: of the tenant that has most of them).
 
         free:  [ not registered | not registered | registered, oldest | ... | registered, newest ]
                  ▲ take() hands out from here
@@ -47,9 +100,8 @@ class BlockPool:
         self.usable = (num_blocks - 1, *(max(0, number - 1) for number in others))
         self.firsts = tuple(accumulate((1, *self.usable[:-1])))  # the first id of each region
         self.refs = [0] * (1 + sum(self.usable))
-        self._free: list[OrderedDict[int, None]] = [
-            OrderedDict.fromkeys(range(first, first + count))
-            for first, count in zip(self.firsts, self.usable, strict=True)
+        self._free = [
+            FreeBlocks(range(first, first + count)) for first, count in zip(self.firsts, self.usable, strict=True)
         ]
 
     @property
@@ -75,7 +127,7 @@ class BlockPool:
 
     def take(self, region: int = 0) -> int:
         """Hand out the first block in eviction order; the caller forgets what was registered under it."""
-        block, _ = self._free[region].popitem(last=False)
+        block = self._free[region].pop()
         self.refs[block] = 1
         return block
 
@@ -84,20 +136,22 @@ class BlockPool:
         if block == NULL_BLOCK:
             return
         if self.refs[block] == 0:
-            del self._free[self.region_of(block)][block]
+            self._free[self.region_of(block)].remove(block)
         self.refs[block] += 1
 
-    def release(self, block: int, *, keep: bool) -> None:
-        """Let one table less hold `block`; once free, it is evicted late when `keep`, else reused first."""
+    def release(self, block: int, *, keep: bool, owner: str = "") -> None:
+        """Let one table less hold `block`; once free, it is evicted late when `keep`, among its owner's blocks, else
+        reused first."""
         if block == NULL_BLOCK:
             return
         assert self.refs[block] > 0, f"block {block} was released more often than taken"
         self.refs[block] -= 1
         if self.refs[block] == 0:
             free = self._free[self.region_of(block)]
-            free[block] = None
-            if not keep:
-                free.move_to_end(block, last=False)
+            if keep:
+                free.add_cached(block, owner)
+            else:
+                free.add_empty(block)
 
 
 class RowIds(NamedTuple):
@@ -123,14 +177,20 @@ class BlockTable:
     from preemption) is sent whole. Ids are sent as rows of the group's tensors.
     """
 
-    __slots__ = ("_pending", "_row_ids", "groups", "live_from", "num_registered")
+    __slots__ = ("_pending", "_row_ids", "groups", "live_from", "num_registered", "owner")
 
     def __init__(
-        self, groups: list[list[int]], live_from: list[int], num_registered: int = 0, row_ids: Seq[RowIds] = ()
+        self,
+        groups: list[list[int]],
+        live_from: list[int],
+        num_registered: int = 0,
+        row_ids: Seq[RowIds] = (),
+        owner: str = "",
     ) -> None:
         self.groups = groups  # block ids, one list a group; NULL_BLOCK where the window has passed
         self.live_from = live_from  # per group: entries before this one are null
         self.num_registered = num_registered  # leading entries already offered to the prefix cache
+        self.owner = owner  # the tenant whose cached blocks they are when they are free
         self._row_ids = row_ids or (PLAIN_IDS,) * len(groups)
         self._pending: list[BlockTableUpdate] | None = None  # None: the runner has nothing of this table
 
@@ -155,7 +215,7 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """A second table with the same entries; the caller counts the references."""
         groups = [list(blocks) for blocks in self.groups]
-        return BlockTable(groups, list(self.live_from), self.num_registered, self._row_ids)
+        return BlockTable(groups, list(self.live_from), self.num_registered, self._row_ids, self.owner)
 
     def resend_all(self) -> None:
         """Send the whole table with the next updates: the runner has dropped its copy."""

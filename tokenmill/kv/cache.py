@@ -175,7 +175,8 @@ class KVCache:
 
     # ── a table's life ─────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, hit: PrefixMatch) -> BlockTable:
+    def open(self, hit: PrefixMatch, owner: str = "") -> BlockTable:
+        """A table that holds the blocks of a hit; `owner`: the tenant whose cached blocks they become."""
         for blocks in hit.groups:
             for block in blocks:
                 self.pool.share(block)
@@ -184,7 +185,7 @@ class KVCache:
             for rule, blocks in zip(self.rules, hit.groups, strict=True)
         ]
         num_blocks = hit.num_tokens // self.block_size
-        return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks, self._row_ids)
+        return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks, self._row_ids, owner)
 
     def reserve(self, table: BlockTable, start: int, end: int, *, is_certain: bool = True) -> Copies | None:
         """Make [start, end) writable for this table alone; None (and nothing changed) when the pool is short.
@@ -264,7 +265,7 @@ class KVCache:
         rule, old = self.rules[group], table.groups[group][index]
         new = self._take(rule.region)
         table.replace(group, index, new)
-        self._release_block(old)
+        self._release_block(old, table.owner)
         return None if rule.kind == "state" else (old, new)
 
     def _keep_earlier_states(self, table: BlockTable, start: int, end: int) -> None:
@@ -304,7 +305,7 @@ class KVCache:
         end = min(self.first_visible_block(group, num_computed), len(table.groups[group]))
         if end > table.live_from[group]:
             for block in reversed(table.drop_before(group, end)):
-                self._release_block(block)
+                self._release_block(block, table.owner)
 
     def fork(self, table: BlockTable) -> BlockTable:
         for blocks in table.groups:
@@ -316,7 +317,7 @@ class KVCache:
         """Give back all blocks, the last first: beginnings are what others share, so they are evicted last."""
         for blocks in table.groups:
             for block in reversed(blocks):
-                self._release_block(block)
+                self._release_block(block, table.owner)
             blocks.clear()
         table.live_from = [0] * len(self.rules)
 
@@ -325,5 +326,5 @@ class KVCache:
         self.prefix.forget(block)
         return block
 
-    def _release_block(self, block: int) -> None:
-        self.pool.release(block, keep=self.prefix.has(block))
+    def _release_block(self, block: int, owner: str) -> None:
+        self.pool.release(block, keep=self.prefix.has(block), owner=owner)

@@ -93,7 +93,7 @@ class RunningSet:
         """Start a group: the leader's table opens on what is cached already; rows are taken for all that will run."""
         leader = group.leader
         self._take_adapter(group)
-        leader.table = self._cache.open(match)
+        leader.table = self._cache.open(match, group.state.account.tenant.id)
         leader.computed = match.num_tokens
         leader.row = self.row_allocator.allocate()
         group.spare_rows = [self.row_allocator.allocate() for _ in range(group.num_rows - 1)]
@@ -107,7 +107,7 @@ class RunningSet:
     def reopen(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence whose window has moved other blocks, on the same row. It may not be in flight."""
         self._cache.release(sequence.held_table)
-        sequence.table = self._cache.open(match)
+        sequence.table = self._cache.open(match, sequence.state.account.tenant.id)
         sequence.computed = match.num_tokens
 
     def preempt(self, group: SequenceGroup) -> None:

@@ -1,0 +1,87 @@
+"""What a long prompt does to streams that run beside it, with and without a limit on the time of steps.
+
+    python benchmarks/long_prompt.py MODEL [--prompt-len 4096] [--streams 8] [--step-ms 0,100] [--slo tpot=60ms]
+
+For each setting: the gaps between tokens of the streams before the prompt comes and while it is computed, and the time
+to its own first token, alone and beside them. One JSON object a setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from itertools import pairwise
+from typing import Any
+
+from tokenmill import AsyncEngine, SamplingParams
+from tokenmill.bench.measures import percentile
+from tokenmill.types import PromptRequest
+
+
+def prompt(length: int, seed: int) -> PromptRequest:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    return PromptRequest(prompt=[(seed + place * 7919) % 4000 + 100 for place in range(length)], params=params)
+
+
+async def stream(engine: AsyncEngine, seed: int, times: list[float]) -> None:
+    params = SamplingParams(max_tokens=100_000, ignore_eos=True, temperature=1.0, seed=seed)
+    asked = PromptRequest(prompt=[seed % 4000 + 100 + place for place in range(32)], params=params)
+    async for event in engine.submit(asked):
+        times += [time.perf_counter()] if event.token_ids else []
+
+
+async def first_token_s(engine: AsyncEngine, asked: PromptRequest) -> float:
+    began = time.perf_counter()
+    async for _ in engine.submit(asked):
+        return time.perf_counter() - began
+    raise RuntimeError("no token came")
+
+
+async def measure(model: str, length: int, num_streams: int, settings: dict[str, Any]) -> dict[str, Any]:
+    engine = await AsyncEngine.start(model, speculate="off", **settings)
+    try:
+        await first_token_s(engine, prompt(512, 1))
+        alone_s = await first_token_s(engine, prompt(length, 2))
+        times: list[list[float]] = [[] for _ in range(num_streams)]
+        tasks = [asyncio.create_task(stream(engine, number, seen)) for number, seen in enumerate(times)]
+        await asyncio.sleep(4.0)
+        began = time.perf_counter()
+        beside_s = await first_token_s(engine, prompt(length, 3))
+        ended = time.perf_counter()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        await engine.close()
+    gaps = [(after, after - before) for seen in times for before, after in pairwise(seen)]
+    quiet = [gap for at, gap in gaps if began - 2.0 < at < began]
+    during = [gap for at, gap in gaps if began < at < ended]
+    return {
+        **settings,
+        "gap_p50_ms_before": round(percentile(quiet, 50) * 1e3, 1),
+        "gap_p99_ms_before": round(percentile(quiet, 99) * 1e3, 1),
+        "gap_p50_ms_during": round(percentile(during, 50) * 1e3, 1),
+        "gap_p99_ms_during": round(percentile(during, 99) * 1e3, 1),
+        "ttft_s_alone": round(alone_s, 3),
+        "ttft_s_beside": round(beside_s, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--prompt-len", type=int, default=4096)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--step-ms", default="0,100")
+    parser.add_argument("--slo", default="")
+    args = parser.parse_args()
+    tried: list[dict[str, Any]] = [{"step_ms": float(one)} for one in args.step_ms.split(",") if one]
+    tried += [{"slo": args.slo}] if args.slo else []
+    for settings in tried:
+        print(json.dumps(asyncio.run(measure(args.model, args.prompt_len, args.streams, settings))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

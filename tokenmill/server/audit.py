@@ -57,14 +57,15 @@ def file_beside(keys_file: Path) -> Path:
 def append(path: Path, entries: Sequence[Entry]) -> None:
     """Add entries to the chain, on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path) as file:
-        number, previous = _last(path, file)
-        if path.stat().st_size > ROTATE_BYTES:
-            os.rename(path, rotated_name(path, number))
-            with open(path, "x", opener=_private, encoding="utf-8") as fresh:
-                _write(fresh, number, previous, entries)
-        else:
-            _write(file, number, previous, entries)
+    is_written = False
+    while not is_written:
+        with _locked(path) as file:
+            number, previous = _last(path, file)
+            if os.fstat(file.fileno()).st_size > ROTATE_BYTES:
+                os.rename(path, rotated_name(path, number))  # whoever comes next begins the new file
+            else:
+                _write(file, number, previous, entries)
+                is_written = True
 
 
 def newest(path: Path) -> tuple[int, str]:
@@ -110,9 +111,17 @@ def _locked(path: Path) -> Iterator[IO[str]]:
     while True:
         with open(path, "a+", opener=_private, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if _is_named(file, path):
                 yield file
                 return
+
+
+def _is_named(file: IO[str], path: Path) -> bool:
+    """Tell whether a file still has this name: another process may rotate at any moment."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _last(path: Path, file: IO[str]) -> tuple[int, str]:

@@ -51,6 +51,7 @@ class CoreSupervisor:
         self._client: CoreClient | None = None
         self._first_ready: asyncio.Future[None] | None = None
         self._restart: asyncio.Task[None] | None = None
+        self._dropping: asyncio.Task[None] | None = None  # of a dead core's client
         self._life_checks: asyncio.Task[None] | None = None
         self._has_answered = False  # since it was started
         self._deaths: list[float] = []  # before an answer
@@ -86,6 +87,8 @@ class CoreSupervisor:
                 task.cancel()
         self.health = Health("dead", "closed")
         self._on_death(EngineDead("the engine was closed"))
+        if self._dropping is not None:
+            await self._dropping
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -168,7 +171,8 @@ class CoreSupervisor:
         """Let go of a dead core, and of the folder of its sockets."""
         client, self._client = self._client, None
         if client is not None:
-            await client.close()
+            self._dropping = asyncio.create_task(client.close())
+            await asyncio.shield(self._dropping)  # whoever closes meanwhile waits for it
 
     async def _restart_core(self) -> None:
         await self._drop_client()

@@ -14,29 +14,47 @@ bool BatchView::wants_all() const {
   return true;
 }
 
+namespace {
+
+ptrdiff_t row_of(const BatchView& batch, int token) {
+  const int32_t* next = std::upper_bound(batch.query_starts, batch.query_starts + batch.rows + 1, token);
+  return next - batch.query_starts - 1;
+}
+
+}  // namespace
+
 void NarrowedBatch::take(const BatchView& batch, int group) {
-  const GroupView& from = batch.groups[static_cast<size_t>(group)];
-  const size_t blocks = static_cast<size_t>(from.max_blocks);
   const size_t wanted = static_cast<size_t>(batch.wanted);
   starts_.resize(wanted + 1);
   std::iota(starts_.begin(), starts_.end(), 0);
   positions_.resize(wanted);
   contexts_.resize(wanted);
-  tables_.resize(wanted * blocks);
   for (size_t i = 0; i < wanted; ++i) {
     const int token = static_cast<int>(batch.logit_rows[i]);
-    const int32_t* next = std::upper_bound(batch.query_starts, batch.query_starts + batch.rows + 1, token);
-    const ptrdiff_t row = next - batch.query_starts - 1;
+    const ptrdiff_t row = row_of(batch, token);
     positions_[i] = batch.positions[token];
-    contexts_[i] = batch.context_lens[row] - (*next - token - 1);
-    std::copy_n(from.block_tables + static_cast<size_t>(row) * blocks, blocks, tables_.data() + i * blocks);
+    contexts_[i] = batch.context_lens[row] - (batch.query_starts[row + 1] - token - 1);
   }
   view = {};
   view.tokens = view.rows = view.wanted = batch.wanted;
   view.positions = positions_.data();
   view.query_starts = starts_.data();
   view.context_lens = contexts_.data();
-  view.groups.assign(batch.groups.size(), {tables_.data(), from.max_blocks, nullptr});
+  view.groups.assign(batch.groups.size(), {nullptr, 0, nullptr});
+  take_tables(batch, group);
+}
+
+void NarrowedBatch::take_tables(const BatchView& batch, int group) {
+  const GroupView& from = batch.groups[static_cast<size_t>(group)];
+  const size_t blocks = static_cast<size_t>(from.max_blocks);
+  tables_.resize(std::max(tables_.size(), batch.groups.size()));
+  std::vector<int32_t>& tables = tables_[static_cast<size_t>(group)];
+  tables.resize(static_cast<size_t>(batch.wanted) * blocks);
+  for (int i = 0; i < batch.wanted; ++i) {
+    const size_t row = static_cast<size_t>(row_of(batch, static_cast<int>(batch.logit_rows[i])));
+    std::copy_n(from.block_tables + row * blocks, blocks, tables.data() + static_cast<size_t>(i) * blocks);
+  }
+  view.groups[static_cast<size_t>(group)] = {tables.data(), from.max_blocks, nullptr};
 }
 
 }  // namespace tokenmill

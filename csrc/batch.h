@@ -28,11 +28,13 @@ struct BatchView {  // ForwardBatch of tokenmill/ops/batch.py as pointers
 class NarrowedBatch {
  public:
   void take(const BatchView& batch, int group);
+  void take_tables(const BatchView& batch, int group);  // of one more group, whose entries are read only
   BatchView view;
 
  private:
   std::vector<int64_t> positions_;
-  std::vector<int32_t> starts_, contexts_, tables_;
+  std::vector<int32_t> starts_, contexts_;
+  std::vector<std::vector<int32_t>> tables_;  // of each group, as far as it was taken
 };
 
 }  // namespace tokenmill

@@ -63,6 +63,20 @@ struct Moe {
   Vector shared_gate;  // [hidden]: the shared expert is weighted by the sigmoid of its product with the input
   Vector router_norm;  // the router reads a norm of the stream of its own
   Linear latent_in, latent_out;  // experts work on a projection of their input; empty: on the input itself
+  std::vector<std::vector<int>> owners;  // of each expert the ranks that have it; empty: all experts are here
+
+  size_t layer = 0;  // its number, given by the decoder
+
+  bool is_spread() const { return !owners.empty(); }
+};
+
+// Who computes the experts of a step's tokens, and where the results lie: rows of rank 0, of rank 1, ..., of each rank
+// expert by expert.
+struct ExpertRows {
+  std::vector<int> counts, starts;  // of each expert: rows that are computed here, and where they begin among all rows
+  std::vector<size_t> first;        // [ranks + 1] where the rows of a rank begin
+  std::vector<int> places;          // [T][active] the row of an expert's input; -1: another rank computes it
+  std::vector<size_t> rows;         // [T][active] the row of the result
 };
 
 // The layer's own embeddings of the tokens, which are added through a gate that reads the stream.
@@ -109,29 +123,42 @@ struct ShortConv {
 
 inline constexpr int kMaxConvKernel = 16;
 
-// Gated DeltaNet or Mamba-2, see decoder/recurrent.cpp.
+// Gated DeltaNet, Kimi's delta rule or Mamba-2, see decoder/recurrent.cpp.
 struct Recurrent {
   std::vector<Linear> in;  // rows of q, k, v, z, (b,) a: one matrix each
   RecurrentShape shape;
   Vector conv, conv_bias;  // [kernel][channels], the oldest token's first; [channels]
   Vector ones;             // [channels]
   int kernel = 0;
-  Vector rates, step_bias, skip;  // [value heads]; `skip` of Mamba-2 only
+  Vector rates, step_bias, skip;  // [value heads], step_bias [decays]; `skip` of Mamba-2 only
   float min_step = 0.0f, max_step = 0.0f, step_scale = 1.0f, gate_scale = 1.0f, out_scale = 1.0f;
   Vector norm;  // [value dim] or [values]; no groups: no norm
   int norm_groups = 0;
-  bool is_norm_shared = false, gates_first = false;
+  bool is_norm_shared = false, gates_first = false, gates_by_sigmoid = false;
   float eps = 0.0f;
 
   // the cache; `Layer::group` is that of the cells
   float* conv_inputs = nullptr;  // [block][token][channels]
   float* keys = nullptr;         // [block][key head][token][key dim]
   float* updates = nullptr;      // [block][value head][token][value dim]
-  float* decays = nullptr;       // [block][token][value head]
+  float* decays = nullptr;       // [block][token][value head], or of channels [block][value head][token][key dim]
   float* states = nullptr;       // [slot][value head][key dim][value dim]
   float* tails = nullptr;        // [slot][kernel - 1][channels]
   int block_size = 0, state_group = 0, num_states = 0;
 };
+
+// Chooses the `top_k` entries of a context that latent attention looks at, see decoder/indexer.cpp. Queries are made of the
+// latent that attention's own are made of, keys and the weights of heads of the layer's input.
+struct EntryIndexer {
+  Linear q, k, weights;
+  Vector norm, norm_bias;  // of keys
+  int heads = 0, top_k = 0;
+  float scale = 1.0f, eps = 0.0f;
+  EntryCache keys;  // one a token, of `keys.width` numbers
+  int group = 0, num_blocks = 0;
+};
+
+inline constexpr int kSeesAll = -1;  // in the place of a number of chosen entries
 
 // Latent attention: all heads attend to one entry a token, [rank | rope_dim]. `q` gives queries, or the latent that `q_up`
 // makes them of; each head has a matrix from queries to the space of latents, and one from there to its values.
@@ -143,6 +170,10 @@ struct LatentAttention {
   int heads = 0, nope_dim = 0, rope_dim = 0, value_dim = 0;
   float scale = 1.0f, eps = 0.0f;
   EntryCache cache;
+  std::optional<EntryIndexer> index;  // chooses the entries that are looked at; none: all are
+  bool shares_index = false;          // what the indexer before this layer has chosen holds here too
+
+  bool is_sparse() const { return index.has_value() || shares_index; }
 };
 
 struct Layer : LayerFrame {
@@ -169,7 +200,7 @@ struct Layer : LayerFrame {
   bool has_own_kv() const { return k.w.data != nullptr; }
   bool has_cache() const {
     if (recurrent) return recurrent->states != nullptr;
-    if (latent) return latent->cache.entries != nullptr;
+    if (latent) return latent->cache.entries != nullptr && (!latent->index || latent->index->keys.entries != nullptr);
     return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr;
   }
   int block_size() const {
@@ -186,6 +217,9 @@ class Decoder {
           float outlier_threshold, const Kernels& kernels);
   void set_norms(bool are_centred) { are_norms_centred_ = are_centred; }
   void set_logit_scale(float scale) { logit_scale_ = scale; }
+  // The layers are some of a model's: those of one stage of a pipeline.
+  void set_stage(bool is_last) { is_last_stage_ = is_last; }
+  bool is_last_stage() const { return is_last_stage_; }
   // The other ranks, where several compute the model together: they run the same steps at the same time.
   void set_window(std::shared_ptr<Window> window) { window_ = std::move(window); }
   // Embeddings that each layer has for itself: [vocab][layers * width], [layers * width][hidden], [width].
@@ -202,12 +236,15 @@ class Decoder {
   // The pointers, sizes and group of states in `cache`; `group` is that of the cells.
   void set_recurrent_cache(int layer, int group, const Recurrent& cache, int num_cells);
   void set_entry_cache(int layer, int group, const EntryCache& cache, int num_blocks);
+  void set_index_cache(int layer, int group, const EntryCache& cache, int num_blocks);
 
   // The matrices that adapters may change, and how many adapters there is room for.
   void set_adapter_sites(int slots, std::vector<AdapterSlots::Site> sites) { adapters_.declare(slots, std::move(sites)); }
   void set_adapter(int slot, AdapterSlots::Parts parts) { adapters_.put(slot, std::move(parts)); }
 
-  void forward(const BatchView& batch, float* hidden);  // [wanted][hidden]
+  // `entering` [tokens][hidden]: the stream as the stage before has left it; null: this is the first stage. `hidden`:
+  // [wanted][hidden], normed; of a stage that is not the last one the stream, [tokens][hidden].
+  void forward(const BatchView& batch, const float* entering, float* hidden);
   // The slots of the adapters of the rows that `forward` has put out; null where none has one.
   const int32_t* wanted_slots() const { return is_adapted_ ? row_slots_.data() : nullptr; }
   // `slots` [rows] of the rows' adapters, null: none has one
@@ -220,6 +257,10 @@ class Decoder {
   RecurrentShape recurrent_shape(int layer) const;
   int num_layers() const { return static_cast<int>(layers_.size()); }
   const Kernels& kernels() const { return *kernels_; }
+  size_t computed_rows() const { return computed_rows_; }
+  size_t received_rows() const { return received_rows_; }
+  // Tokens that have chosen each expert so far, by layer; empty for layers without experts.
+  const std::vector<std::vector<uint64_t>>& expert_counts() const { return expert_counts_; }
   Pool& pool() { return pool_; }
   size_t weight_bytes() const;
 
@@ -238,7 +279,8 @@ class Decoder {
   void recur_head(const Layer& layer, const RecurrentRow& row, int head, int thread);
   void recurrent_outputs(const Layer& layer, int tokens);
   bool latent_fits(const Layer& layer) const;
-  void check(const BatchView& batch) const;
+  bool index_fits(const LatentAttention& latent) const;
+  void check(const BatchView& batch, bool has_stream) const;
   void take_adapters(const int32_t* slots, int rows);
   void keep_wanted_adapters(const BatchView& batch);
   void embed_adapters(const BatchView& batch);
@@ -266,6 +308,7 @@ class Decoder {
   Form form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) const;
   Form form_of_input(const Mlp& mlp, float outlier_threshold) const;
   void embed(const BatchView& batch);
+  void enter(const float* stream, int tokens);
   void mixer(const Layer& layer, const BatchView& batch);
   void last_layer(const Layer& layer, const BatchView& batch);
   void keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows);
@@ -280,6 +323,11 @@ class Decoder {
   void latent_outputs(const Layer& layer, const BatchView& batch);
   void absorb_queries(const Layer& layer, const BatchView& batch);
   void attend_tokens(const Layer& layer, const BatchView& batch);
+  void place_index_keys(const Layer& layer, const BatchView& batch);
+  void prepare_index_queries(const Layer& layer, const BatchView& batch);
+  void choose_entries(const Layer& layer, const BatchView& batch);
+  void choose_best(const float* scores, int count, int top_k, int thread, int32_t* chosen);
+  void keep_wanted_choices(const BatchView& batch);
   void convolve(const Layer& layer, const BatchView& batch);
   void project_conv(const Layer& layer, const BatchView& batch);
   void write_conv_inputs(const Layer& layer, const BatchView& batch);
@@ -315,11 +363,14 @@ class Decoder {
   void mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out);
   void moe(const Moe& moe, int tokens, float outlier_threshold, float* out);
   void route(const Moe& moe, int tokens);
+  void place_experts(const Moe& moe, int tokens);
+  void exchange_rows(float* rows, const std::vector<size_t>& first, size_t width);
   void add_shared_expert(const Moe& moe, int tokens, float outlier_threshold, float* out);
   void layer_inputs(const BatchView& batch);
   void add_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows);
   void end_layer(const Layer& layer, int number, int tokens, const int64_t* rows);
   bool frame_fits(const Layer& layer) const;
+  bool experts_fit(const Moe& moe, int width) const;
   // body(t, out) gives the `cols` numbers of row t, which are kept in the form that is asked for.
   template <class Body>
   void fill_rows(int tokens, int cols, int work_per_row, Activations& to, const Form& form, const Body& body);
@@ -327,7 +378,7 @@ class Decoder {
   void norm_row(const Norm& norm, const float* x, float* out) const;
   void mark_outliers(Activations& rows);
   float outlier_threshold(const Layer& layer) const {
-    return &layer == &layers_.back() ? threshold_at_end() : outlier_threshold_;
+    return is_last_stage_ && &layer == &layers_.back() ? threshold_at_end() : outlier_threshold_;
   }
   float threshold_at_end() const;
   void norm_in_place(const Norm& norm, float* rows, int tokens);
@@ -346,6 +397,7 @@ class Decoder {
   Norm final_norm_;
   bool are_norms_centred_ = false;
   float logit_scale_ = 1.0f;
+  bool is_last_stage_ = true;
   Linear input_table_, input_project_;
   Vector input_norm_;
 
@@ -363,6 +415,11 @@ class Decoder {
   PageVector<float> convolved_, recurred_;  // of a recurrent mixer: [T][channels], [T][values]
   PageVector<float> queries_, absorbed_, mixtures_, latent_values_;  // of latent attention: [T][heads] of each
   Activations query_latents_;
+  // ── of an indexer ──
+  PageVector<float> index_rows_, index_queries_, index_scores_;  // [T][heads][dim] as projected, and padded; [T][context]
+  std::vector<int32_t> chosen_, num_chosen_;  // [T][top_k], ascending; [T], kSeesAll where nothing is left out
+  int chosen_stride_ = 0;                     // top_k of the indexer that has chosen
+  std::vector<std::vector<int32_t>> choosing_;  // one per thread
   PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
   NarrowedBatch narrowed_;
   PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
@@ -380,6 +437,9 @@ class Decoder {
   PageVector<float> split_sums_;
   std::vector<Partial> split_partials_;
   std::vector<int32_t> expert_ids_;  // [T][active]
+  ExpertRows expert_rows_;
+  size_t computed_rows_ = 0, received_rows_ = 0;  // of experts that ranks share out, so far
+  std::vector<std::vector<uint64_t>> expert_counts_;
   PageVector<float> expert_shares_, router_logits_, expert_out_;
   std::vector<Activations> expert_in_, expert_inner_;
   std::vector<Best> best_;  // [threads][rows]

@@ -65,6 +65,8 @@ struct Rows {
 enum class Store : uint8_t { F32, F16, BF16, I8 };
 enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu2, SwigluOai };
 
+inline constexpr int kMaxHeadDim = 512;
+
 struct PagedCache {
   void* keys = nullptr;    // [block][kv head][16-token group][head_dim][16 tokens]; of I8 see kernels/attention_int8.h
   void* values = nullptr;  // [block][kv head][token][head_dim]
@@ -189,10 +191,16 @@ struct Kernels {
   // joins `other`, which covers what follows, into `sums`
   void (*join)(float* sums, Partial&, const float* other_sums, const Partial& other, int head_dim);
   size_t (*entry_scratch_floats)(int rank);
-  // `count` queries [count][width, padded to 16] of one token, whose context ends before `limit`: sums [count][rank, padded]
-  // of the entries' first `rank` numbers, weighted
-  void (*attend_entries)(const EntryCache&, const int32_t* table, const float* q, int count, int limit, float scale,
-                         float* sums, Partial* partial, float* scratch);
+  // `count` queries [count][width, padded to 16] of one token over the first `limit` entries of its context, or over the
+  // `limit` ones that are `chosen`, where that is not null: sums [count][rank, padded] of the entries' first `rank` numbers,
+  // weighted
+  void (*attend_entries)(const EntryCache&, const int32_t* table, const int32_t* chosen, const float* q, int count,
+                         int limit, float scale, float* sums, Partial* partial, float* scratch);
+  // the sum over an indexer's heads of weights[h] * max(0, q_h . entry), for the entries [from, to), which begin at a
+  // multiple of 256; q [heads][width, padded to 16], scratch of `index_scratch_floats`
+  void (*index_scores)(const EntryCache&, const int32_t* table, const float* q, const float* weights, int heads, int from,
+                       int to, float* out, float* scratch);
+  size_t index_scratch_floats;
   void (*write_entry)(const EntryCache&, int64_t slot, const float* values);
   void (*softcap)(float* x, float cap, int size);
   // looks at `size` numbers that stand at `place` and behind; what was seen before stands before them

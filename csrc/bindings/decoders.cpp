@@ -29,15 +29,26 @@ void hold_cache(HeldDecoder& decoder, int layer, HeldCache cache) {
   decoder.caches[static_cast<size_t>(layer)] = std::move(cache);
 }
 
-void bind_entry_cache(HeldDecoder& decoder, int layer, int group, AnyArray entries) {
-  const DecoderLock lock(decoder);
+EntryCache entry_cache(const AnyArray& entries) {
   if (entries.ndim() != 3) throw std::invalid_argument("entries must be [blocks, block size, width]");
   EntryCache cache;
   cache.entries = entries.data();
   cache.store = store_of(entries);
   cache.block_size = static_cast<int>(entries.shape(1));
   cache.width = static_cast<int>(entries.shape(2));
-  decoder.set_entry_cache(layer, group, cache, static_cast<int>(entries.shape(0)));
+  return cache;
+}
+
+// Of a layer whose entries are bound already: the keys of its indexer.
+void bind_index_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys) {
+  const DecoderLock lock(decoder);
+  decoder.set_index_cache(layer, group, entry_cache(keys), static_cast<int>(keys.shape(0)));
+  decoder.caches.at(static_cast<size_t>(layer)).index_keys = std::move(keys);
+}
+
+void bind_entry_cache(HeldDecoder& decoder, int layer, int group, AnyArray entries) {
+  const DecoderLock lock(decoder);
+  decoder.set_entry_cache(layer, group, entry_cache(entries), static_cast<int>(entries.shape(0)));
   HeldCache held;
   held.entries = std::move(entries);
   hold_cache(decoder, layer, std::move(held));
@@ -90,7 +101,7 @@ Vector copied(const MaybeVector& array) {
 void add_latent_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, const Linear& kv_down,
                       std::optional<Linear> q_up, const Linear& o, std::optional<FloatVector> q_norm, FloatVector kv_norm,
                       std::vector<Linear> absorb, std::vector<Linear> expand, int nope_dim, int rope_dim, float scale,
-                      float eps, int rope) {
+                      float eps, int rope, std::optional<EntryIndexer> index, bool shares_index) {
   Layer layer(frame);
   LatentAttention latent;
   if (absorb.empty() || expand.size() != absorb.size()) throw std::invalid_argument("heads without matrices");
@@ -109,6 +120,8 @@ void add_latent_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& 
   latent.expand = std::move(expand);
   latent.scale = scale;
   latent.eps = eps;
+  latent.index = std::move(index);
+  latent.shares_index = shares_index;
   layer.latent = std::move(latent);
   layer.o = o;
   layer.rope = rope;
@@ -133,12 +146,12 @@ void add_recurrent_layer(HeldDecoder& self, const LayerFrame& frame, std::vector
                          Array<const float, 2> conv, MaybeVector conv_bias, FloatVector rates, FloatVector step_bias,
                          MaybeVector skip, MaybeVector norm, int norm_groups, bool is_norm_shared, bool gates_first,
                          float eps, float min_step, float max_step, float step_scale, float gate_scale,
-                         float out_scale) {
+                         float out_scale, bool has_channel_decays, bool gates_by_sigmoid, bool is_tiled) {
   Layer layer(frame);
   Recurrent mixer;
   mixer.in = std::move(in);
   mixer.kernel = static_cast<int>(conv.shape(0));
-  mixer.shape = {is_delta, key_heads, value_heads, key_dim, value_dim, mixer.kernel};
+  mixer.shape = {is_delta, has_channel_decays, key_heads, value_heads, key_dim, value_dim, mixer.kernel, is_tiled};
   mixer.conv.assign(conv.data(), conv.data() + conv.size());
   mixer.conv_bias = copied(conv_bias);
   mixer.ones.assign(conv.shape(1), 1.0f);
@@ -149,6 +162,7 @@ void add_recurrent_layer(HeldDecoder& self, const LayerFrame& frame, std::vector
   mixer.norm_groups = norm_groups;
   mixer.is_norm_shared = is_norm_shared;
   mixer.gates_first = gates_first;
+  mixer.gates_by_sigmoid = gates_by_sigmoid;
   mixer.eps = eps;
   mixer.min_step = min_step;
   mixer.max_step = max_step;
@@ -161,21 +175,25 @@ void add_recurrent_layer(HeldDecoder& self, const LayerFrame& frame, std::vector
 }
 
 void bind_recurrent_cache(HeldDecoder& decoder, int layer, int group, int state_group, Array<float, 3> conv_inputs,
-                          Array<float, 4> keys, Array<float, 4> updates, Array<float, 3> decays, Array<float, 4> states,
+                          Array<float, 4> keys, Array<float, 4> updates, AnyArray decays, Array<float, 4> states,
                           Array<float, 3> tails) {
   const DecoderLock lock(decoder);
   const RecurrentShape shape = decoder.recurrent_shape(layer);
   const auto is = [](const auto& array, std::vector<size_t> dims) {
+    if (array.ndim() != dims.size()) return false;
     for (size_t i = 0; i < dims.size(); ++i)
       if (array.shape(i) != dims[i]) return false;
     return true;
   };
   const auto at = [](int size) { return static_cast<size_t>(size); };
   const size_t blocks = conv_inputs.shape(0), size = conv_inputs.shape(1), slots = states.shape(0);
+  const std::vector<size_t> decay_dims =
+      shape.has_channel_decays ? std::vector<size_t>{blocks, at(shape.value_heads), size, at(shape.key_dim)}
+                               : std::vector<size_t>{blocks, size, at(shape.value_heads)};
   if (!is(conv_inputs, {blocks, size, at(shape.channels())}) ||
       !is(keys, {blocks, at(shape.key_heads), size, at(shape.key_dim)}) ||
       !is(updates, {blocks, at(shape.value_heads), size, at(shape.value_dim)}) ||
-      !is(decays, {blocks, size, at(shape.value_heads)}) ||
+      store_of(decays) != Store::F32 || !is(decays, decay_dims) ||
       !is(states, {slots, at(shape.value_heads), at(shape.key_dim), at(shape.value_dim)}) ||
       !is(tails, {slots, at(shape.kernel - 1), at(shape.channels())}))
     throw std::invalid_argument("cells and states do not fit the layer");
@@ -183,7 +201,7 @@ void bind_recurrent_cache(HeldDecoder& decoder, int layer, int group, int state_
   cache.conv_inputs = conv_inputs.data();
   cache.keys = keys.data();
   cache.updates = updates.data();
-  cache.decays = decays.data();
+  cache.decays = static_cast<float*>(decays.data());
   cache.states = states.data();
   cache.tails = tails.data();
   cache.block_size = static_cast<int>(size);
@@ -289,17 +307,36 @@ void bind_parts(nb::module_& m) {
      "num_groups"_a = 1, "kept_groups"_a = 1, "judged_by"_a = 2, "scale"_a = 1.0f,
      "expert_scales"_a.none() = nb::none(), "weights_input"_a = false);
 
-  nb::class_<Moe>(m, "Moe").def("__init__", [](Moe* self, const Linear& router, std::vector<Mlp> experts,
+  nb::class_<Moe>(m, "Moe").def("__init__", [](Moe* self, const Linear& router, std::vector<std::optional<Mlp>> given_experts,
                                                const Routing& routing, std::optional<Mlp> shared, MaybeVector shared_gate,
                                                MaybeVector router_norm, std::optional<Linear> latent_in,
-                                               std::optional<Linear> latent_out) {
+                                               std::optional<Linear> latent_out, std::vector<std::vector<int>> owners) {
+    std::vector<Mlp> experts;  // those of other ranks are empty
+    for (std::optional<Mlp>& expert : given_experts) experts.push_back(expert ? std::move(*expert) : Mlp());
     if (router.w.rows != static_cast<int>(experts.size())) throw std::invalid_argument("the router does not fit the experts");
     const size_t hidden = static_cast<size_t>(router.w.cols);
     new (self) Moe{router, std::move(experts), routing, std::move(shared), vector_of(shared_gate, hidden, "shared_gate"),
                    vector_of(router_norm, hidden, "router_norm"), latent_in.value_or(Linear()),
-                   latent_out.value_or(Linear())};
+                   latent_out.value_or(Linear()), std::move(owners)};
   }, "router"_a, "experts"_a, "routing"_a, "shared"_a.none() = nb::none(), "shared_gate"_a.none() = nb::none(),
-     "router_norm"_a.none() = nb::none(), "latent_in"_a.none() = nb::none(), "latent_out"_a.none() = nb::none());
+     "router_norm"_a.none() = nb::none(), "latent_in"_a.none() = nb::none(), "latent_out"_a.none() = nb::none(),
+     "owners"_a = std::vector<std::vector<int>>());
+
+  nb::class_<EntryIndexer>(m, "EntryIndexer").def("__init__", [](EntryIndexer* self, const Linear& q, const Linear& k,
+      const Linear& weights, FloatVector norm, FloatVector norm_bias, int heads, int top_k, float scale, float eps) {
+    EntryIndexer index;
+    index.q = q;
+    index.k = k;
+    index.weights = weights;
+    index.norm = copied(norm);
+    index.norm_bias = copied(norm_bias);
+    index.heads = heads;
+    index.top_k = top_k;
+    index.scale = scale;
+    index.eps = eps;
+    index.keys.width = static_cast<int>(k.rows());
+    new (self) EntryIndexer(std::move(index));
+  }, "q"_a, "k"_a, "weights"_a, "norm"_a, "norm_bias"_a, "heads"_a, "top_k"_a, "scale"_a, "eps"_a);
 
   nb::class_<LayerInput>(m, "LayerInput").def("__init__", [](LayerInput* self, const Linear& gate, const Linear& up,
                                                              const Norm& norm, const std::string& activation) {
@@ -357,6 +394,10 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("add_conv_layer", &add_conv_layer, "frame"_a, "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none())
       .def("set_window", &HeldDecoder::set_window, "window"_a)
       .def("set_norms", &HeldDecoder::set_norms, "are_centred"_a)
+      .def("set_stage", &HeldDecoder::set_stage, "is_last"_a)
+      .def_prop_ro("computed_rows", &HeldDecoder::computed_rows)
+      .def_prop_ro("received_rows", &HeldDecoder::received_rows)
+      .def_prop_ro("expert_counts", [](const HeldDecoder& self) { return self.expert_counts(); })
       .def("set_logit_scale", &HeldDecoder::set_logit_scale, "scale"_a)
       .def("set_layer_inputs", [](HeldDecoder& self, const Linear& table, const Linear& project, FloatVector norm) {
         self.set_layer_inputs(table, project, copied(norm));
@@ -364,12 +405,15 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("add_recurrent_layer", &add_recurrent_layer, "frame"_a, "inputs"_a, "output"_a, "is_delta"_a, "key_heads"_a,
            "value_heads"_a, "key_dim"_a, "value_dim"_a, "conv"_a, "conv_bias"_a.none(), "rates"_a, "step_bias"_a,
            "skip"_a.none(), "norm"_a.none(), "norm_groups"_a, "is_norm_shared"_a, "gates_first"_a, "eps"_a, "min_step"_a,
-           "max_step"_a, "step_scale"_a, "gate_scale"_a, "out_scale"_a)
+           "max_step"_a, "step_scale"_a, "gate_scale"_a, "out_scale"_a, "has_channel_decays"_a = false,
+           "gates_by_sigmoid"_a = false, "is_tiled"_a = false)
       .def("bind_recurrent_cache", &bind_recurrent_cache, "layer"_a, "group"_a, "state_group"_a,
            "conv_inputs"_a.noconvert(), "keys"_a.noconvert(), "updates"_a.noconvert(), "decays"_a.noconvert(),
            "states"_a.noconvert(), "tails"_a.noconvert())
       .def("add_latent_layer", &add_latent_layer, "frame"_a, "q"_a, "kv_down"_a, "q_up"_a.none(), "o"_a, "q_norm"_a.none(),
-           "kv_norm"_a, "absorb"_a, "expand"_a, "nope_dim"_a, "rope_dim"_a, "scale"_a, "eps"_a, "rope"_a)
+           "kv_norm"_a, "absorb"_a, "expand"_a, "nope_dim"_a, "rope_dim"_a, "scale"_a, "eps"_a, "rope"_a,
+           "index"_a.none() = nb::none(), "shares_index"_a = false)
+      .def("bind_index_cache", &bind_index_cache, "layer"_a, "group"_a, "keys"_a.noconvert())
       .def("bind_entry_cache", &bind_entry_cache, "layer"_a, "group"_a, "entries"_a.noconvert())
       .def("bind_conv_cache", &bind_conv_cache, "layer"_a, "group"_a, "inputs"_a.noconvert())
       .def("set_embedding", &HeldDecoder::set_embedding, "embedding"_a)

@@ -65,7 +65,7 @@ Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
   decoder.draw_rooms.resize(static_cast<size_t>(decoder.pool().threads()));
   Numbers drawn(count);
   nb::gil_scoped_release free;
-  decoder.timed([&] { decoder.forward(batch, decoder.states.data()); });
+  decoder.timed([&] { decoder.forward(batch, nullptr, decoder.states.data()); });
   const int32_t* wanted_slots = decoder.wanted_slots();
   const std::vector<int32_t> slots(wanted_slots, wanted_slots == nullptr ? wanted_slots : wanted_slots + count);
   const Kernels& kernels = best_kernels();  // as everywhere else where tokens are drawn

@@ -22,6 +22,7 @@ struct HeldCache {
   std::optional<Array<float, 3>> inputs;  // of a convolution
   std::vector<AnyArray> recurrent;        // cells and states
   std::optional<AnyArray> entries = {};  // of latent attention
+  std::optional<AnyArray> index_keys = {};  // of its indexer
 };
 
 // A decoder as Python holds it: with the inputs of the present step, and the time spent in kernels.

@@ -11,7 +11,7 @@ void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<cons
              Array<const int32_t, 1> query_starts, Array<const int32_t, 1> context_lens,
              const std::vector<Array<const int32_t, 2>>& block_tables, const std::vector<Array<const int64_t, 1>>& slots,
              Array<const int64_t, 1> logit_rows, Array<float, 2> hidden,
-             const std::optional<Array<const int32_t, 1>>& adapters) {
+             const std::optional<Array<const int32_t, 1>>& adapters, const std::optional<Array<const float, 2>>& entering) {
   const DecoderLock lock(decoder);
   BatchView batch;
   batch.tokens = static_cast<int>(token_ids.shape(0));
@@ -24,16 +24,18 @@ void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<cons
   batch.logit_rows = logit_rows.data();
   if (adapters) batch.adapters = adapters->data();
   bool fits = positions.shape(0) == token_ids.shape(0) && query_starts.shape(0) == context_lens.shape(0) + 1 &&
-              block_tables.size() == slots.size() && hidden.shape(0) == logit_rows.shape(0) &&
+              block_tables.size() == slots.size() &&
+              hidden.shape(0) == (decoder.is_last_stage() ? logit_rows.shape(0) : token_ids.shape(0)) &&
               hidden.shape(1) == static_cast<size_t>(decoder.hidden());
   fits = fits && (!adapters || adapters->shape(0) == token_ids.shape(0));
+  fits = fits && (!entering || (entering->shape(0) == token_ids.shape(0) && entering->shape(1) == hidden.shape(1)));
   for (size_t g = 0; fits && g < slots.size(); ++g) {
     fits = block_tables[g].shape(0) == context_lens.shape(0) && slots[g].shape(0) == token_ids.shape(0);
     batch.groups.push_back({block_tables[g].data(), static_cast<int>(block_tables[g].shape(1)), slots[g].data()});
   }
   if (!fits) throw std::invalid_argument("the arrays of the batch do not fit together");
   nb::gil_scoped_release free;
-  decoder.timed([&] { decoder.forward(batch, hidden.data()); });
+  decoder.timed([&] { decoder.forward(batch, entering ? entering->data() : nullptr, hidden.data()); });
 }
 
 using MaybeSlots = std::optional<Array<const int32_t, 1>>;  // of the rows' adapters
@@ -75,7 +77,7 @@ Numbers best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
   std::vector<float> values(static_cast<size_t>(batch.wanted));
   nb::gil_scoped_release free;
   decoder.timed([&] {
-    decoder.forward(batch, decoder.states.data());
+    decoder.forward(batch, nullptr, decoder.states.data());
     decoder.best_logits(decoder.states.data(), batch.wanted, decoder.wanted_slots(), places.data(), values.data());
   });
   for (size_t i = 0; i < places.size(); ++i)
@@ -92,7 +94,7 @@ void logits_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& start
     throw std::invalid_argument("out must be [wanted tokens, vocab]");
   nb::gil_scoped_release free;
   decoder.timed([&] {
-    decoder.forward(batch, decoder.states.data());
+    decoder.forward(batch, nullptr, decoder.states.data());
     decoder.logits(decoder.states.data(), batch.wanted, decoder.wanted_slots(), out.data());
   });
 }
@@ -103,6 +105,7 @@ const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Number
                          const std::vector<Numbers>& tokens, const Numbers& wanted, const Tables& tables,
                          int block_size, const Numbers& adapters) {
   if (block_size < 1) throw std::invalid_argument("a block holds at least one token");
+  if (!decoder.is_last_stage()) throw std::invalid_argument("these layers are not the whole model's");
   const BatchView& batch = decoder.rows.lay_out(
       {tables.data(), tables.shape(0), tables.shape(1), tables.shape(2), block_size}, rows, starts, tokens, wanted,
       adapters);
@@ -113,7 +116,8 @@ const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Number
 void bind_steps(nb::class_<HeldDecoder>& decoder) {
   decoder
       .def("forward", &forward, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
-           "slots"_a, "logit_rows"_a, "hidden"_a.noconvert(), "adapters"_a.none() = nb::none())
+           "slots"_a, "logit_rows"_a, "hidden"_a.noconvert(), "adapters"_a.none() = nb::none(),
+           "entering"_a.none() = nb::none())
       .def("logits", &logits, "hidden"_a, "out"_a.noconvert(), "adapters"_a.none() = nb::none())
       .def("best_logits", &best_logits, "hidden"_a, "places"_a.noconvert(), "values"_a.noconvert(),
            "adapters"_a.none() = nb::none())

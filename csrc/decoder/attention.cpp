@@ -9,7 +9,7 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kMaxQueryTile = 64, kMaxHeadDim = 256;
+constexpr int kMaxQueryTile = 32;
 
 constexpr std::array<float, kMaxHeadDim> make_ones() {
   std::array<float, kMaxHeadDim> ones{};

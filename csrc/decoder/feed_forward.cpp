@@ -144,6 +144,44 @@ void Decoder::route(const Moe& moe, int tokens) {
                    expert_shares_.data() + static_cast<size_t>(t) * active);
 }
 
+// Each pair of a token and an expert has one rank; of several that have the expert, they take turns. All ranks know all
+// pairs, so they agree without a word.
+void Decoder::place_experts(const Moe& moe, int tokens) {
+  const size_t experts = moe.experts.size(), pairs = static_cast<size_t>(tokens) * static_cast<size_t>(moe.routing.num_active);
+  const int ranks = moe.is_spread() ? window_->size() : 1, own = moe.is_spread() ? window_->rank() : 0;
+  std::vector<int> counts(static_cast<size_t>(ranks) * experts, 0), seen(experts, 0), owner(pairs, 0);
+  std::vector<uint64_t>& chosen = expert_counts_[moe.layer];
+  expert_rows_.places.resize(pairs);
+  expert_rows_.rows.resize(pairs);
+  for (size_t i = 0; i < pairs; ++i) {
+    const size_t e = static_cast<size_t>(expert_ids_[i]);
+    ++chosen[e];
+    if (moe.is_spread()) {
+      const std::vector<int>& having = moe.owners[e];
+      owner[i] = having[static_cast<size_t>(seen[e]++) % having.size()];
+    }
+    expert_rows_.places[i] = counts[static_cast<size_t>(owner[i]) * experts + e]++;
+  }
+  std::vector<int> starts(counts.size(), 0);
+  std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), 0);
+  for (size_t i = 0; i < pairs; ++i) {
+    const size_t at = static_cast<size_t>(owner[i]) * experts + static_cast<size_t>(expert_ids_[i]);
+    expert_rows_.rows[i] = static_cast<size_t>(starts[at] + expert_rows_.places[i]);
+    if (owner[i] != own) expert_rows_.places[i] = -1;
+  }
+  const auto begin = static_cast<std::ptrdiff_t>(static_cast<size_t>(own) * experts), end = begin + static_cast<std::ptrdiff_t>(experts);
+  expert_rows_.counts.assign(counts.begin() + begin, counts.begin() + end);
+  expert_rows_.starts.assign(starts.begin() + begin, starts.begin() + end);
+  expert_rows_.first.clear();
+  for (int rank = 0; rank < ranks; ++rank)
+    expert_rows_.first.push_back(static_cast<size_t>(starts[static_cast<size_t>(rank) * experts]));
+  expert_rows_.first.push_back(pairs);
+  if (!moe.is_spread()) return;
+  const size_t mine = expert_rows_.first[static_cast<size_t>(own) + 1] - expert_rows_.first[static_cast<size_t>(own)];
+  computed_rows_ += mine;
+  received_rows_ += pairs - mine;
+}
+
 void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* out) {
   const int experts = static_cast<int>(moe.experts.size()), active = moe.routing.num_active;
   const bool is_latent = moe.latent_in.w.data != nullptr;
@@ -158,11 +196,8 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
     run(&in, 1);
   }
   Activations& inputs = is_latent ? latent_ : normed_;
-
-  std::vector<int> counts(static_cast<size_t>(experts), 0), places(static_cast<size_t>(tokens) * active);
-  for (size_t i = 0; i < places.size(); ++i) places[i] = counts[static_cast<size_t>(expert_ids_[i])]++;
-  std::vector<int> starts(static_cast<size_t>(experts), 0);
-  std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), 0);
+  place_experts(moe, tokens);
+  const std::vector<int>&counts = expert_rows_.counts, &places = expert_rows_.places;
 
   if (is_adapted_) {
     expert_slots_.resize(std::max(expert_slots_.size(), static_cast<size_t>(experts)));
@@ -182,11 +217,12 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
     gate.gated = &expert_inner_[at];
     gates.push_back(gate);
     downs.push_back({&expert.down, nullptr, expert_inner_[at].view(), Gemm::Mode::Store,
-                     expert_out_.data() + static_cast<size_t>(starts[at]) * width, static_cast<size_t>(width)});
+                     expert_out_.data() + static_cast<size_t>(expert_rows_.starts[at]) * width, static_cast<size_t>(width)});
     if (is_adapted_) gates.back().slots = downs.back().slots = expert_slots_[at].data();
   }
   for_rows(pool_, tokens * active, 2 * width, [&](int i) {
     const size_t pair = static_cast<size_t>(i);
+    if (places[pair] < 0) return;
     Activations& to = expert_in_[static_cast<size_t>(expert_ids_[pair])];
     const float* row = inputs.row(i / active);
     if (!moe.routing.weights_input) return to.put_row(places[pair], row, *kernels_);
@@ -202,13 +238,13 @@ void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* ou
   run(gates.data(), static_cast<int>(gates.size()));
   mark_used(expert_inner_);
   run(downs.data(), static_cast<int>(downs.size()));
+  if (moe.is_spread()) exchange_rows(expert_out_.data(), expert_rows_.first, static_cast<size_t>(width));
   const auto sum_experts = [&](int t, float* to) {
     std::fill_n(to, width, 0.0f);
     for (int k = 0; k < active; ++k) {
       const size_t i = static_cast<size_t>(t) * active + k;
-      const size_t row = static_cast<size_t>(starts[static_cast<size_t>(expert_ids_[i])] + places[i]);
       const float share = moe.routing.weights_input ? 1.0f : expert_shares_[i];
-      const float* from = expert_out_.data() + row * width;
+      const float* from = expert_out_.data() + expert_rows_.rows[i] * width;
       for (int d = 0; d < width; ++d) to[d] += share * from[d];
     }
   };

@@ -3,6 +3,7 @@
 //
 //   norm → q, entry → (norm, rotate, write to the cache) → queries · absorb → attend → · expand → o
 //
+// Where there is an indexer (decoder/indexer.cpp), it chooses the entries that a token's heads attend to.
 // The arithmetic over entries is in kernels/latent_attention.h; absorb and expand are products like any other.
 #include <algorithm>
 
@@ -34,13 +35,21 @@ void Decoder::attend_latent(const Layer& layer, const BatchView& batch) {
 void Decoder::project_latent(const Layer& layer, const BatchView& batch) {
   const LatentAttention& latent = *layer.latent;
   const size_t stride = projected_width(layer);
-  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_,
-            form_for({&latent.q, &latent.kv_down}, outlier_threshold(layer)));
+  const float threshold = outlier_threshold(layer);
+  const Form form = latent.index ? form_for({&latent.q, &latent.kv_down, &latent.index->k, &latent.index->weights}, threshold)
+                                 : form_for({&latent.q, &latent.kv_down}, threshold);
+  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, form);
   grow(projected_, static_cast<size_t>(batch.tokens) * stride);
-  const Rows in = normed_.view();
-  const Gemm gemms[2] = {{&latent.q, nullptr, in, Gemm::Mode::Store, projected_.data(), stride},
-                         {&latent.kv_down, nullptr, in, Gemm::Mode::Store, projected_.data() + latent.q.rows(), stride}};
-  run(gemms, 2);
+  Gemm gemms[4];
+  int count = 0, at = 0;
+  const auto add = [&](const Linear& linear) {
+    gemms[count++] = {&linear, nullptr, normed_.view(), Gemm::Mode::Store, projected_.data() + at, stride};
+    at += linear.rows();
+  };
+  add(latent.q);
+  add(latent.kv_down);
+  if (latent.index) add(latent.index->k), add(latent.index->weights);
+  run(gemms, count);
 }
 
 void Decoder::rotate_at(const Layer& layer, int64_t position, float* values) const {
@@ -60,12 +69,14 @@ void Decoder::place_entries(const Layer& layer, const BatchView& batch) {
     rotate_at(layer, batch.positions[t], entry + latent.cache.rank);
     kernels_->write_entry(latent.cache, slots[t], entry);
   });
+  if (latent.index) place_index_keys(layer, batch);
 }
 
 void Decoder::latent_outputs(const Layer& layer, const BatchView& batch) {
   const LatentAttention& latent = *layer.latent;
   const int tokens = batch.tokens, value_width = latent.heads * latent.value_dim;
   absorb_queries(layer, batch);
+  if (latent.index) choose_entries(layer, batch);
   attend_tokens(layer, batch);
   grow(latent_values_, static_cast<size_t>(tokens) * value_width);
   const size_t wide = padded16(latent.cache.rank), stride = latent.heads * wide;
@@ -89,8 +100,9 @@ void Decoder::absorb_queries(const Layer& layer, const BatchView& batch) {
   size_t stride = projected_width(layer);
   if (latent.q_up) {
     const int q_rank = static_cast<int>(latent.q.rows());
-    fill_rows(tokens, q_rank, 2 * q_rank, query_latents_, form_for({&*latent.q_up}, outlier_threshold(layer)),
-              [&](int t, float* out) {
+    const Form form = latent.index ? form_for({&*latent.q_up, &latent.index->q}, outlier_threshold(layer))
+                                   : form_for({&*latent.q_up}, outlier_threshold(layer));
+    fill_rows(tokens, q_rank, 2 * q_rank, query_latents_, form, [&](int t, float* out) {
       kernels_->rms_norm(projected_.data() + static_cast<size_t>(t) * stride, latent.q_norm.data(), latent.eps, q_rank, out);
     });
     const size_t width = static_cast<size_t>(latent.heads) * head_dim;
@@ -130,14 +142,19 @@ void Decoder::attend_tokens(const Layer& layer, const BatchView& batch) {
     const int t = piece / tiles, first = piece % tiles * kHeadTile, count = std::min(kHeadTile, latent.heads - first);
     const int32_t* next = std::upper_bound(batch.query_starts, batch.query_starts + batch.rows + 1, t);
     const size_t row = static_cast<size_t>(next - batch.query_starts - 1);
-    const int limit = batch.context_lens[row] - (*next - t) + 1;
+    int limit = batch.context_lens[row] - (*next - t) + 1;
+    const int32_t* chosen = nullptr;
+    if (latent.is_sparse() && num_chosen_[static_cast<size_t>(t)] != kSeesAll) {
+      chosen = chosen_.data() + static_cast<size_t>(t) * chosen_stride_;
+      limit = num_chosen_[static_cast<size_t>(t)];
+    }
     Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
     grow(scratch, kernels_->entry_scratch_floats(latent.cache.rank));
     const size_t at = static_cast<size_t>(t) * latent.heads + first;
     float* sums = mixtures_.data() + at * wide_sums;
     Partial partial[kHeadTile];
-    kernels_->attend_entries(latent.cache, group.block_tables + row * group.max_blocks, absorbed_.data() + at * wide, count,
-                             limit, latent.scale, sums, partial, scratch.data());
+    kernels_->attend_entries(latent.cache, group.block_tables + row * group.max_blocks, chosen, absorbed_.data() + at * wide,
+                             count, limit, latent.scale, sums, partial, scratch.data());
     for (int i = 0; i < count; ++i)
       kernels_->finish(sums + i * wide_sums, partial[i], nullptr, static_cast<int>(wide_sums), sums + i * wide_sums);
   });

@@ -2,6 +2,7 @@
 // product is put together before anything reads it; between two products all ranks have the same numbers.
 //
 //   run            products with cut matrices → columns of all ranks
+//   exchange_rows  what experts put out, each of which some ranks have → rows of all ranks
 //   gather_heads   attention with the ranks' own heads → columns of all ranks
 //   embed_rows     rows of tables of which each rank has some
 //   gather_best    the best of each rank's logits → the best of all
@@ -147,6 +148,30 @@ void Decoder::embed_rows(const Linear& table, const int64_t* ids, int count, flo
       if (rank == window_->rank()) continue;
       std::copy_n(reinterpret_cast<const float*>(window_->of(rank)) + at, width, out + static_cast<size_t>(i) * width);
     }
+    window_->next_turn();
+  }
+}
+
+// Rows of which each rank has computed some: those from first[rank] on.
+void Decoder::exchange_rows(float* rows, const std::vector<size_t>& first, size_t width) {
+  const size_t at_once = window_->room_bytes() / sizeof(float) / width;
+  if (at_once == 0) throw std::invalid_argument("the ranks' window is smaller than a row");
+  size_t most = 0;
+  for (size_t rank = 0; rank + 1 < first.size(); ++rank) most = std::max(most, first[rank + 1] - first[rank]);
+  for (size_t done = 0; done < most; done += at_once) {
+    const auto part = [&](int rank, const auto& copy) {
+      const size_t count = first[static_cast<size_t>(rank) + 1] - first[static_cast<size_t>(rank)];
+      if (done < count) copy(rows + (first[static_cast<size_t>(rank)] + done) * width, std::min(at_once, count - done) * width);
+    };
+    part(window_->rank(), [&](const float* from, size_t size) {
+      std::copy_n(from, size, reinterpret_cast<float*>(window_->own()));
+    });
+    window_->meet();
+    for (int rank = 0; rank < window_->size(); ++rank)
+      if (rank != window_->rank())
+        part(rank, [&](float* to, size_t size) {
+          std::copy_n(reinterpret_cast<const float*>(window_->of(rank)), size, to);
+        });
     window_->next_turn();
   }
 }

@@ -118,14 +118,15 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
   const RecurrentShape& shape = mixer.shape;
   const size_t key_dim = static_cast<size_t>(shape.key_dim), value_dim = static_cast<size_t>(shape.value_dim);
   const size_t state_size = key_dim * value_dim, size = static_cast<size_t>(mixer.block_size);
-  const size_t own = static_cast<size_t>(head), per_key = static_cast<size_t>(shape.value_heads / shape.key_heads);
-  const size_t key_head = own / per_key;
+  const size_t own = static_cast<size_t>(head), key_head = static_cast<size_t>(shape.key_head_of(head));
   Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
-  grow(scratch, 2 * state_size + kStateChunk * (key_dim + value_dim) + key_dim);
+  grow(scratch, 2 * state_size + kStateChunk * (2 * key_dim + value_dim) + 3 * key_dim);
   float* next = scratch.data();
   float* fresh_keys = next + 2 * state_size;
   float* fresh_updates = fresh_keys + kStateChunk * key_dim;
   float* query = fresh_updates + kStateChunk * value_dim;
+  float* room = query + key_dim;
+  float* fresh_decays = room + 2 * key_dim;  // where channels have their own
 
   ChunkCells cells;
   const auto key_cell = [&](int position) {
@@ -138,13 +139,16 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
   };
   const auto decay_cell = [&](int position) {
     const size_t block = static_cast<size_t>(row.cells[position / mixer.block_size]);
-    return mixer.decays + (block * size + position % mixer.block_size) * shape.value_heads + own;
+    const size_t token = static_cast<size_t>(position % mixer.block_size);
+    if (shape.has_channel_decays) return mixer.decays + ((block * shape.value_heads + own) * size + token) * key_dim;
+    return mixer.decays + (block * size + token) * shape.value_heads + own;
   };
   for (int position = row.start / kStateChunk * kStateChunk; position < row.start; ++position) {
     const int at = position % kStateChunk;
     cells.keys[at] = key_cell(position);
     cells.updates[at] = update_cell(position);
     cells.decays[at] = *decay_cell(position);
+    cells.channel_decays[at] = decay_cell(position);
   }
   const float* state = nullptr;
   if (row.start >= kStateChunk)
@@ -156,11 +160,13 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
     const float* in = convolved_.data() + static_cast<size_t>(t) * channels;
     const float* steps = projected_.data() + static_cast<size_t>(t) * stride + channels + shape.values();
     const float* a = shape.is_delta ? steps + shape.value_heads : steps;
-    float dt = softplus(a[own] * mixer.step_scale + mixer.step_bias[own]);
-    dt = std::min(std::max(dt, mixer.min_step), mixer.max_step);
+    const auto step = [&](size_t i) {
+      const float dt = softplus(a[i] * mixer.step_scale + mixer.step_bias[i]);
+      return std::min(std::max(dt, mixer.min_step), mixer.max_step);
+    };
     float* key = fresh_keys + at * key_dim;
     const float* in_key = in + shape.keys() + key_head * key_dim;
-    RecurrentToken token{in + key_head * key_dim, in + 2 * static_cast<size_t>(shape.keys()) + own * value_dim, dt};
+    RecurrentToken token{in + key_head * key_dim, in + 2 * static_cast<size_t>(shape.keys()) + own * value_dim, 0.0f, room};
     if (shape.is_delta) {
       kernels_->unit_vector(token.q, 1.0f / std::sqrt(static_cast<float>(shape.key_dim)), shape.key_dim, query);
       kernels_->unit_vector(in_key, 1.0f, shape.key_dim, key);
@@ -172,14 +178,24 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
     float* update = fresh_updates + at * value_dim;
     cells.keys[at] = key;
     cells.updates[at] = update;
-    cells.decays[at] = (at == 0 ? 0.0f : cells.decays[at - 1]) + mixer.rates[own] * dt;
+    if (shape.has_channel_decays) {
+      float* decays = fresh_decays + at * key_dim;
+      for (size_t c = 0; c < key_dim; ++c)
+        decays[c] = (at == 0 ? 0.0f : cells.channel_decays[at - 1][c]) + mixer.rates[own] * step(own * key_dim + c);
+      cells.channel_decays[at] = decays;
+    } else {
+      const float dt = step(own);
+      cells.decays[at] = (at == 0 ? 0.0f : cells.decays[at - 1]) + mixer.rates[own] * dt;
+      if (!shape.is_delta) token.strength = dt;
+    }
     float* out = recurred_.data() + static_cast<size_t>(t) * shape.values() + own * value_dim;
     kernels_->recur_token(shape, cells, at, state, token, update, out);
     for (size_t i = 0; !mixer.skip.empty() && i < value_dim; ++i) out[i] += mixer.skip[own] * token.v[i];
     if (row.cells[position / mixer.block_size] != 0) {
-      if (own % per_key == 0) std::copy_n(key, key_dim, key_cell(position));
+      if (shape.keeps_keys(head)) std::copy_n(key, key_dim, key_cell(position));
       std::copy_n(update, value_dim, update_cell(position));
-      *decay_cell(position) = cells.decays[at];
+      if (shape.has_channel_decays) std::copy_n(cells.channel_decays[at], key_dim, decay_cell(position));
+      else *decay_cell(position) = cells.decays[at];
     }
     if (at + 1 < kStateChunk) continue;
     kernels_->next_state(shape, cells, state, next);
@@ -190,7 +206,7 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
   }
 }
 
-// norm(o) * silu(z), or norm(o * silu(z)); `projected_` and `recurred_` have a row for each of so many tokens.
+// norm(o) * silu(z) (or * sigmoid(z)), or norm(o * silu(z)); `projected_` and `recurred_` have a row for each of so many tokens.
 void Decoder::recurrent_outputs(const Layer& layer, int tokens) {
   const Recurrent& mixer = *layer.recurrent;
   const RecurrentShape& shape = mixer.shape;
@@ -200,7 +216,8 @@ void Decoder::recurrent_outputs(const Layer& layer, int tokens) {
     float* x = recurred_.data() + static_cast<size_t>(t) * values;
     float* gate = projected_.data() + static_cast<size_t>(t) * stride + shape.channels();
     if (mixer.gate_scale != 1.0f) kernels_->scale(gate, mixer.gate_scale, values);
-    kernels_->silu(gate, values, gate);
+    if (mixer.gates_by_sigmoid) kernels_->sigmoid(gate, values, gate);
+    else kernels_->silu(gate, values, gate);
     if (groups == 0 || mixer.gates_first) kernels_->multiply(x, gate, values, x);
     if (groups == 0) std::copy_n(x, values, out);
     for (int g = 0; g < groups; ++g) {

@@ -15,6 +15,21 @@ void require(bool holds, const char* what) {
 
 bool fits(const Linear& l, int64_t rows, int64_t cols) { return l.rows() == rows && l.w.cols == cols; }
 
+// The tables of a group must lie in a cache of so many blocks.
+void require_tables(const BatchView& batch, const GroupView& group, int num_blocks, int block_size) {
+  const int64_t slots = static_cast<int64_t>(num_blocks) * block_size;
+  for (int t = 0; t < batch.tokens; ++t) require(group.slots[t] >= 0 && group.slots[t] < slots, "a slot");
+  for (int r = 0; r < batch.rows; ++r) {
+    const int queries = batch.query_starts[r + 1] - batch.query_starts[r];
+    require(queries > 0, "a row without tokens");
+    require(batch.context_lens[r] >= queries, "a context is shorter than its queries");
+    const int64_t blocks = (int64_t{batch.context_lens[r]} + block_size - 1) / block_size;
+    require(blocks <= group.max_blocks, "a block table is too short");
+    const int32_t* table = group.block_tables + static_cast<size_t>(r) * group.max_blocks;
+    for (int64_t b = 0; b < blocks; ++b) require(table[b] >= 0 && table[b] < num_blocks, "a block id");
+  }
+}
+
 }  // namespace
 
 Decoder::Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
@@ -44,7 +59,7 @@ bool Decoder::attention_fits(const Layer& layer) const {
   const auto norm_fits = [&](const Vector& norm, int64_t all) {
     return norm.size() == static_cast<size_t>(!has_norms ? 0 : is_joint ? all : dim);
   };
-  return task.heads > 0 && task.cache.kv_heads > 0 && task.heads % task.cache.kv_heads == 0 && dim > 0 && dim <= 256 &&
+  return task.heads > 0 && task.cache.kv_heads > 0 && task.heads % task.cache.kv_heads == 0 && dim > 0 && dim <= kMaxHeadDim &&
          fits(layer.q, width, hidden_) && keys_fit && gate_fits && fits(layer.o, hidden_, out_width) &&
          norm_fits(layer.q_norm, width) && (layer.has_own_kv() ? norm_fits(layer.k_norm, kv_width) : layer.k_norm.empty()) &&
          layer.growth.length > 0 && layer.rope < static_cast<int>(ropes_.size()) &&
@@ -65,11 +80,25 @@ bool Decoder::latent_fits(const Layer& layer) const {
       latent.q_up ? fits(*latent.q_up, q_size, latent.q.rows()) &&
                         static_cast<int64_t>(latent.q_norm.size()) == latent.q.rows()
                   : latent.q.rows() == q_size;
-  return heads > 0 && rank > 0 && width == rank + latent.rope_dim && queries_fit && latent.q.w.cols == hidden_ &&
+  return heads > 0 && rank > 0 && width == rank + latent.rope_dim && queries_fit && index_fits(latent) && latent.q.w.cols == hidden_ &&
          fits(latent.kv_down, width, hidden_) && static_cast<int>(latent.kv_norm.size()) == rank &&
          all(latent.absorb, rank, latent.nope_dim) && all(latent.expand, latent.value_dim, rank) &&
          fits(layer.o, hidden_, int64_t{heads} * latent.value_dim) && layer.rope < static_cast<int>(ropes_.size()) &&
          (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= latent.rope_dim);
+}
+
+bool Decoder::index_fits(const LatentAttention& latent) const {
+  if (latent.shares_index) {
+    const auto chooses = [](const Layer& layer) { return layer.latent && layer.latent->index; };
+    return !latent.index && std::any_of(layers_.begin(), layers_.end(), chooses);
+  }
+  if (!latent.index) return true;
+  const EntryIndexer& index = *latent.index;
+  const int dim = index.keys.width;
+  return latent.q_up && index.heads > 0 && index.top_k > 0 && dim >= latent.rope_dim &&
+         fits(index.q, int64_t{index.heads} * dim, latent.q.rows()) && fits(index.k, dim, hidden_) &&
+         fits(index.weights, index.heads, hidden_) && static_cast<int>(index.norm.size()) == dim &&
+         static_cast<int>(index.norm_bias.size()) == dim;
 }
 
 bool Decoder::conv_fits(const Layer& layer) const {
@@ -86,10 +115,12 @@ bool Decoder::recurrent_fits(const Layer& layer) const {
   const size_t heads = static_cast<size_t>(shape.value_heads), channels = static_cast<size_t>(shape.channels());
   if (shape.key_heads <= 0 || shape.value_heads <= 0 || shape.value_heads % shape.key_heads != 0 || shape.key_dim <= 0 ||
       shape.key_dim % 16 != 0 || shape.value_dim <= 0 || shape.value_dim % 16 != 0 || mixer.kernel < 2 ||
-      mixer.kernel > kMaxConvKernel || shape.kernel != mixer.kernel)
+      mixer.kernel > kMaxConvKernel || shape.kernel != mixer.kernel ||
+      (shape.has_channel_decays && !shape.is_delta) || (mixer.gates_by_sigmoid && mixer.gates_first))
     return false;
-  std::vector<int> rows{shape.keys(), shape.keys(), shape.values(), shape.values(), shape.value_heads};
+  std::vector<int> rows{shape.keys(), shape.keys(), shape.values(), shape.values()};
   if (shape.is_delta) rows.push_back(shape.value_heads);
+  rows.push_back(shape.decays());
   bool good = mixer.in.size() == rows.size();
   for (size_t i = 0; good && i < rows.size(); ++i) good = fits(mixer.in[i], rows[i], hidden_);
   const size_t norm = mixer.norm_groups == 0      ? 0
@@ -97,7 +128,7 @@ bool Decoder::recurrent_fits(const Layer& layer) const {
                                                   : static_cast<size_t>(shape.values());
   return good && mixer.conv.size() == channels * static_cast<size_t>(mixer.kernel) && mixer.ones.size() == channels &&
          (mixer.conv_bias.empty() || mixer.conv_bias.size() == channels) && mixer.rates.size() == heads &&
-         mixer.step_bias.size() == heads && (mixer.skip.empty() || mixer.skip.size() == heads) &&
+         mixer.step_bias.size() == static_cast<size_t>(shape.decays()) && (mixer.skip.empty() || mixer.skip.size() == heads) &&
          mixer.norm_groups >= 0 && (mixer.norm_groups == 0 || shape.values() % mixer.norm_groups == 0) &&
          mixer.norm.size() == norm && fits(layer.o, hidden_, shape.values());
 }
@@ -176,7 +207,7 @@ bool Decoder::frame_fits(const Layer& layer) const {
          of_experts(routing.expert_scales) &&
          (!is_latent || (moe.latent_in.w.cols == hidden_ && fits(moe.latent_out, hidden_, width))) &&
          (!moe.shared || mlp_fits(*moe.shared, hidden_)) &&
-         std::all_of(moe.experts.begin(), moe.experts.end(), [&](const Mlp& m) { return mlp_fits(m, width); });
+         experts_fit(moe, width);
 }
 
 void Decoder::add_layer(Layer layer) {
@@ -188,6 +219,8 @@ void Decoder::add_layer(Layer layer) {
   for (auto& scratch : attention_scratch_)
     if (!layer.conv && !layer.recurrent && !layer.latent)
       grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
+  if (layer.moe) layer.moe->layer = layers_.size();
+  expert_counts_.emplace_back(layer.moe ? layer.moe->experts.size() : 0, 0);
   layers_.push_back(std::move(layer));
   Layer& kept = layers_.back();
   if (!kept.sinks.empty()) kept.attention.sinks = kept.sinks.data();  // vectors keep their memory when layers move
@@ -200,6 +233,25 @@ void Decoder::set_layer_inputs(Linear table, Linear project, Vector norm) {
   input_table_ = std::move(table);
   input_project_ = std::move(project);
   input_norm_ = std::move(norm);
+}
+
+bool Decoder::experts_fit(const Moe& moe, int width) const {
+  if (moe.is_spread() && (moe.owners.size() != moe.experts.size() || !window_)) return false;
+  for (size_t e = 0; e < moe.experts.size(); ++e) {
+    bool is_here = !moe.is_spread();
+    if (moe.is_spread()) {
+      if (moe.owners[e].empty()) return false;
+      for (const int rank : moe.owners[e]) {
+        if (rank < 0 || rank >= window_->size()) return false;
+        is_here = is_here || rank == window_->rank();
+      }
+    }
+    const Mlp& m = moe.experts[e];
+    if (is_here && !(fits(m.down, width, m.up.rows()) && m.up.w.cols == width &&
+                     (!m.is_gated() || fits(m.gate, m.up.rows(), width))))
+      return false;
+  }
+  return true;
 }
 
 void Decoder::set_embedding(Linear embedding) {
@@ -223,6 +275,18 @@ void Decoder::set_entry_cache(int layer, int group, const EntryCache& cache, int
   to.latent->cache.rank = rank;
   to.group = group;
   to.num_blocks = num_blocks;
+}
+
+void Decoder::set_index_cache(int layer, int group, const EntryCache& cache, int num_blocks) {
+  Layer& to = layers_.at(static_cast<size_t>(layer));
+  if (!to.latent || !to.latent->index) throw std::invalid_argument("the layer has no indexer");
+  if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
+  EntryIndexer& index = *to.latent->index;
+  if (cache.width != index.keys.width || cache.block_size <= 0 || cache.store == Store::I8)
+    throw std::invalid_argument("the cache does not fit the indexer's keys");
+  index.keys = cache;
+  index.group = group;
+  index.num_blocks = num_blocks;
 }
 
 void Decoder::set_conv_cache(int layer, int group, float* inputs, int num_blocks, int block_size) {
@@ -264,6 +328,9 @@ size_t Decoder::weight_bytes() const {
     if (layer.latent) {
       total += layer.latent->q.w.num_bytes() + layer.latent->kv_down.w.num_bytes();
       if (layer.latent->q_up) total += layer.latent->q_up->w.num_bytes();
+      if (layer.latent->index)
+        for (const Linear* l : {&layer.latent->index->q, &layer.latent->index->k, &layer.latent->index->weights})
+          total += l->w.num_bytes();
       for (const auto* heads : {&layer.latent->absorb, &layer.latent->expand})
         for (const Linear& l : *heads) total += l.w.num_bytes();
     }
@@ -279,8 +346,8 @@ size_t Decoder::weight_bytes() const {
   return total;
 }
 
-void Decoder::check(const BatchView& batch) const {
-  if (layers_.empty() || embedding_.w.data == nullptr || final_norm_.empty())
+void Decoder::check(const BatchView& batch, bool has_stream) const {
+  if (layers_.empty() || (!has_stream && embedding_.w.data == nullptr) || (is_last_stage_ && final_norm_.empty()))
     throw std::invalid_argument("a decoder computes once it has layers, an embedding and a final norm");
   for (const Layer& layer : layers_)
     require(!layer.input || input_project_.rows() == num_layers() * static_cast<int>(input_norm_.size()), "layer inputs");
@@ -301,22 +368,16 @@ void Decoder::check(const BatchView& batch) const {
       check_recurrent(layer, batch);
       continue;
     }
+    if (layer.latent && layer.latent->index) {
+      const EntryIndexer& index = *layer.latent->index;
+      require(index.group < static_cast<int>(batch.groups.size()), "a group of an index is missing");
+      require_tables(batch, batch.groups[static_cast<size_t>(index.group)], index.num_blocks, index.keys.block_size);
+    }
     const int block_size = layer.block_size();
     const Layer*& before = checked[static_cast<size_t>(layer.group)];
     if (before && before->num_blocks == layer.num_blocks && before->block_size() == block_size) continue;
     before = &layer;
-    const GroupView& group = batch.groups[static_cast<size_t>(layer.group)];
-    const int64_t slots = static_cast<int64_t>(layer.num_blocks) * block_size;
-    for (int t = 0; t < batch.tokens; ++t) require(group.slots[t] >= 0 && group.slots[t] < slots, "a slot");
-    for (int r = 0; r < batch.rows; ++r) {
-      const int queries = batch.query_starts[r + 1] - batch.query_starts[r];
-      require(queries > 0, "a row without tokens");
-      require(batch.context_lens[r] >= queries, "a context is shorter than its queries");
-      const int64_t blocks = (int64_t{batch.context_lens[r]} + block_size - 1) / block_size;
-      require(blocks <= group.max_blocks, "a block table is too short");
-      const int32_t* table = group.block_tables + static_cast<size_t>(r) * group.max_blocks;
-      for (int64_t b = 0; b < blocks; ++b) require(table[b] >= 0 && table[b] < layer.num_blocks, "a block id");
-    }
+    require_tables(batch, batch.groups[static_cast<size_t>(layer.group)], layer.num_blocks, block_size);
   }
 }
 

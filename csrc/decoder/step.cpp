@@ -9,16 +9,22 @@
 
 namespace tokenmill {
 
-void Decoder::forward(const BatchView& batch, float* hidden) {
-  check(batch);
+void Decoder::forward(const BatchView& batch, const float* entering, float* hidden) {
+  check(batch, entering != nullptr);
   take_adapters(batch.adapters, batch.tokens);
   if (batch.tokens == 0) return;
   has_held_ = false;
-  embed(batch);
-  for (size_t i = 0; i + 1 < layers_.size(); ++i) {
+  if (entering == nullptr) embed(batch);
+  else enter(entering, batch.tokens);
+  const size_t whole_layers = layers_.size() - (is_last_stage_ ? 1 : 0);
+  for (size_t i = 0; i < whole_layers; ++i) {
     mixer(layers_[i], batch);
     output_and_mlp(layers_[i], batch.tokens);
     end_layer(layers_[i], static_cast<int>(i), batch.tokens, nullptr);
+  }
+  if (!is_last_stage_) {
+    std::copy_n(x_.data(), static_cast<size_t>(batch.tokens) * hidden_, hidden);
+    return;
   }
   last_layer(layers_.back(), batch);
   for_rows(pool_, batch.wanted, hidden_, [&](int i) {
@@ -42,7 +48,11 @@ size_t Decoder::projected_width(const Layer& layer) const {
     for (const Linear& linear : layer.recurrent->in) width += static_cast<size_t>(linear.rows());
     return width;
   }
-  if (layer.latent) return static_cast<size_t>(layer.latent->q.rows() + layer.latent->kv_down.rows());
+  if (layer.latent) {
+    const size_t width = static_cast<size_t>(layer.latent->q.rows() + layer.latent->kv_down.rows());
+    const auto& index = layer.latent->index;
+    return index ? width + static_cast<size_t>(index->k.rows() + index->weights.rows()) : width;
+  }
   const int heads = layer.attention.heads + (layer.has_own_kv() ? 2 * layer.attention.cache.kv_heads : 0);
   return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.rows());
 }
@@ -73,8 +83,10 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   keep_wanted(batch, static_cast<size_t>(hidden_), x_);
   if (has_held_) keep_wanted(batch, static_cast<size_t>(hidden_), held_);
   keep_wanted_adapters(batch);
+  if (layer.latent && layer.latent->shares_index) keep_wanted_choices(batch);
   if (batch.wanted == 0) return;
   narrowed_.take(batch, layer.group);
+  if (layer.latent && layer.latent->index) narrowed_.take_tables(batch, layer.latent->index->group);
   if (layer.recurrent) {
     recurrent_outputs(layer, batch.wanted);
   } else if (layer.conv) {
@@ -95,6 +107,14 @@ void Decoder::keep_wanted(const BatchView& batch, size_t width, PageVector<float
   for (int i = 0; i < batch.wanted; ++i)
     std::copy_n(rows.data() + static_cast<size_t>(batch.logit_rows[i]) * width, width, kept_rows_.data() + i * width);
   std::swap(rows, kept_rows_);
+}
+
+// The stream as the stage before has left it.
+void Decoder::enter(const float* stream, int tokens) {
+  const size_t size = static_cast<size_t>(tokens) * hidden_;
+  grow(x_, size);
+  grow(mixed_, size);
+  std::copy_n(stream, size, x_.data());
 }
 
 void Decoder::embed(const BatchView& batch) {

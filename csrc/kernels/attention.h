@@ -83,7 +83,7 @@ struct Rounded {  // a vector of integers: what they are multiplied with, and -1
 
 inline constexpr int kWidened = 32;  // keys or values turned to floats at once, where many queries use them
 inline constexpr int kNearValues = 64;  // values that are multiplied at once: they stay in the first-level cache
-inline constexpr int kQueryStride = 256 + 16;  // of queries in the workspace: a constant that spreads over the cache
+inline constexpr int kQueryStride = kMaxHeadDim + 16;  // of queries in the workspace: a constant that spreads over the cache
 
 // The first segments of one kv head's context as floats, kept from one tile of queries to the next: many tiles of a
 // prompt look at the same keys. How many of a segment's are there is written down.
@@ -483,7 +483,7 @@ inline void write_kv(const PagedCache& cache, int64_t slot, int kv_head, const f
     } else {
       auto* k = static_cast<typename Cell::Type*>(cache.keys) + head + static_cast<size_t>(offset / 16 * 16) * head_dim;
       auto* v = static_cast<typename Cell::Type*>(cache.values) + head + static_cast<size_t>(offset) * head_dim;
-      typename Cell::Type narrowed[256];
+      typename Cell::Type narrowed[kMaxHeadDim];
       narrow<decltype(s)::value>(key, head_dim, narrowed);
       narrow<decltype(s)::value>(value, head_dim, v);
       for (int d = 0; d < head_dim; ++d) k[16 * d + offset % 16] = narrowed[d];

@@ -57,7 +57,7 @@ inline float round_vector(const float* x, int size, int8_t* to) {
 inline void write_rounded(const PagedCache& cache, int64_t slot, int kv_head, const float* key, const float* value) {
   const int offset = static_cast<int>(slot % cache.block_size), head_dim = cache.head_dim;
   const size_t head = (static_cast<size_t>(slot / cache.block_size) * cache.kv_heads + kv_head) * cache.block_size;
-  int8_t numbers[256];
+  int8_t numbers[kMaxHeadDim];
   cache.key_scales[head + offset] = round_vector(key, head_dim, numbers);
   auto* k = static_cast<uint8_t*>(cache.keys) + (head + offset / 16 * 16) * head_dim + offset % 16 * 4;
   for (int d = 0; d < head_dim; ++d) k[d / 4 * 64 + d % 4] = static_cast<uint8_t>(numbers[d] + 128);
@@ -71,18 +71,18 @@ inline void write_rounded(const PagedCache& cache, int64_t slot, int kv_head, co
 // The queries' bytes in the order a score tile reads them: [kScoreQueries queries][head_dim / 4][part][query][4].
 inline void round_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale) {
   const int size = (head_dim + 31) / 32 * 32;
-  float padded_q[256];
-  int8_t bytes[2 * 256];
+  float padded_q[kMaxHeadDim];
+  int8_t bytes[2 * kMaxHeadDim];
   for (int i = 0; i < count; ++i) {
     std::copy_n(q[i], head_dim, padded_q);
     std::fill(padded_q + head_dim, padded_q + size, 0.0f);
-    work.rounded_q[i] = round_numbers(padded_q, size, bytes, 256);
+    work.rounded_q[i] = round_numbers(padded_q, size, bytes, kMaxHeadDim);
     work.rounded_q[i].scale *= scale;
     int8_t* to = work.q_bytes() + static_cast<size_t>(i / kScoreQueries) * 2 * kScoreQueries * head_dim;
     to += i % kScoreQueries * 4;
     for (int d = 0; d < head_dim; d += 4, to += 8 * kScoreQueries) {
       std::copy_n(bytes + d, 4, to);
-      std::copy_n(bytes + 256 + d, 4, to + 4 * kScoreQueries);
+      std::copy_n(bytes + kMaxHeadDim + d, 4, to + 4 * kScoreQueries);
     }
   }
 }

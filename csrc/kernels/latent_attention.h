@@ -23,8 +23,10 @@ template <Store S>
 struct PagedEntries {
   const EntryCache& cache;
   const int32_t* table;
+  const int32_t* chosen;  // positions of the entries that count, in order; null: all of them do
 
-  const typename Stored<S>::Type* operator()(int position) const {
+  const typename Stored<S>::Type* operator()(int number) const {
+    const int position = chosen == nullptr ? number : chosen[number];
     const size_t block = static_cast<size_t>(table[position / cache.block_size]);
     const size_t slot = block * cache.block_size + position % cache.block_size;
     return static_cast<const typename Stored<S>::Type*>(cache.entries) + slot * cache.width;
@@ -69,7 +71,7 @@ inline void mix_entries(const PagedEntries<S>& entries, const float* weights, in
   }
 }
 
-// M queries of one token over its context, which ends before `limit`
+// M queries of one token over `limit` entries
 template <Store S, int M>
 inline void attend_entry_tile(const PagedEntries<S>& entries, const float* q, int limit, float scale, float* sums,
                               Partial* partial, float* scratch) {
@@ -96,18 +98,56 @@ inline size_t entry_scratch_floats(int rank) {
   return static_cast<size_t>(kEntryTile) * (kSegment + static_cast<size_t>(padded(rank)));
 }
 
-inline void attend_entries(const EntryCache& cache, const int32_t* table, const float* q, int count, int limit, float scale,
-                           float* sums, Partial* partial, float* scratch) {
+inline void attend_entries(const EntryCache& cache, const int32_t* table, const int32_t* chosen, const float* q, int count,
+                           int limit, float scale, float* sums, Partial* partial, float* scratch) {
   const int wide = padded(cache.width), wide_sums = padded(cache.rank);
   with_store(cache.store, [&](auto s) {
     constexpr Store S = decltype(s)::value;
     if constexpr (S != Store::I8) {
-      const PagedEntries<S> entries{cache, table};
+      const PagedEntries<S> entries{cache, table, chosen};
       int i = 0;
       for (; i + kEntryTile <= count; i += kEntryTile)
         attend_entry_tile<S, kEntryTile>(entries, q + i * wide, limit, scale, sums + i * wide_sums, partial + i, scratch);
       for (; i < count; ++i)
         attend_entry_tile<S, 1>(entries, q + i * wide, limit, scale, sums + i * wide_sums, partial + i, scratch);
+    }
+  });
+}
+
+// ── an indexer's opinion of entries ──
+
+inline constexpr size_t kIndexScratchFloats = (kEntryTile + 1) * kSegment;
+
+// totals [256] += weights[m] * max(0, q_m . entry) of M heads, for the entries [lo, hi)
+template <Store S, int M>
+inline void add_index_heads(const PagedEntries<S>& entries, const float* q, const float* weights, int lo, int hi,
+                            float* totals, float* scores) {
+  score_entries<S, M>(entries, q, lo, hi, 1.0f, scores);
+  for (int m = 0; m < M; ++m) {
+    float* own = scores + m * kSegment;
+    std::fill(own + hi - lo, own + padded(hi - lo), 0.0f);
+    for (int i = 0; i < hi - lo; i += 16)
+      store(totals + i, fma(splat(weights[m]), max(load(own + i), zeros()), load(totals + i)));
+  }
+}
+
+inline void index_scores(const EntryCache& cache, const int32_t* table, const float* q, const float* weights, int heads,
+                         int from, int to, float* out, float* scratch) {
+  const int wide = padded(cache.width);
+  float *totals = scratch, *scores = scratch + kSegment;
+  with_store(cache.store, [&](auto s) {
+    constexpr Store S = decltype(s)::value;
+    if constexpr (S != Store::I8) {
+      const PagedEntries<S> entries{cache, table, nullptr};
+      for (int lo = from; lo < to; lo += kSegment) {
+        const int hi = std::min(lo + kSegment, to);
+        std::fill(totals, totals + kSegment, 0.0f);
+        int h = 0;
+        for (; h + kEntryTile <= heads; h += kEntryTile)
+          add_index_heads<S, kEntryTile>(entries, q + h * wide, weights + h, lo, hi, totals, scores);
+        for (; h < heads; ++h) add_index_heads<S, 1>(entries, q + h * wide, weights + h, lo, hi, totals, scores);
+        std::copy_n(totals, hi - lo, out + lo - from);
+      }
     }
   });
 }

@@ -238,7 +238,7 @@ int main(int count, char** arguments) {
   for (const Format& format : kFormats)
     for (const int outputs : {16, 40, 96})
       for (const int columns : {256, 1024}) good &= check_products(format, outputs, columns);
-  for (const int head_dim : {8, 64, 80, 128, 256}) good &= check_attention(head_dim);
+  for (const int head_dim : {8, 64, 80, 128, 256, 512}) good &= check_attention(head_dim);
   std::printf("%s\n", good ? "all sets agree" : "sets differ");
   if (count > 1 && std::string(arguments[1]) == "time") time_all(count > 2 ? std::atoi(arguments[2]) : 1);
   return good ? 0 : 1;

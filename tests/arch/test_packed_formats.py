@@ -43,6 +43,7 @@ MATRICES = 2 * (1024 * 1024 * 2 + 2 * 256 * 1024 + 3 * 1024 * 2048)
         ("Q8_0", 1, 4096, PackedIntFormat(8, 32, has_minima=False, span=32)),
         ("Q8_0", 1, 32, None),
         ("Q2_K", 1, 4096, None),
+        ("F8", 4, 4096, None),  # blocks of 128 columns
     ],
 )
 def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: PackedIntFormat | None) -> None:
@@ -52,6 +53,14 @@ def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: 
     assert of_experts == (form and replace(form, is_of_experts=True))
 
 
+def test_fp8_of_one_scale_a_row_is_kept() -> None:
+    kept = PackedIntFormat(8, 512, has_minima=False, span=0, is_fp8=True)
+    assert packed_int_format("layers.0.q.weight", (64, 512), Stored("F8", 16)) == kept
+    assert kept.num_bytes(64 * 512) == 64 * 512 + 64 * 4
+    assert packed_int_format("head.weight", (64, 512), Stored("F8", 16)) is None
+    assert packed_int_format("layers.0.experts.up.weight", (8, 64, 512), Stored("F8", 16)) is None
+
+
 @pytest.mark.parametrize(
     ("config", "bytes_each"),
     [
@@ -59,6 +68,8 @@ def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: 
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True}, 0.5 + 2 / 64),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False}, 0.5 + 4 / 128),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 2.0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 2.0),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 1 + 4 * 15360 / MATRICES),  # a scale a row
     ],
 )
 def test_grouped_checkpoints_are_planned_as_they_are_kept(
@@ -69,7 +80,7 @@ def test_grouped_checkpoints_are_planned_as_they_are_kept(
     parts = gpu_weight_parts(spec, 2, stored=stored_formats(tmp_path, spec))
     vectors = 5 * 1024 * 4
     assert parts.embedding == 32000 * 1024 * 2
-    assert parts.rest == MATRICES * bytes_each + vectors + 32000 * 1024 * 2
+    assert parts.rest == round(MATRICES * bytes_each) + vectors + 32000 * 1024 * 2
     planned = make_plan(model_at(tmp_path, "a"), plan_device("H200"), Question(dtype="bfloat16")).memory
     if bytes_each < 2:
         assert planned.weights == parts.total

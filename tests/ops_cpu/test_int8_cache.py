@@ -27,7 +27,7 @@ from tokenmill.weights.source import open_weights
 
 pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
 
-GRID = ("llama", "window", "softcaps", "qk_norm", "sinks", "odd_heads", "many_heads", "no_rope")
+GRID = ("llama", "window", "softcaps", "qk_norm", "sinks", "odd_heads", "many_heads", "no_rope", "large_heads")
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -59,7 +59,7 @@ def test_every_variant_equals_the_torch_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("name", ["window", "conv", "conv_odd"])
+@pytest.mark.parametrize("name", ["window", "conv", "conv_odd", "large_heads", "shared_index"])
 def test_every_instruction_set_computes_the_same_model(name: str, isa: str) -> None:
     spec = VARIANTS[name]
     weights = random_weights(spec)
@@ -83,7 +83,7 @@ def test_sixteen_bits_leave_quantised_models_as_they_are(name: str, isa: str) ->
 
 
 @pytest.mark.parametrize(("quantised", "bits"), [(False, "8"), (True, "8"), (True, "mixed"), (True, "16")])
-@pytest.mark.parametrize("name", ["llama", "window", "experts", "sinks", "conv"])
+@pytest.mark.parametrize("name", ["llama", "window", "experts", "sinks", "conv", "large_heads", "shared_index"])
 def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str) -> None:
     spec = VARIANTS[name]
     model = native_model(spec, random_weights(spec, quantised), activation_bits=bits)
@@ -94,7 +94,7 @@ def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [("8", torch.float32), ("mixed", torch.float16), ("16", torch.bfloat16)])
-@pytest.mark.parametrize("name", ["llama", "conv"])
+@pytest.mark.parametrize("name", ["llama", "conv", "large_heads", "sparse"])
 def test_neighbours_change_no_bit(name: str, bits: str, dtype: torch.dtype) -> None:
     """With numbers of two bytes, tiles of a prompt share the keys that one of them turned to floats."""
     spec = VARIANTS[name]
@@ -110,7 +110,20 @@ def test_neighbours_change_no_bit(name: str, bits: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("wanted", [[4, 35, 36, 100], [36, 2, 70], [0], []])
 @pytest.mark.parametrize(
-    "name", ["llama", "window", "post_norms", "experts", "odd_heads", "many_heads", "conv_last", "conv_odd"]
+    "name",
+    [
+        "llama",
+        "window",
+        "post_norms",
+        "experts",
+        "odd_heads",
+        "many_heads",
+        "conv_last",
+        "conv_odd",
+        "large_heads",
+        "sparse",
+        "shared_index",
+    ],
 )
 def test_tokens_without_logits_change_no_bit(name: str, wanted: list[int]) -> None:
     """The last layer computes only the wanted tokens, in any order; the cache holds what it would hold anyway."""
@@ -267,7 +280,8 @@ def test_what_the_kernels_cannot_do_is_said() -> None:
     assert "multiple of 16" in str(refusal(LLAMA, 8, "float32"))
     assert "int8" in str(refusal(LLAMA, 16, "fp8"))
     assert "multiple of 4" in str(refusal(with_attention(head_dim=30), 16, "int8"))
-    assert "256" in str(refusal(with_attention(head_dim=512), 16, "float32"))
+    assert refusal(with_attention(head_dim=512), 16, "int8") is None
+    assert "512" in str(refusal(with_attention(head_dim=528), 16, "float32"))
 
 
 TEXT = """The harbour lay quiet in the early morning. Boats that had come in during the night were tied up along the

@@ -14,7 +14,7 @@ from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.speculation import room_for_drafts
 from tokenmill.types import StepPlan, StepResult
 
-MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1")
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "kimi_linear")
 """Trained tiny ones"""
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.spec import (
     AttentionGate,
     Gqa,
     LayerSpec,
+    Mla,
     MlpSpec,
     ModelSpec,
     MoeSpec,
@@ -42,12 +44,21 @@ SETS = instruction_sets() if is_available()[0] else []
 ATTENTION = Gqa(num_heads=6, num_kv_heads=2, head_dim=32, scale=32**-0.5, rope=RopeSpec(10000.0, 32))
 LAYER = LayerSpec(ATTENTION, MlpSpec(96))
 CONV = LayerSpec(ShortConv(64, 3), MlpSpec(96))
+LATENT = LayerSpec(Mla(4, 24, 32, 16, 8, 16, 24**-0.5, RopeSpec(10000.0, 8)), MlpSpec(96))
 LLAMA = ModelSpec("llama", 80, 64, (LAYER, LAYER), 1e-5, MAX_CONTEXT, tied_head=True)
 
 
 def with_attention(**changes: object) -> ModelSpec:
     layer = replace(LAYER, mixer=replace(ATTENTION, **changes))  # type: ignore[arg-type]
     return replace(LLAMA, layers=(layer, LAYER))
+
+
+def _indexed(top_k: int, dim: int = 16) -> LayerSpec:
+    return replace(LATENT, mixer=replace(LATENT.mixer, indexer=Indexer(5, dim, top_k)))
+
+
+def _sharing(layer: int) -> LayerSpec:
+    return replace(LATENT, mixer=replace(LATENT.mixer, shares_index_of=layer))
 
 
 VARIANTS = {
@@ -101,6 +112,11 @@ VARIANTS = {
         4, 1, MlpSpec(48), RoutingSpec("sigmoid", renormalize=False, weights_input=True))), LAYER)),
     "side_by_side": replace(LLAMA, layers=(replace(LAYER, norms="both", side_experts=MoeSpec(
         5, 2, MlpSpec(48), RoutingSpec(has_input_norm=True, has_expert_scales=True))), LAYER)),
+    "large_heads": with_attention(
+        num_heads=3, num_kv_heads=1, head_dim=512, rope=RopeSpec(10000.0, 512, num_angles=64)
+    ),
+    "sparse": replace(LLAMA, layers=(_indexed(12), LAYER, _indexed(12))),
+    "shared_index": replace(LLAMA, layers=(_indexed(9, 20), LATENT, _sharing(0), _indexed(30, 20), _sharing(3))),
     "conv": replace(LLAMA, layers=(CONV, LAYER, CONV, replace(CONV, mixer=ShortConv(64, 4, bias=True)), LAYER)),
     "conv_last": replace(LLAMA, layers=(LAYER, CONV)),
     "conv_odd": replace(LLAMA, hidden_size=40, layers=(replace(CONV, mixer=ShortConv(40, 5), norms="both"), LAYER)),

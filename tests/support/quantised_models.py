@@ -100,6 +100,50 @@ def nf4(weight: torch.Tensor) -> Written:
     return stored, (NF4[codes.long()].view(-1, 32) * scales.unsqueeze(1)).view(weight.shape)
 
 
+def mxfp4(weight: torch.Tensor) -> Written:
+    groups = weight.view(len(weight), -1, 32)
+    exponents = torch.floor(torch.log2(groups.abs().amax(2).clamp(min=1e-30))) - 2
+    each = torch.exp2(exponents).unsqueeze(2)
+    codes = ((groups / each).abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
+    values = torch.where(groups < 0, -1.0, 1.0) * E2M1[codes] * each
+    flat = (codes + 8 * (groups < 0)).to(torch.uint8).flatten(1)
+    packed = flat[:, 0::2] | (flat[:, 1::2] << 4)
+    return {".weight_packed": packed, ".weight_scale": (exponents + 127).to(torch.uint8)}, values.flatten(1)
+
+
+def gptq(weight: torch.Tensor) -> Written:
+    groups = weight.view(len(weight), -1, 32)
+    scales = ((groups.amax(2) - groups.amin(2)) / 15).clamp(min=1e-6).half()
+    zeros = (-groups.amin(2) / scales.float()).round().clamp(1, 16)
+    codes = (groups / scales.float().unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, 15).to(torch.uint8)
+    stored = {
+        ".qweight": words_of(codes.flatten(1)).t(),
+        ".qzeros": words_of((zeros.t() - 1).to(torch.uint8).contiguous()),  # files say one less
+        ".scales": scales.t(),
+        ".g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32,
+    }
+    return stored, ((codes.float() - zeros.unsqueeze(2)) * scales.float().unsqueeze(2)).flatten(1)
+
+
+def hqq(weight: torch.Tensor) -> Written:
+    groups = weight.reshape(-1, 32)
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    scales = ((high - low) / 15).clamp(min=1e-6)
+    zeros = -low / scales
+    codes = (groups / scales + zeros).round().clamp(0, 15).to(torch.uint8)
+    first, second = codes.chunk(2)
+    settings = {".shape": list(weight.shape), ".nbits": [4], ".group_size": [32], ".axis": [1]}
+    stored = {".W_q": first << 4 | second, ".scale": scales, ".zero": zeros}
+    stored |= {ending: torch.tensor(values) for ending, values in settings.items()}
+    return stored, ((codes.float() - zeros) * scales).view(weight.shape)
+
+
+def bnb_int8(weight: torch.Tensor) -> Written:
+    largest = weight.abs().amax(1)
+    numbers = (weight * (127 / largest).unsqueeze(1)).round()
+    return {".weight": numbers.to(torch.int8), ".SCB": largest}, numbers * (largest / 127).unsqueeze(1)
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "format": form}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
@@ -114,6 +158,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "w8a8": compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "mxfp4": compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    "hqq": {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}},
+    "bnb int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
 }  # fmt: skip
 WRITERS: dict[str, Writer] = {
     "fp8 blocks": fp8_blocks,
@@ -122,6 +170,10 @@ WRITERS: dict[str, Writer] = {
     "w8a8": w8a8,
     "nvfp4": nvfp4,
     "nf4": nf4,
+    "mxfp4": mxfp4,
+    "gptq": gptq,
+    "hqq": hqq,
+    "bnb int8": bnb_int8,
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.gguf_converted import stacked
 from tests.support.gguf_families import VOCABULARY
 from tests.support.paged_run import PagedRun, feed_in_chunks
 from tests.support.tiny_models import VOCAB, load_ours, make_reference
@@ -177,19 +178,6 @@ def add_experts(writer: gguf.GGUFWriter, text: Config) -> None:
             add(text[key])
     if text["model_type"] != "gpt_oss":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-
-
-def stacked(tensors: Tensors) -> Tensors:
-    """Matrices of all experts as one"""
-    found: Tensors = {}
-    groups: dict[str, dict[int, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
-        if match is None:
-            found[name] = tensor
-        else:
-            groups.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
-    return found | {name: torch.stack([each[number] for number in sorted(each)]) for name, each in groups.items()}
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

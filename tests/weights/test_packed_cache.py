@@ -20,7 +20,7 @@ from tokenmill.ops.cpu import is_available
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import aligned_bytes, layout_digest
 from tokenmill.params import SamplingParams
-from tokenmill.weights import packed_cache
+from tokenmill.weights import packed_cache, packed_sums
 from tokenmill.weights.packed_cache import PackedCache, Source, open_cache, prune, source_of
 from tokenmill.weights.packed_file import HEADER_BYTES, PackedFile, PackedWriter, Unusable
 
@@ -57,8 +57,13 @@ def fill(cache: PackedCache, names: tuple[str, ...] = ("one", "two")) -> None:
 
 def written(checkpoint: Path, folder: Path) -> Path:
     fill(open_cache(source(checkpoint), folder))
-    (path,) = folder.iterdir()
+    (path,) = packed_in(folder)
     return path
+
+
+def packed_in(folder: Path) -> set[Path]:
+    """The packed files, without the digests beside them."""
+    return {path for path in folder.iterdir() if path.suffix != ".sums"} if folder.exists() else set()
 
 
 # ── the file ───────────────────────────────────────────────────────────────────────────────────────────
@@ -154,6 +159,59 @@ def test_every_damaged_byte_of_header_and_index_is_noticed(checkpoint: Path, fol
             PackedFile(path)
 
 
+@pytest.mark.parametrize("place", [0, 1, 4999, 12_345, 19_999])
+@pytest.mark.parametrize("is_rebooted", [False, True])
+def test_a_flipped_byte_of_the_weights_is_noticed(
+    checkpoint: Path, folder: Path, place: int, is_rebooted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a changed time at once; where the disk itself changed it, by the first start after a boot."""
+    path = written(checkpoint, folder)
+    before = path.stat()
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + place)
+        (byte,) = file.read(1)
+        file.seek(HEADER_BYTES + place)
+        file.write(bytes([byte ^ 0x10]))
+    path.chmod(0o400)
+    if is_rebooted:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        (tmp_path / "boot_id").write_text("another\n")
+        monkeypatch.setattr(packed_file, "BOOT_ID", tmp_path / "boot_id")
+    with pytest.raises(Unusable, match="changed on the disk"):
+        PackedFile(path)
+    cache = open_cache(source(checkpoint), folder)
+    assert not cache.is_hit
+    fill(cache)
+    assert open_cache(source(checkpoint), folder).is_hit
+
+
+def test_a_file_is_read_through_once_after_each_boot(
+    checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(checkpoint, folder)
+    num_read = 0
+
+    def counted(path: Path) -> list[str]:
+        nonlocal num_read
+        num_read += 1
+        return packed_sums.digests(path)
+
+    monkeypatch.setattr(packed_file, "digests", counted)
+    assert open_cache(source(checkpoint), folder).is_hit and num_read == 0
+    (tmp_path / "boot_id").write_text("another\n")
+    monkeypatch.setattr(packed_file, "BOOT_ID", tmp_path / "boot_id")
+    for _ in range(3):
+        assert open_cache(source(checkpoint), folder).is_hit
+    assert num_read == 1
+
+
+def test_a_file_without_digests_is_not_believed(checkpoint: Path, folder: Path) -> None:
+    path = written(checkpoint, folder)
+    packed_sums.remove_sums(path)
+    assert not open_cache(source(checkpoint), folder).is_hit
+
+
 @pytest.mark.parametrize("length", [0, 10, 60, 5000, HEADER_BYTES, HEADER_BYTES + 30000, -1])
 def test_a_cut_file_is_made_anew(checkpoint: Path, folder: Path, length: int) -> None:
     path = written(checkpoint, folder)
@@ -224,9 +282,9 @@ def test_the_longest_unused_go_first(tmp_path: Path, folder: Path) -> None:
     for number in range(3):
         checkpoint = tmp_path / f"{number}.gguf"
         checkpoint.write_bytes(b"%d" % number)
-        before = set(folder.iterdir()) if folder.exists() else set()
+        before = packed_in(folder)
         fill(open_cache(source(checkpoint), folder))
-        paths += set(folder.iterdir()) - before
+        paths += packed_in(folder) - before
     for age, path in zip((30, 10, 20), paths, strict=True):
         os.utime(path, (time.time() - age, time.time() - age))
     assert open_cache(source(tmp_path / "0.gguf"), folder).is_hit  # used just now

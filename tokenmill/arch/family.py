@@ -7,7 +7,7 @@ older files give a rule, and each function at the end is one such rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,15 @@ class GGUFTraits:
     conv_key: str | None = None  # has the kernel of short convolutions, in layers with no key/value heads
     words: ConfigWords | None = None  # where metadata is read as a config.json: how that says it
     other_with: tuple[str, str] | None = None  # a key of the metadata, and the family whose files have it
+    other_value: int | None = None  # what that key says in the other family's files; None: anything
+    other_archs: tuple[str, ...] = ()  # further names of the architecture
+    variant: Rules = field(default_factory=dict)  # in the place of `rules`' where a file has such names
+
+    def rules_for(self, names: Collection[str]) -> Rules:
+        """The rules for a file with tensors of these names."""
+        endings = {name.partition("blk.")[2].lstrip("0123456789") for name in names}
+        used = {ours: rule for ours, rule in self.variant.items() if rule.pattern.partition("{i}")[2] in endings}
+        return {**self.rules, **used}
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ What metadata leaves open, the tensors answer: a head of its own is `output.weig
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 from tokenmill.arch.families import BY_GGUF_ARCH, BY_NAME
 from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_file import GGUFFile
+from tokenmill.arch.gguf_file import GGUFFile, read_floats
 from tokenmill.arch.gguf_words import config_of
 from tokenmill.arch.hf_config import ACTIVATIONS, longrope_mscale, spec_from_hf, yarn_mscale
 from tokenmill.arch.spec import (
@@ -51,7 +49,7 @@ def spec_from_gguf(gguf: GGUFFile) -> ModelSpec:
     words = family.gguf_traits.words
     if words is None:
         return reader.spec()
-    config = config_of(gguf, family.gguf_traits.arch, words)
+    config = config_of(gguf, words)
     return reader.named(spec_from_hf({"model_type": family.model_types[0], **config}))
 
 
@@ -61,18 +59,23 @@ def _family(gguf: GGUFFile) -> Family:
         known = ", ".join(sorted(BY_GGUF_ARCH))
         raise UnsupportedModel(f"{gguf.path}: architecture {arch!r} is not implemented", hint=f"these are: {known}")
     family = BY_GGUF_ARCH[arch]
-    key, other = family.gguf_traits.other_with or ("", "")
-    return BY_NAME[other] if other and gguf.metadata.get(f"{arch}.{key}") else family
+    traits = family.gguf_traits
+    if traits.other_with is None:
+        return family
+    key, other = traits.other_with
+    found = gguf.metadata.get(f"{arch}.{key}")
+    return BY_NAME[other] if (found if traits.other_value is None else found == traits.other_value) else family
 
 
 class _Reader:
     def __init__(self, gguf: GGUFFile, family: Family) -> None:
         self.traits = family.gguf_traits
-        prefix = self.traits.arch + "."
+        arch = gguf.metadata["general.architecture"]
+        prefix = f"{arch}."
         own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
         self.gguf = gguf
         self.family = family
-        self.fields = ConfigFields(own, f"{gguf.path} ({self.traits.arch})")
+        self.fields = ConfigFields(own, f"{gguf.path} ({arch})")
         self.num_layers = self.fields.integer("block_count")
         self.hidden = self.fields.integer("embedding_length")
         if self.num_layers > MAX_LAYERS:
@@ -295,11 +298,7 @@ class _Reader:
             self.fields.refuse(
                 f"tensor {name!r} is {tensor.type} {list(tensor.shape)}, expected F32 [{rotary_dim // 2}]"
             )
-        with tensor.path.open("rb") as file:
-            file.seek(tensor.offset)
-            numbers = array("f", file.read(tensor.num_bytes))
-        if sys.byteorder == "big":
-            numbers.byteswap()
+        numbers = read_floats(tensor)
         if not all(number > 0 for number in numbers):
             self.fields.refuse(f"tensor {name!r} holds factors that are not above zero")
         return tuple(numbers)

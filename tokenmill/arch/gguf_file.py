@@ -115,6 +115,16 @@ class GGUFFile:
     tensors: dict[str, GGUFTensor]
 
 
+def read_floats(tensor: GGUFTensor) -> array[float]:
+    """The numbers of a small F32 tensor that says something of the architecture."""
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        numbers = array("f", file.read(tensor.num_bytes))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
 def read_gguf(path: Path | str) -> GGUFFile:
     path = Path(path)
     try:

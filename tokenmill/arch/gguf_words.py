@@ -10,14 +10,14 @@ What no metadata has, tensors tell: a bias is there or not. What neither has is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_file import GGUFFile
 
-SIGMOID, SOFTMAX_OF_CHOSEN = 2, 3  # of `expert_gating_func`
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of `expert_gating_func`
 COMMON = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -47,10 +47,16 @@ class ConfigWords:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # what it means that a file says nothing
     rope: Mapping[str, Any] = field(default_factory=dict)  # the same, of a scaled rotation
     gating: int = SIGMOID  # how experts are scored, where a file says it
+    more: Callable[[ConfigFields, GGUFFile], Mapping[str, Any]] | None = None  # what several keys say together
+    without: tuple[str, ...] = ()  # of config.json: what the metadata's numbers mean something else for
+    other_kind: str = "conv"  # what layers without heads of keys and values are
+    reads_factors: bool = False  # `more` knows what the tensor of rope factors says
+    has_heads_by_kind: bool = False  # and how many heads of keys and values each kind of layers has
 
 
-def config_of(gguf: GGUFFile, arch: str, words: ConfigWords) -> dict[str, Any]:
+def config_of(gguf: GGUFFile, words: ConfigWords) -> dict[str, Any]:
     """The config.json that a GGUF file's metadata and tensors amount to, without `model_type`"""
+    arch = str(gguf.metadata["general.architecture"])
     own = {key.removeprefix(arch + "."): value for key, value in gguf.metadata.items() if key.startswith(arch + ".")}
     fields = ConfigFields(own, f"{gguf.path} ({arch})")
     names = {**COMMON, **words.keys}
@@ -62,9 +68,12 @@ def config_of(gguf: GGUFFile, arch: str, words: ConfigWords) -> dict[str, Any]:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is not None and len(embedding.shape) == 2:
         found["vocab_size"] = embedding.shape[0]
-    if "rope_freqs.weight" in gguf.tensors:
+    if "rope_freqs.weight" in gguf.tensors and not words.reads_factors:
         fields.refuse("factors of each frequency (rope_freqs) are not implemented for this architecture")
-    found |= _rope(fields, found, words) | _kinds(fields, found, count)
+    found |= _rope(fields, found, words) | _kinds(fields, found, count, words)
+    if words.more is not None:
+        found |= words.more(fields, gguf)
+    found = {key: value for key, value in found.items() if key not in words.without}
     if fields.get("expert_gating_func") not in (None, words.gating):
         fields.refuse(f"expert_gating_func {fields.get('expert_gating_func')} is not implemented")
     return {**words.defaults, **found}
@@ -82,24 +91,32 @@ def _rope(fields: ConfigFields, found: Mapping[str, Any], words: ConfigWords) ->
         fields.refuse(f"rope scaling {kind!r} is not implemented")
     scaling: dict[str, Any] = {"type": kind, "factor": fields.positive("rope.scaling.factor"), **words.rope}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
-        scaling |= {ours: fields.positive(theirs) for ours, theirs in YARN.items() if fields.has(theirs)}
+        scaling |= yarn_words(fields)
         if (fields.positive_or_none("rope.scaling.attn_factor") or 1.0) != 1.0:
             fields.refuse("rope.scaling.attn_factor other than 1 is not implemented for this architecture")
     return {**said, "rope_scaling": scaling}
 
 
-def _kinds(fields: ConfigFields, found: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Kinds of layers: with windows, or convolutions where there are no heads of keys and values"""
+def yarn_words(fields: ConfigFields) -> dict[str, Any]:
+    return {
+        "type": "yarn",
+        "factor": fields.positive("rope.scaling.factor"),
+        "original_max_position_embeddings": fields.integer("rope.scaling.original_context_length"),
+        **{ours: fields.positive(theirs) for ours, theirs in YARN.items() if fields.has(theirs)},
+    }
+
+
+def _kinds(fields: ConfigFields, found: Mapping[str, Any], count: int, words: ConfigWords) -> dict[str, Any]:
+    """Kinds of layers: with windows, or of another kind where there are no heads of keys and values"""
     pattern, heads = fields.get("attention.sliding_window_pattern"), found.get("num_key_value_heads")
     said: dict[str, Any] = {}
-    if isinstance(heads, list):
+    if isinstance(heads, list) and not words.has_heads_by_kind:
         some = [number for number in heads if number]
         if not some or len(set(some)) > 1:
             fields.refuse("attention.head_count_kv differs between layers, which is not implemented")
         said["num_key_value_heads"] = some[0]
         if len(some) < len(heads):
-            said["layer_types"] = ["full_attention" if number else "conv" for number in heads[:count]]
+            said["layer_types"] = ["full_attention" if number else words.other_kind for number in heads[:count]]
     if isinstance(pattern, list):
         said["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern[:count]]
     elif pattern is not None:

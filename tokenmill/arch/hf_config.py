@@ -106,12 +106,19 @@ def _spec(fields: ConfigFields, family: Family, generation: ConfigFields) -> Mod
         tied_head=fields.flag("tie_word_embeddings"),
         embedding_scale=hidden**0.5 if family.scaled_embeddings else 1.0,
         logit_softcap=fields.positive_or_none("final_logit_softcapping") if family.has_softcaps else None,
+        num_extra_layers=_num_extra_layers(fields),
         dtype=_dtype(fields),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(eos),
         name=_name(fields),
     )
     return family.adjust_model(fields, spec)
+
+
+def _num_extra_layers(fields: ConfigFields) -> int:
+    """Layers that predict further tokens, as DeepSeek, GLM and Nemotron count them, or Qwen"""
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return next(filter(None, (fields.integer_or_none(key, minimum=0) for key in keys)), 0)
 
 
 def _name(fields: ConfigFields) -> str:

@@ -3,7 +3,8 @@ is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engi
 
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
     5 and 6 bits     8 bits a value; formats of 4 bits with a table of integers too
-    others           expanded: fp8 of a checkpoint, nf4 and fp4, 2 and 3 bits
+    fp8              as it is where a row has one scale, and the GPU multiplies such numbers; else expanded
+    others           expanded: fp8 in blocks, nf4 and fp4, 2 and 3 bits
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
     MXFP4 experts    as they are: 4 bits a value (`ops/triton/quant/fp4.py`)
 """
@@ -49,9 +50,12 @@ class PackedIntFormat:
     span: int  # words whose first values are neighbours, as their second, ...
     is_of_experts: bool = False  # matrices of many experts, one below the other
     is_fp4: bool = False  # MXFP4's own numbers and scales, which have no spans
+    is_fp8: bool = False  # e4m3 with a float32 scale for each row, likewise
 
     def num_bytes(self, size: int) -> int:
         """Bytes of `size` values; scales of large groups are kept twice, in both orders, except for experts"""
+        if self.is_fp8:
+            return size + size // self.group * 4
         is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
         return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 
@@ -86,6 +90,8 @@ _FORMATS = {
 
 def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) -> PackedIntFormat | None:
     """None where a matrix is not kept as the file has it."""
+    if stored is not None and stored.quant == "F8":
+        return _fp8_format(name, shape, stored)
     if stored is None or stored.quant not in _FORMATS or len(shape) < 2 or name.endswith(WHOLE):
         return None
     found, columns = _FORMATS[stored.quant], shape[-1]
@@ -101,6 +107,13 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
     return None
 
 
+def _fp8_format(name: str, shape: tuple[int, ...], stored: Stored) -> PackedIntFormat | None:
+    has_kernel = len(shape) == 2 and not name.endswith(UNQUANTIZED) and shape[-1] % INT4_GROUP == 0
+    if not has_kernel or stored.same_scales * BLOCK < shape[-1]:
+        return None
+    return PackedIntFormat(8, shape[-1], has_minima=False, span=0, is_fp8=True)
+
+
 def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
     """Formats of those tensors of a checkpoint that may stay packed, under our names."""
     described = path if path.suffix == ".json" else path / "config.json"
@@ -111,8 +124,12 @@ def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
     if not path.is_file() or spec.family not in BY_NAME:
         return {}
     tensors = read_gguf_model(path).tensors
-    sources = sources_of(spec, BY_NAME[spec.family].gguf_traits.rules)
-    found = {name: tensors[source.names[0]].type for name, source in sources.items() if source.names[0] in tensors}
+    sources = sources_of(spec, BY_NAME[spec.family].gguf_traits.rules_for(tensors))
+    found = {
+        name: tensors[source.names[0]].type
+        for name, source in sources.items()
+        if source.names[0] in tensors and source.times is None and source.beside is None
+    }
     return {name: Stored(quant) for name, quant in found.items() if quant in _FORMATS}
 
 
@@ -138,7 +155,10 @@ def configured_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[st
         if tensor.kind != "linear" or name.endswith(WHOLE) or name not in sources:
             continue
         scheme = quantization.scheme_of(sources[name].names[0].removesuffix(".weight"))
-        if scheme is not None and not scheme.is_expanded and scheme.quant in _FORMATS:
-            columns = tensor.shape[-1]
-            found[name] = Stored(scheme.quant, max(1, (scheme.group or columns // BLOCK * BLOCK) // BLOCK))
+        if scheme is None or scheme.is_expanded:
+            continue
+        columns = tensor.shape[-1]
+        stored = Stored(scheme.quant, max(1, (scheme.group or columns // BLOCK * BLOCK) // BLOCK))
+        if stored.quant in _FORMATS or (stored.quant == "F8" and _fp8_format(name, tensor.shape, stored)):
+            found[name] = stored
     return found

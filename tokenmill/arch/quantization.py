@@ -166,7 +166,11 @@ def _fp8(fields: ConfigFields) -> Quantization:
     blocks = _fp8_block(fields)
     excluded = _patterns(fields, "modules_to_not_convert", "ignored_layers")
     method = "fp8" if blocks is None else f"fp8, blocks of {blocks[0]} × {blocks[1]}"
-    return Quantization(method, ((("Linear",), Scheme("F8", ROW if blocks is None else blocks[1])),), excluded)
+    schemes: list[tuple[tuple[str, ...], Scheme]] = [(("Linear",), Scheme("F8", ROW if blocks is None else blocks[1]))]
+    if fields.get("expert_dtype") == "fp4":
+        schemes.insert(0, (("experts",), Scheme("MXFP4", 32)))
+        method += ", experts in MXFP4"
+    return Quantization(method, tuple(schemes), excluded)
 
 
 def block_sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:

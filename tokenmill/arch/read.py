@@ -53,7 +53,10 @@ def quantization_config(config: Path) -> dict[str, Any]:
         found = read_json(beside).get("quantization")
         if not isinstance(found, dict):
             raise UnsupportedModel(f"{beside} says nothing of a quantization")
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    experts = whole.get("expert_dtype")  # DeepSeek V4 says it beside
+    return found if experts is None else {**found, "expert_dtype": experts}
 
 
 def _read_lone_gguf(directory: Path) -> ModelSpec:

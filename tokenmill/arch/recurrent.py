@@ -60,6 +60,7 @@ class Recurrent:
     step_scale: float = 1.0  # multiplies the projected a
     part_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # multiply the projected q, k and v
     out_scale: float = 1.0  # multiplies the mixer's output
+    is_tiled: bool = False  # value head h reads key head h % key_heads (GGUF's Qwen3.5), not h // (heads of each)
     has_channel_decays: bool = False  # each channel of a key has a decay of its own (Kimi's), not each head
 
     @property

@@ -417,7 +417,7 @@ class ModelSpec:
     norm: NormSpec = RMS_NORM
     input_vocab_size: int | None = None  # rows of the layers' own embeddings, where tokens beyond have the first's
     layer_numbers: tuple[tuple[int, int], ...] = ()  # where a checkpoint counts mixers and MLPs as layers: of each both
-    num_extra_layers: int = 0  # of the checkpoint, behind the last: heads that predict further tokens, left out
+    num_extra_layers: int = 0  # of the checkpoint, beside these: heads that predict further tokens, not loaded yet
     dtype: str = "float32"  # what the checkpoint stores, or "quantised"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

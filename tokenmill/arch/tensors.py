@@ -14,6 +14,9 @@ Loaders and cost functions know only our names. Transformations are all on whole
     unit_axis    theirs has an axis of length one that ours has not (the channel axis of a depthwise convolution)
     interleaved  rows of each head alternate between the two halves of the rotation (GGUF's llama files);
                  ours has the first half, then the second
+    beside       theirs has each head's keys, transposed, and another tensor its values (GGUF's latent attention)
+    minus_exp    theirs is -e^ours (GGUF's decays of recurrent layers)
+    in_groups    theirs has a row for each group of a recurrent mixer, ours is one vector
 """
 
 from __future__ import annotations
@@ -292,6 +295,9 @@ class Rule:
     transposed: bool = False
     unit_axis: int | tuple[int, ...] | None = None
     times: str | None = None  # a matrix of as many rows as a recurrent key has channels, multiplied by theirs
+    beside: str | None = None
+    minus_exp: bool = False
+    in_groups: bool = False
 
 
 Rules = Mapping[str, Rule]
@@ -312,6 +318,9 @@ class TensorSource:
     factor: float = 1.0
     unit_axes: tuple[int, ...] = ()  # of theirs, which are dropped
     times: tuple[str, tuple[int, int]] | None = None  # a matrix that theirs is multiplied by, and its shape
+    beside: tuple[str, tuple[int, ...]] | None = None  # the values of each head, whose keys these are
+    minus_exp: bool = False
+    is_flattened: bool = False  # theirs has rows, ours is one vector
     interleaved_heads: int = 0  # 0: rows are in our order already
     rotary_dim: int = 0
     rotary_start: int = 0  # the first of a head's rows that are rotated
@@ -339,7 +348,13 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
         is_vector=is_vector,
         add=rule.add,
         factor=dict(layer.factors).get(part.removesuffix(".weight"), 1.0),
+        minus_exp=rule.minus_exp,
     )
+    if rule.beside is not None and isinstance(layer.mixer, Mla):
+        return _by_heads(source, layer.mixer, rule.beside.replace("{i}", str(number)))
+    if rule.in_groups:
+        groups = next(mixer.key_heads for mixer in layer.mixers if isinstance(mixer, Recurrent))
+        source = replace(source, shape=(groups, shape[0] // groups), is_flattened=True)
     if rule.interleaved:
         source = _interleaved(source, layer, part)
     if rule.fused:
@@ -360,6 +375,15 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     if "{e}" in rule.pattern:
         source = _per_expert(source)
     return source
+
+
+def _by_heads(source: TensorSource, mla: Mla, values: str) -> TensorSource:
+    """
+    theirs, of each head:  keys [kv_rank, nope_dim] | values [value_dim, kv_rank]
+    ours:                  [nope_dim + value_dim, kv_rank], head after head
+    """
+    keys = (mla.num_heads, mla.kv_rank, mla.nope_dim)
+    return replace(source, shape=keys, beside=(values, (mla.num_heads, mla.value_dim, mla.kv_rank)))
 
 
 def _their_number(spec: ModelSpec, index: int, part: str) -> int:
@@ -570,6 +594,42 @@ GGUF_ROUTED: Rules = {
         f"layers.{{i}}.shared.{part}.weight": Rule(f"blk.{{i}}.ffn_{part}_shexp.weight")
         for part in ("gate", "up", "down")
     },
+}
+
+GGUF_SHARED_GATE: Rules = {"layers.{i}.shared_gate.weight": Rule("blk.{i}.ffn_gate_inp_shexp.weight")}
+# In newer files gates and ups of experts are one tensor.
+GGUF_FUSED_EXPERTS: Rules = {
+    f"layers.{{i}}.experts.{part}.weight": Rule("blk.{i}.ffn_gate_up_exps.weight", ("gate", "up"))
+    for part in ("gate", "up")
+}
+# Mamba-2, whose parts are those of `families/bamba.py`.
+_MAMBA_INPUTS = ("ssm_z", "ssm_v", "ssm_k", "ssm_q", "ssm_a")
+_MAMBA_CONVOLVED = ("ssm_conv_v", "ssm_conv_k", "ssm_conv_q")
+GGUF_MAMBA: Rules = {
+    **{f"layers.{{i}}.{part}.weight": Rule("blk.{i}.ssm_in.weight", _MAMBA_INPUTS) for part in _MAMBA_INPUTS},
+    **{
+        f"layers.{{i}}.{part}.{kind}": Rule(f"blk.{{i}}.ssm_conv1d.{kind}", _MAMBA_CONVOLVED)
+        for part in _MAMBA_CONVOLVED
+        for kind in ("weight", "bias")
+    },
+    "layers.{i}.ssm_a_log": Rule("blk.{i}.ssm_a", minus_exp=True, unit_axis=1),
+    "layers.{i}.ssm_dt_bias": Rule("blk.{i}.ssm_dt.bias"),
+    "layers.{i}.ssm_d": Rule("blk.{i}.ssm_d", unit_axis=1),
+    "layers.{i}.ssm_norm.weight": Rule("blk.{i}.ssm_norm.weight", in_groups=True),
+    "layers.{i}.ssm_out.weight": Rule("blk.{i}.ssm_out.weight"),
+}
+# Latent attention; newer files have the matrices of each head by themselves.
+GGUF_LATENT: Rules = {
+    "layers.{i}.q.weight": Rule("blk.{i}.attn_q.weight", interleaved=True),
+    "layers.{i}.q_down.weight": Rule("blk.{i}.attn_q_a.weight"),
+    "layers.{i}.q_norm.weight": Rule("blk.{i}.attn_q_a_norm.weight"),
+    "layers.{i}.q_up.weight": Rule("blk.{i}.attn_q_b.weight", interleaved=True),
+    "layers.{i}.kv_down.weight": Rule("blk.{i}.attn_kv_a_mqa.weight", interleaved=True),
+    "layers.{i}.kv_norm.weight": Rule("blk.{i}.attn_kv_a_norm.weight"),
+    "layers.{i}.kv_up.weight": Rule("blk.{i}.attn_kv_b.weight"),
+}
+GGUF_LATENT_HEADS: Rules = {
+    "layers.{i}.kv_up.weight": Rule("blk.{i}.attn_k_b.weight", beside="blk.{i}.attn_v_b.weight")
 }
 
 # Tensors that carry facts of the architecture, read into the spec rather than as weights.

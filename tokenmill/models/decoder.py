@@ -40,32 +40,36 @@ class Decoder:
         self.spec = spec
         self.ops = load.ops
         self.classes = BatchClasses(load.ops.row_borders(load.device))
-        self.embedding = load.embedding("embed")
+        self.numbers = range(spec.num_layers) if load.shard is None else load.shard.layers  # of its layers
+        if self.numbers.start == 0:  # what stands before and behind all layers is the first stage's
+            self.embedding = load.embedding("embed")
+            self.head = (
+                load.tied_head(self.embedding)
+                if spec.tied_head
+                else load.projection(Matrices(("head",), spec.has_head_bias))
+            )
         self.layers = self._load_layers(load)
-        self.final_norm = load.norm("final_norm", spec.norm_eps, spec.norm)
-        self.head = (
-            load.tied_head(self.embedding)
-            if spec.tied_head
-            else load.projection(Matrices(("head",), spec.has_head_bias))
-        )
+        if self.is_last_stage:
+            self.final_norm = load.norm("final_norm", spec.norm_eps, spec.norm)
         self.layer_inputs = LayerInputs(spec, load) if spec.input_width else None
         self.streams = load_ends(spec, load)
         self.adapter_slots = load.slots
         self.positions = PositionTables.of(spec, max_context or spec.max_context, load.device)
 
     def _load_layers(self, load: Loader) -> list[Layer | StreamedLayer]:
-        def load_parts(number: int) -> tuple[Mixer, LayerWeights, SideMixer | None]:
+        def load_parts(place: int) -> tuple[Mixer, LayerWeights, SideMixer | None]:
+            number = self.numbers[place]
             regions = layer_regions(spec.layers[number], number)
             side = load_side_mixer(regions, spec.norm_eps, load)
             return load_mixer(regions, spec.norm_eps, load), loader.weights(regions), side
 
         spec = self.spec
         loader = LayerLoader(load, spec.norm_eps, spec.norm)
-        parts = load.each(load_parts, spec.num_layers)
+        parts = load.each(load_parts, len(self.numbers))
         chosen = choose_regions(load.ops, [weights for _, weights, _ in parts], self.classes)
         layers = [
-            Layer(spec.layers[number], mixer, weights, chosen[number], number, side)
-            for number, (mixer, weights, side) in enumerate(parts)
+            Layer(spec.layers[number], mixer, weights, chosen[place], number, side)
+            for place, (number, (mixer, weights, side)) in enumerate(zip(self.numbers, parts, strict=True))
         ]
         if spec.streams is None:
             return list(layers)
@@ -75,17 +79,23 @@ class Decoder:
     def vocab_size(self) -> int:
         return self.spec.vocab_size
 
+    @property
+    def is_last_stage(self) -> bool:
+        return self.numbers.stop == self.spec.num_layers
+
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, storage: KVStorage, entering: torch.Tensor | None = None) -> torch.Tensor:
         step = plan_forward(self.ops, self.positions, self.classes, batch, storage)
         ends = self.layers[0].regions[step.batch_class] if step.adapted is None else step.adapted.regions
-        embedded = self._embed(batch.token_ids, step.adapters)
+        embedded = self._embed(batch.token_ids, step.adapters) if entering is None else entering
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(batch.token_ids, embedded, batch.mode, step.adapters)
             step = replace(step, layer_inputs=inputs)
         stream = ends.begin(embedded) if self.streams is None else self.streams.begin(embedded, ends)
         for layer in self.layers[:-1]:
             stream = layer(stream, step)
+        if not self.is_last_stage:
+            return ends.whole(self.layers[-1](stream, step))
         # Of the last layer every token's keys and values are kept, but few tokens' results may be looked at.
         is_whole = len(batch.logit_rows) == len(batch.token_ids)
         stream = self.layers[-1](stream, step, None if is_whole else batch.logit_rows)

@@ -109,4 +109,4 @@ def _plan(ops: Ops, batch: ForwardBatch, number: int, groups: tuple[CacheGroup, 
     if group.keeps("inputs"):
         assert group.window is not None, "a convolution has a window"
         return ops.plan_short_conv(batch, number, group.window)
-    return ops.plan_attention(batch, number, group.window, is_chunked=group.layers[0] in chunked)
+    return ops.plan_attention(batch, number, group.window, is_chunked=any(one in chunked for one in group.layers[:1]))

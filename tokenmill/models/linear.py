@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from tokenmill.arch.regions import Matrices
-from tokenmill.arch.spec import RMS_NORM, NormSpec
+from tokenmill.arch.spec import RMS_NORM, Activation, NormSpec
 from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.blocks import is_known
@@ -43,10 +43,22 @@ class Projection:
     def __call__(self, x: torch.Tensor, mode: Mode, adapters: Any = None) -> torch.Tensor:
         """x [T, columns] → [T, rows]; `adapters`: which of the tokens use which (`LowRankOps.plan`)"""
         x = x if self.inputs is None else self.inputs(x)
-        out = self.ops.linear(x, self.weight, mode)
-        if adapters is not None and self.adapters is not None:
-            out = self.adapters.add(x, out, self.weight.bias, adapters)
+        held = self.adapters
+        if adapters is None or held is None:
+            out = self.ops.linear(x, self.weight, mode)
+        else:
+            out = self.ops.linear(x, held.matrix(self.weight, adapters), mode)
+            out = held.add(x, out, self.weight.bias, adapters)
         return out if self.outputs is None else self.outputs(out)
+
+    def gated(self, x: torch.Tensor, activation: Activation, mode: Mode, adapters: Any) -> torch.Tensor:
+        """act(gate) * up of gates above ups, to which the tokens' adapters add: [T, columns] → [T, rows / 2]"""
+        held = self.adapters
+        if held is None or self.outputs is not None:
+            return self.ops.act_mul(self(x, mode, adapters), activation)
+        x = x if self.inputs is None else self.inputs(x)
+        out = self.ops.linear(x, held.matrix(self.weight, adapters), mode)
+        return held.add_gated(x, out, self.weight.bias, adapters, activation)
 
     def rows(self, numbers: torch.Tensor, adapters: Any = None) -> torch.Tensor:
         """Rows of the matrix itself, as an embedding has them: [T] → [T, columns]"""
@@ -104,12 +116,12 @@ class Loader:
         bias = torch.cat([self.vector(f"{name}.bias") for name in names]).to(self.dtype) if matrices.has_bias else None
         raws = [self.source.get(f"{name}.weight") for name in names]
         weight = self.ops.pack_linear(raws, bias, self.dense)
-        made = Projection(
-            self.ops, weight, adapters=self._adapters(names, [raw.shape[0] for raw in raws], weight.columns)
-        )
+        adapters = self._adapters(names, [raw.shape[0] for raw in raws], weight.columns)
+        made = Projection(self.ops, weight if adapters is None else adapters.adopt(weight), adapters)
         shard = self.shard
         if shard is None:
             return made
+        made = replace(made, weight=replace(weight, whole_rows=shard.whole_rows(names)))
         return replace(made, inputs=shard.gather_inputs(names[0]), outputs=shard.gather_outputs(names))
 
     def embedding(self, name: str) -> Projection:
@@ -118,6 +130,8 @@ class Loader:
         # What adapters add to the rows that are looked up has as many numbers as those have.
         adapters = self._adapters((name,), [weight.columns], weight.rows, True)
         lookups = None if self.shard is None else self.shard.gather_rows(name)
+        if self.shard is not None:
+            weight = replace(weight, whole_rows=self.shard.whole_rows((name,)))
         return Projection(self.ops, weight, adapters, lookups=lookups)
 
     def tied_head(self, embedding: Projection) -> Projection:

@@ -66,6 +66,15 @@ class Model(Protocol):
         ...
 
 
+class StagedModel(Model, Protocol):
+    """Some of the layers of a model, as one stage of a pipeline computes them."""
+
+    def forward(self, batch: ForwardBatch, storage: KVStorage, entering: torch.Tensor | None = None) -> torch.Tensor:
+        """`entering` [T, H]: the stream as the stage before has left it; None: this is the first one. The last stage
+        returns what `Model.forward` does, the others their stream [T, H]."""
+        ...
+
+
 class HeldAdapters(Protocol):
     """Where a model holds its adapters."""
 

@@ -78,12 +78,10 @@ def load_altup(altup: AltUp, name: str, norm_eps: float, load: Loader) -> AltUpW
 
 
 @dataclass(frozen=True)
-class AltUpLayer:
-    """A layer over the first of several streams, with a prediction of all before and their correction behind it"""
+class StreamLayer:
+    """What a layer over several streams has of the layer inside it."""
 
     layer: Layer
-    altup: AltUpWeights
-    ops: Ops
 
     @property
     def spec(self) -> LayerSpec:
@@ -92,6 +90,14 @@ class AltUpLayer:
     @property
     def regions(self) -> Mapping[BatchClass, Regions]:
         return self.layer.regions
+
+
+@dataclass(frozen=True)
+class AltUpLayer(StreamLayer):
+    """A layer over the first of several streams, with a prediction of all before and their correction behind it"""
+
+    altup: AltUpWeights
+    ops: Ops
 
     @property
     def kind(self) -> Hashable:
@@ -199,20 +205,11 @@ class HyperEnds:
 
 
 @dataclass(frozen=True)
-class HyperLayer:
+class HyperLayer(StreamLayer):
     """A layer whose mixer and MLP each read a mixture of the streams and write to all of them"""
 
-    layer: Layer
     attention: StreamConnection
     feed: StreamConnection
-
-    @property
-    def spec(self) -> LayerSpec:
-        return self.layer.spec
-
-    @property
-    def regions(self) -> Mapping[BatchClass, Regions]:
-        return self.layer.regions
 
     @property
     def kind(self) -> Hashable:

@@ -195,7 +195,7 @@ class ComposedRegions:
         elif self.adapters is None or not mlp.gate_up.is_adapted:
             inner = self.gated_linear(normed, mlp.gate_up.weight, mlp.activation, self.mode)
         else:
-            inner = self.ops.act_mul(self.linear(normed, mlp.gate_up), mlp.activation)
+            inner = mlp.gate_up.gated(normed, mlp.activation, self.mode, self.adapters)
         return self.linear(inner, mlp.down)
 
     def _experts(self, normed: torch.Tensor, residual: torch.Tensor, moe: MoeWeights) -> torch.Tensor:

@@ -28,11 +28,14 @@ class ComputeRequest:
         return has_latents and self.kv_dtype in ("int8", "fp8")
 
     @property
+    def chooses_entries(self) -> bool:
+        """True where an indexer chooses the tokens that latent attention looks at."""
+        return any(isinstance(layer.mixer, Mla) and layer.mixer.is_sparse for layer in self.spec.layers)
+
+    @property
     def for_reference_only(self) -> str | None:
         """What of the model nothing but the torch reference computes so far; None: nothing"""
         for layer in self.spec.layers:
-            if isinstance(layer.mixer, Mla) and layer.mixer.is_sparse:
-                return "attention over tokens that an indexer chooses"
             if isinstance(layer.mixer, WindowedMqa):
                 return "attention over compressed entries"
             if layer.streams is not None:

@@ -38,6 +38,7 @@ class LinearWeight:
     columns: int
     packed: Any
     bias: torch.Tensor | None = None  # [rows]
+    whole_rows: int = 0  # of the matrix that this is a part of, on one of several ranks; 0: this is all of it
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ class ProjectionWeights(Protocol):
 
     def __call__(self, x: torch.Tensor, mode: Mode, adapters: Any = None) -> torch.Tensor:
         """x [T, columns] → [T, rows], with what the tokens' adapters add; `adapters`: see `LowRankOps.plan`."""
+        ...
+
+    def gated(self, x: torch.Tensor, activation: Activation, mode: Mode, adapters: Any) -> torch.Tensor:
+        """act(gate) * up [T, rows / 2] of the same, where the matrix is gates above ups"""
         ...
 
 

@@ -49,9 +49,23 @@ class HeldLowRank(Protocol):
         launch other kernels from now on."""
         ...
 
+    def adopt(self, weight: Any) -> Any:
+        """The projection's own matrix (`LinearWeight`) as it is kept from now on, perhaps next to its adapters'."""
+        ...
+
+    def matrix(self, weight: Any, plan: Any) -> Any:
+        """What x is to be multiplied by for `add`: the projection's matrix, perhaps with more rows below."""
+        ...
+
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: Any) -> torch.Tensor:
-        """x [T, columns], out [T, rows] with the bias in it → out with what each token's adapter adds; may change
-        `out`."""
+        """x [T, columns], out [T, rows of `matrix`] with the bias in it → [T, rows] with what each token's adapter
+        adds; may change `out`."""
+        ...
+
+    def add_gated(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: Any, activation: Activation
+    ) -> torch.Tensor:
+        """The same for gates above ups: act(gate) * up [T, rows / 2]"""
         ...
 
     def add_rows(self, numbers: torch.Tensor, out: torch.Tensor, plan: Any) -> torch.Tensor:

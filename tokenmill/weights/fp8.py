@@ -3,6 +3,7 @@
     X.weight              e4m3 [rows, columns], or [experts, rows, columns]
     X.weight_scale_inv    one for each block, despite the name to be multiplied by     (or X.weight_scale)
     X.weight_scale        one for the matrix, for each row, for each block, or powers of two for 32 columns each
+    X.scale               powers of two, one for each block (DeepSeek V4)
 
 A value is its number times its scale. All forms of scales become F8 blocks, whose scales are float32.
 """
@@ -20,6 +21,7 @@ from tokenmill.arch.quantization import block_sizes
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.checkpoint import SafetensorsCheckpoint
+from tokenmill.weights.mxfp4 import scale_beside
 from tokenmill.weights.scaled_blocks import in_blocks, with_headers
 from tokenmill.weights.stored_matrix import StoredMatrix, finite, grid_of, refuse_parts
 
@@ -35,7 +37,8 @@ def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[s
             raise UnsupportedModel(f"{checkpoint.place}: {name!r} is fp8 in e5m2, which is not supported: e4m3 is")
         if dtype != "F8_E4M3" or len(checkpoint.shapes[name]) < 2:
             continue
-        scales = next((name + suffix for suffix in SCALES if name + suffix in checkpoint.shapes), None)
+        names = (*(name + suffix for suffix in SCALES), scale_beside(name))
+        scales = next((one for one in names if one in checkpoint.shapes and one != name), None)
         if scales is None:
             if name.endswith("_scale"):
                 continue  # of NVFP4

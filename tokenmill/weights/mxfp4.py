@@ -2,6 +2,7 @@
 
     gpt-oss              X_blocks [..., rows, groups, 16], X_scales [..., rows, groups]: exponents, 127 too high
     compressed-tensors   X.weight_packed uint8 [rows, columns / 2], X.weight_scale uint8 [rows, groups]
+    DeepSeek V4          X.weight int8 [rows, columns / 2], X.scale e8m0 [rows, groups]
 
 The first of two numbers is in the low nibble. The same numbers are handed on in GGUF's blocks, which every backend
 knows: an exponent, then 16 bytes whose low nibbles are the first half of the group. Nothing is rounded.
@@ -24,6 +25,11 @@ BLOCKS, SCALES = "_blocks", "_scales"
 PACKED = ".weight_packed"
 
 
+def scale_beside(weight: str) -> str:
+    """The name of a matrix's scales in DeepSeek V4's files"""
+    return weight.removesuffix("weight") + "scale"
+
+
 def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[str, StoredMatrix]:
     found = {}
     for name, shape in checkpoint.shapes.items():
@@ -33,6 +39,9 @@ def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[s
         elif name.endswith(PACKED) and checkpoint.dtypes.get(f"{name.removesuffix('_packed')}_scale") == "U8":
             weight = name.removesuffix("_packed")
             parts, blocks = (name, f"{weight}_scale"), (*shape[:-1], shape[-1] // BYTES, BYTES)
+        elif checkpoint.dtypes[name] in ("I8", "U8") and scale_beside(name) in checkpoint.shapes:
+            weight = name
+            parts, blocks = (name, scale_beside(name)), (*shape[:-1], shape[-1] // BYTES, BYTES)
         else:
             continue
         scales = checkpoint.shapes.get(parts[1], ())

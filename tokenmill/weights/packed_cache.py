@@ -36,10 +36,12 @@ from tokenmill.weights.packed_file import (
     PackedFile,
     PackedWriter,
     Unusable,
+    note_use,
     read_record,
     require_written_out,
     settle,
 )
+from tokenmill.weights.packed_sums import SUFFIX, remove_sums
 
 HEAD_BYTES = 1 << 20
 PIECE_BYTES = 16 << 10
@@ -159,7 +161,7 @@ def open_cache(source: Source, folder: Path | None = None) -> PackedCache:
         try:
             found = PackedFile(path)
             with suppress(OSError):
-                os.utime(path)  # least recently used files are removed first
+                note_use(path)
             return PackedCache(reading=found)
         except Unusable as problem:
             log.warning("%s is made anew: %s", path, problem)
@@ -199,6 +201,8 @@ def prune(folder: Path | None = None, keep_bytes: int = MAX_TOTAL_BYTES) -> int:
     kept: list[tuple[float, int, Path]] = []
     for path in folder.glob("*") if folder.is_dir() else ():
         with suppress(OSError):
+            if path.suffix == SUFFIX:
+                continue
             found = path.stat()
             if _is_useless(path, found):
                 freed += _removed(path, found.st_size)
@@ -210,6 +214,9 @@ def prune(folder: Path | None = None, keep_bytes: int = MAX_TOTAL_BYTES) -> int:
             break
         total -= size
         freed += _removed(path, size)
+    for path in folder.glob("*" + SUFFIX):
+        if not path.with_suffix("").exists():
+            remove_sums(path.with_suffix(""))
     return freed
 
 

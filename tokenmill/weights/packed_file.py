@@ -8,7 +8,8 @@ A file is written aside under a name of its own, completed and renamed into plac
 then written out to the disk, which may take longer than the process lives, and made read-only as a sign that it is
 (`settle`): one that is not is good until the machine goes down. A reader believes the header only if its digest fits,
 the index only if the header's digest of it fits, and both only in a file that belongs to this user and that no
-other user may write. Whatever is wrong is one `Unusable`.
+other user may write. The matrices it believes if their digests fit, which lie in a file beside it
+(`packed_sums.py`). Whatever is wrong is one `Unusable`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from tokenmill.weights.packed_sums import digests, read_sums, write_sums
 
 MAGIC = b"TOKENMILL PACKED"
 FORMAT = 2
@@ -74,6 +77,8 @@ class PackedFile:
             record = read_record(file)
             require_written_out(record, found.st_mode)
             self._index = _read_index(file, record, found.st_size)
+            if self.is_settled:
+                require_sums(path)
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         self._map.madvise(mmap.MADV_WILLNEED)  # from a cold disk in large pieces, not page by page
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
@@ -162,11 +167,32 @@ def require_written_out(record: PackedFileRecord, mode: int) -> None:
         raise Unusable("the machine went down before it was written out")
 
 
+def require_sums(path: Path, *, always: bool = False) -> None:
+    """Refuse a settled file with a byte that has changed. It is read through where nobody has since the machine's
+    start, or `always`."""
+    sums = read_sums(path)
+    if sums is None:
+        raise Unusable("nothing tells whether it is as it was written")
+    if not always and sums.boot and sums.boot == boot_id() and sums.changed_ns == path.stat().st_mtime_ns:
+        return
+    if digests(path) != sums.pieces:
+        raise Unusable("its content has changed on the disk")
+
+
+def note_use(path: Path) -> None:
+    """Let a file that was found right count as used now: least recently used ones are removed first."""
+    os.utime(path)
+    if (sums := read_sums(path)) is not None:
+        write_sums(path, sums.pieces, boot_id())
+
+
 def settle(path: Path) -> None:
-    """Wait until all of it is on the disk, then say so in its mode, which changes at once or not at all."""
+    """Wait until all of it is on the disk and digested, then say so in its mode, which changes at once or not at
+    all."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
+        write_sums(path, digests(path), boot_id())
         os.fchmod(file, stat.S_IRUSR)
     finally:
         os.close(file)

@@ -42,7 +42,7 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
     location, family = locate(path), _family(spec)
     if location.format == "gguf":
         gguf = GGUFCheckpoint(read_gguf_model(location.files[0]))
-        rules = family.gguf_traits.rules
+        rules = family.gguf_traits.rules_for(gguf.shapes)
         return CheckpointWeights(gguf, sources_of(spec, rules), (*GGUF_FACTS, *_extra_layers(spec, rules)))
     checkpoint = _safetensors(location.files)
     rules = _with_prefix(family, checkpoint.shapes)
@@ -56,7 +56,8 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
 def _extra_layers(spec: ModelSpec, rules: Rules) -> tuple[str, ...]:
     """Prefixes of layers behind the last one, which predict further tokens."""
     prefix = rules["layers.{i}.mlp_norm.weight"].pattern.partition("{i}")[0] if spec.num_extra_layers else ""
-    return tuple(f"{prefix}{spec.num_layers + number}." for number in range(spec.num_extra_layers))
+    first = 1 + max(max(pair) for pair in spec.layer_numbers) if spec.layer_numbers else spec.num_layers
+    return tuple(f"{prefix}{first + number}." for number in range(spec.num_extra_layers))
 
 
 def _safetensors(files: tuple[Path, ...]) -> Checkpoint:
@@ -80,7 +81,7 @@ def _with_prefix(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Rules
     """The rules with the prefix this checkpoint uses before "layers."; models inside others have longer ones."""
     found = (prefix for prefix in family.hf_prefixes if prefix + "embed_tokens.weight" in shapes)
     prefix = next(found, "model.")
-    return prefixed_rules({**family.hf_rules, **_variant(family.hf_variant, prefix, shapes)}, prefix)
+    return prefixed_rules({**family.hf_rules, **_variant(family, prefix, shapes)}, prefix)
 
 
 def prefixed_rules(rules: Rules, prefix: str) -> Rules:
@@ -88,10 +89,14 @@ def prefixed_rules(rules: Rules, prefix: str) -> Rules:
     return {ours: replace(rule, pattern=_prefixed(rule.pattern, prefix)) for ours, rule in rules.items()}
 
 
-def _variant(variant: Rules, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
-    """Other names for some tensors, if the checkpoint has them in any layer."""
-    endings = {_prefixed(rule.pattern, prefix).partition("{i}")[2] for rule in variant.values()}
-    return variant if any(name.partition("layers.")[2].lstrip("0123456789") in endings for name in shapes) else {}
+def _variant(family: Family, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
+    """Other names for some tensors, if the checkpoint has one in any layer that has another name elsewhere."""
+    usual, other = (
+        {_prefixed(rule.pattern, prefix).partition("{i}")[2] for rule in rules.values()}
+        for rules in (family.hf_rules, family.hf_variant)
+    )
+    found = {name.partition("layers.")[2].lstrip("0123456789") for name in shapes}
+    return family.hf_variant if found & (other - usual) else {}
 
 
 def _prefixed(pattern: str, prefix: str) -> str:
@@ -120,6 +125,8 @@ class CheckpointWeights:
         parts = [self._part(theirs, source, rows) for theirs in source.names]
         if source.times is not None:
             return self._product(name, parts[0], *source.times)
+        if source.beside is not None:
+            return self._by_heads(name, parts[0], *source.beside)
         if len(parts) == 1:
             return replace(parts[0], name=name)
         parts = alike(parts)
@@ -138,11 +145,18 @@ class CheckpointWeights:
         right = self._part(theirs, TensorSource((theirs,), shape))
         return RawTensor(name, (left.shape[0], shape[1]), dequantize(left) @ dequantize(right))
 
+    def _by_heads(self, name: str, keys: RawTensor, theirs: str, shape: tuple[int, ...]) -> RawTensor:
+        """Each head's keys, which lie transposed, and its values"""
+        values = dequantize(self._part(theirs, TensorSource((theirs,), shape)))
+        heads = torch.cat((dequantize(keys).transpose(1, 2), values), dim=1)
+        return RawTensor(name, (heads.shape[0] * heads.shape[1], heads.shape[2]), heads.flatten(0, 1))
+
     def check(self) -> None:
         """Raise one error that names every missing, misshapen and unexpected tensor."""
         shapes = self.checkpoint.shapes
         expected = {theirs: source.shape for source in self.sources.values() for theirs in source.names}
         expected |= dict(source.times for source in self.sources.values() if source.times is not None)
+        expected |= dict(source.beside for source in self.sources.values() if source.beside is not None)
         missing = [name for name in expected if name not in shapes]
         wrong = [
             f"{name} {list(shapes[name])} (expected {list(shape)})"
@@ -191,6 +205,10 @@ def transformed(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | No
         data = data.narrow(axis, rows[0], rows[1] - rows[0])
     if rows is not None:
         shape = (*shape[:axis], rows[1] - rows[0], *shape[axis + 1 :])
+    if source.is_flattened:
+        data, shape = data.flatten(), (data.numel(),)
+    if source.minus_exp:
+        data = (-data.float()).log()
     if source.add:
         data = _added(raw, data, source.add)
     if source.factor != 1.0:

@@ -99,4 +99,6 @@ ALL: tuple[Family, ...] = (
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}
 BY_MODEL_TYPE: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
 # Mistral and Mixtral are "llama" in GGUF; what differs is in the metadata.
-BY_GGUF_ARCH: dict[str, Family] = {family.gguf.arch: family for family in reversed(ALL) if family.gguf is not None}
+BY_GGUF_ARCH: dict[str, Family] = {
+    arch: family for family in reversed(ALL) if family.gguf for arch in (family.gguf.arch, *family.gguf.other_archs)
+}

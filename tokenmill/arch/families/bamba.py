@@ -12,6 +12,7 @@ from math import inf
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import LayerSpec
 from tokenmill.arch.tensors import HF_LLAMA, Rule, Rules
@@ -83,6 +84,20 @@ def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpe
     else:
         recurs = layer_index not in fields.integers("attn_layer_indices")
     return replace(layer, mixer=mamba2(fields)) if recurs else layer
+
+
+MAMBA_WORDS = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_d_ssm": "ssm.inner_size",
+}
+
+
+def mamba_sizes(fields: ConfigFields, gguf: GGUFFile) -> dict[str, int]:
+    """The rest of what GGUF says of Mamba-2"""
+    return {"mamba_d_head": fields.integer("ssm.inner_size") // fields.integer("ssm.time_step_rank")}
 
 
 MAMBA_DEFAULTS = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.family import Family, alternating
+from tokenmill.arch.family import Family, GGUFTraits, alternating
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import Gqa, ModelSpec, NormSpec
-from tokenmill.arch.tensors import HF_LLAMA, interleaved_pairs
+from tokenmill.arch.tensors import GGUF_LLAMA, HF_LLAMA, interleaved_pairs
 
 
 def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
@@ -37,6 +38,11 @@ COHERE2 = Family(
         "eos_token_id": 255001,
     },
     hf_rules=interleaved_pairs(HF_LLAMA),
+    gguf=GGUFTraits(
+        "cohere2",
+        GGUF_LLAMA,
+        words=ConfigWords({"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}),
+    ),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     norm=NormSpec("layer"),

@@ -14,11 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family, refuse_others
+from tokenmill.arch.family import Family, GGUFTraits, refuse_others
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile
+from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
+from tokenmill.arch.gguf_words import SIGMOID, SOFTMAX, ConfigWords, yarn_words
 from tokenmill.arch.indexer import Indexer
-from tokenmill.arch.spec import LayerSpec, Mla, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, Rule, Rules
+from tokenmill.arch.spec import LayerSpec, Mla, MlpSpec, MoeSpec, RoutingSpec
+from tokenmill.arch.tensors import GGUF, GGUF_LATENT, GGUF_LATENT_HEADS, GGUF_ROUTED, HF_LLAMA, Rule, Rules
 
 HF_LATENT: Rules = {
     **HF_LLAMA,
@@ -99,10 +102,6 @@ def _experts_by_sigmoid(fields: ConfigFields, layer_index: int) -> MoeSpec | Non
     return _experts(fields, layer_index, routing)
 
 
-def _with_extra_layers(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
-    return replace(model, num_extra_layers=fields.integer_or_none("num_nextn_predict_layers", minimum=0) or 0)
-
-
 def _indexed(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
     """Return the layer with an indexer, or with the choice of the last layer that has one."""
     mixer, kinds = layer.mixer, _index_kinds(fields)
@@ -136,6 +135,39 @@ def _index_kinds(fields: ConfigFields) -> tuple[str, ...]:
     return kinds
 
 
+def latent_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Sizes of a head: under keys of their own, where those of attention are those of the entries that all heads share
+    (newer files), or those of attention. YaRN's two factors for scores are one number here."""
+    rope, ending = fields.integer("rope.dimension_count"), "_mla" if fields.has("attention.key_length_mla") else ""
+    found: dict[str, Any] = {
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": fields.integer(f"attention.key_length{ending}") - rope,
+        "v_head_dim": fields.integer(f"attention.value_length{ending}"),
+        "q_lora_rank": fields.integer_or_none("attention.q_lora_rank"),
+    }
+    if fields.get("rope.scaling.type") == "yarn" and fields.has("rope.scaling.yarn_log_multiplier"):
+        weight = round(10 * fields.positive("rope.scaling.yarn_log_multiplier"), 6)
+        found["rope_scaling"] = {**yarn_words(fields), "mscale": weight, "mscale_all_dim": weight}
+    has_groups = (fields.integer_or_none("expert_group_count", minimum=0) or 1) > 1
+    if has_groups and fields.get("expert_gating_func") in (None, SOFTMAX):
+        found["topk_method"] = "group_limited_greedy"
+    return found
+
+
+LATENT_WORDS = {
+    **EXPERT_WORDS,
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+NOT_OF_HEADS = ("head_dim", "partial_rotary_factor", "num_key_value_heads")
+GGUF_DEEPSEEK: Rules = {**GGUF, **GGUF_LATENT, **GGUF_ROUTED}
+DEEPSEEK_WORDS = ConfigWords(LATENT_WORDS, more=latent_words, without=NOT_OF_HEADS)
+
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -165,6 +197,14 @@ DEEPSEEK_V2 = Family(
         "eos_token_id": 2,
     },
     hf_rules=HF_LATENT,
+    gguf=GGUFTraits(
+        "deepseek2",
+        GGUF_DEEPSEEK,
+        words=replace(DEEPSEEK_WORDS, gating=SOFTMAX),
+        variant=GGUF_LATENT_HEADS,
+        other_with=("expert_gating_func", "deepseek_v3"),
+        other_value=SIGMOID,
+    ),
     is_latent=True,
     experts=_experts_by_softmax,
     refused_flags=("attention_bias", "mlp_bias", "norm_topk_prob"),
@@ -189,9 +229,9 @@ DEEPSEEK_V3 = Family(
         "eos_token_id": 1,
     },
     hf_rules=HF_LATENT,
+    gguf=GGUFTraits("deepseek2", GGUF_DEEPSEEK, words=DEEPSEEK_WORDS, variant=GGUF_LATENT_HEADS),
     is_latent=True,
     experts=_experts_by_sigmoid,
-    adjust_model=_with_extra_layers,
     refused_flags=("attention_bias", "mlp_bias", "index_n_heads"),
 )
 
@@ -229,6 +269,7 @@ DEEPSEEK_V32 = replace(
         "index_skip_topk_offset": 2,
     },
     hf_rules=HF_INDEXED,
+    gguf=None,
     adjust_layer=_indexed,
     refused_flags=("attention_bias", "mlp_bias", "indexer_rope_interleave"),
 )

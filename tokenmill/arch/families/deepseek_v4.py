@@ -131,7 +131,7 @@ def _experts(fields: ConfigFields, index: int) -> MoeSpec:
     )
 
 
-def _rules(prefix: str, ends: Mapping[str, str]) -> Rules:
+def _rules(prefix: str, kv_norm: str, ends: Mapping[str, str]) -> Rules:
     layer = f"{prefix}layers.{{i}}"
     attention, feed, compressor = f"{layer}.attn", f"{layer}.ffn", f"{layer}.attn.compressor"
     index = f"{layer}.attn.indexer"
@@ -143,7 +143,7 @@ def _rules(prefix: str, ends: Mapping[str, str]) -> Rules:
         "q_norm.weight": f"{attention}.q_norm.weight",
         "q_up.weight": f"{attention}.wq_b.weight",
         "kv.weight": f"{attention}.wkv.weight",
-        "kv_norm.weight": f"{attention}.norm.weight",
+        "kv_norm.weight": f"{attention}.{kv_norm}.weight",
         "sinks": f"{attention}.attn_sink",
         "out_groups.weight": f"{attention}.wo_a.weight",
         "o.weight": f"{attention}.wo_b.weight",
@@ -204,6 +204,7 @@ DEEPSEEK_V4 = Family(
     },
     hf_rules=_rules(
         "model.",
+        "norm",
         {
             "embed.weight": "model.embed_tokens.weight",
             "final_norm.weight": "model.norm.weight",
@@ -211,6 +212,19 @@ DEEPSEEK_V4 = Family(
             "streams_end.weight": "model.hc_head.hc_fn",
             "streams_end_base": "model.hc_head.hc_base",
             "streams_end_scale": "model.hc_head.hc_scale",
+        },
+    ),
+    # As the files are published; above as transformers writes them.
+    hf_variant=_rules(
+        "",
+        "kv_norm",
+        {
+            "embed.weight": "embed.weight",
+            "final_norm.weight": "norm.weight",
+            "head.weight": "head.weight",
+            "streams_end.weight": "hc_head_fn",
+            "streams_end_base": "hc_head_base",
+            "streams_end_scale": "hc_head_scale",
         },
     ),
     has_partial_rotary=True,

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, HF_SHARED_EXPERTS, Rule, interleaved_pairs
+from tokenmill.arch.tensors import GGUF_LLAMA, HF_LLAMA, HF_SHARED_EXPERTS, Rule, interleaved_pairs
 
 ERNIE4_5 = Family(
     name="ernie4_5",
@@ -27,6 +28,7 @@ ERNIE4_5 = Family(
         "eos_token_id": 2,
     },
     hf_rules=interleaved_pairs(HF_LLAMA),
+    gguf=GGUFTraits("ernie4_5", GGUF_LLAMA, words=ConfigWords(tensors={"use_bias": "blk.0.attn_q.bias"})),
     qkv_bias="use_bias",
     out_bias="use_bias",
     mlp_bias="use_bias",
@@ -72,6 +74,7 @@ ERNIE4_5_MOE = replace(
         **HF_SHARED_EXPERTS,
         "layers.{i}.choice_bias": Rule("model.layers.{i}.mlp.moe_statics.e_score_correction_bias", unit_axis=0),
     },
+    gguf=None,
     experts=_experts,
     ignored_prefixes=("model.mtp_",),
 )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.bamba import BAMBA, MAMBA_DEFAULTS, hf_mamba, mamba2
+from tokenmill.arch.families.bamba import BAMBA, MAMBA_DEFAULTS, MAMBA_WORDS, hf_mamba, mamba2, mamba_sizes
 from tokenmill.arch.families.llama import LLAMA
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import LayerSpec, ModelSpec
+from tokenmill.arch.tensors import GGUF, GGUF_MAMBA, Rule
 
 MULTIPLIERS = {
     "attention_in_multiplier": 1.0,
@@ -79,6 +81,18 @@ FALCON_H1 = Family(
         "projectors_bias": False,
     },
     hf_rules={**BAMBA.hf_rules, **hf_mamba("model.layers.{i}.mamba")},
+    # GGUF files have all multipliers in their matrices already.
+    gguf=GGUFTraits(
+        "falcon-h1",
+        {**GGUF, **GGUF_MAMBA, "layers.{i}.mlp_norm.weight": Rule("blk.{i}.ffn_norm")},  # so the converter names it
+        words=ConfigWords(
+            MAMBA_WORDS,
+            {"mamba_rms_norm": "blk.0.ssm_norm.weight", "mamba_conv_bias": "blk.0.ssm_conv1d.bias"},
+            {"mamba_norm_before_gate": False},
+            more=mamba_sizes,
+        ),
+        variant={"layers.{i}.mlp_norm.weight": Rule("blk.{i}.ffn_norm.weight")},
+    ),
     adjust_layer=_layer,
     adjust_model=_model,
     refused_flags=("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"),

@@ -89,6 +89,7 @@ GEMMA3N = replace(
         "bos_token_id": 2,
         "eos_token_id": 1,
     },
+    gguf=None,
     hf_rules={
         **{ours: rule for ours, rule in GEMMA4.hf_rules.items() if ".side." not in ours and ours != "layers.{i}.scale"},
         "layers.{i}.altup_router_norm.weight": Rule(THEIRS + "altup.router_norm.weight"),

@@ -5,11 +5,14 @@ last layers of small models read the keys and values of earlier ones, and each l
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, alternating
+from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, GGUFTraits, alternating
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile, read_floats
+from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, HF_QK_NORM, Rule
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM, Rule, Rules
 
 SIDE = "layers.{i}.side."
 THEIRS = "model.layers.{i}."
@@ -78,6 +81,95 @@ def _adjust_layer(fields: ConfigFields, index: int, layer: LayerSpec) -> LayerSp
     return replace(layer, mlp=mlp, side_experts=side, input_width=width, has_scale=True)
 
 
+def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Sizes that windowed and global layers have for themselves, and the share of a global head that turns"""
+    pattern = fields.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        fields.refuse("attention.sliding_window_pattern is missing")
+    count, widths = len(pattern), fields.integers("feed_forward_length")
+    heads = fields.integers("attention.head_count_kv")
+    by_layer = heads if len(heads) == count else heads * count
+    windowed, whole = (
+        sorted({by_layer[at] for at in range(count) if bool(pattern[at]) is kind}) for kind in (True, False)
+    )
+    if len(windowed) > 1 or len(whole) > 1:
+        fields.refuse("attention.head_count_kv differs between layers of one kind, which is not implemented")
+    without_values = [at for at in range(count) if f"blk.{at}.attn_k.weight" in gguf.tensors]
+    without_values = [at for at in without_values if f"blk.{at}.attn_v.weight" not in gguf.tensors]
+    experts = fields.integer_or_none("expert_count", minimum=0) or 0
+    found: dict[str, Any] = {
+        "head_dim": fields.integer("attention.key_length_swa"),
+        "global_head_dim": fields.integer("attention.key_length"),
+        "num_key_value_heads": (windowed or whole)[0],
+        "attention_k_eq_v": bool(without_values),
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        "enable_moe_block": experts > 0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": fields.positive_or_none("rope.freq_base_swa") or 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": fields.positive("rope.freq_base"),
+                "partial_rotary_factor": _turning_share(fields, gguf),
+            },
+        },
+    }
+    return found | ({"num_global_key_value_heads": whole[0]} if without_values and whole else {})
+
+
+def _turning_share(fields: ConfigFields, gguf: GGUFFile) -> float:
+    """Frequencies that don't turn are divided by a huge number."""
+    factors = gguf.tensors.get("rope_freqs.weight")
+    if factors is None:
+        return 1.0
+    if factors.type != "F32" or factors.shape != (fields.integer("attention.key_length") // 2,):
+        fields.refuse(
+            f"tensor 'rope_freqs.weight' is {factors.type} {list(factors.shape)}, expected F32 of half a head"
+        )
+    numbers = read_floats(factors)
+    turning = sum(number == 1.0 for number in numbers)
+    if any(number != 1.0 and number < 1e20 for number in numbers) or any(one != 1.0 for one in numbers[:turning]):
+        fields.refuse("rope_freqs has factors other than 1 and infinity, which is not implemented")
+    return turning / len(numbers)
+
+
+GGUF_GEMMA4: Rules = {
+    **GGUF,
+    "layers.{i}.input_gate.weight": Rule("blk.{i}.inp_gate.weight"),
+    "layers.{i}.input_up.weight": Rule("blk.{i}.proj.weight"),
+    "layers.{i}.input_norm.weight": Rule("blk.{i}.post_norm.weight"),
+    "layers.{i}.scale": Rule("blk.{i}.layer_output_scale.weight"),
+    "layer_inputs.embed.weight": Rule("per_layer_token_embd.weight"),
+    "layer_inputs.project.weight": Rule("per_layer_model_proj.weight"),
+    "layer_inputs.norm.weight": Rule("per_layer_proj_norm.weight"),
+    SIDE + "norm.weight": Rule("blk.{i}.pre_ffw_norm_2.weight"),
+    SIDE + "post_norm.weight": Rule("blk.{i}.post_ffw_norm_2.weight"),
+    SIDE + "mlp_post_norm.weight": Rule("blk.{i}.post_ffw_norm_1.weight"),
+    SIDE + "router.weight": Rule("blk.{i}.ffn_gate_inp.weight"),
+    SIDE + "router_norm.weight": Rule("blk.{i}.ffn_gate_inp.scale"),
+    SIDE + "expert_scales": Rule("blk.{i}.ffn_down_exps.scale"),
+    SIDE + "experts.gate.weight": Rule("blk.{i}.ffn_gate_up_exps.weight", fused=("gate", "up")),
+    SIDE + "experts.up.weight": Rule("blk.{i}.ffn_gate_up_exps.weight", fused=("gate", "up")),
+    SIDE + "experts.down.weight": Rule("blk.{i}.ffn_down_exps.weight"),
+}
+GEMMA4_WORDS = ConfigWords(
+    {
+        "num_kv_shared_layers": "attention.shared_kv_layers",
+        "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "num_experts": "expert_count",
+        "top_k_experts": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    },
+    {"attention_bias": "blk.0.attn_q.bias"},
+    {"hidden_size_per_layer_input": 0},
+    gating=SOFTMAX,
+    more=_gguf_words,
+    without=("partial_rotary_factor", "rope_theta"),
+    reads_factors=True,
+    has_heads_by_kind=True,
+)
+
 GEMMA4 = Family(
     name="gemma4",
     model_types=("gemma4_text", "gemma4"),
@@ -128,6 +220,7 @@ GEMMA4 = Family(
         SIDE + "experts.up.weight": Rule(THEIRS + "experts.gate_up_proj", fused=("gate", "up")),
         SIDE + "experts.down.weight": Rule(THEIRS + "experts.down_proj"),
     },
+    gguf=GGUFTraits("gemma4", GGUF_GEMMA4, words=GEMMA4_WORDS),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     activation_key="hidden_activation",

@@ -10,7 +10,7 @@ from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
 from tokenmill.arch.gguf_words import ConfigWords
-from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
+from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, GGUF_OTHER_NORM, GGUF_ROUTED, HF_LLAMA, HF_QK_NORM, HF_SHARED_EXPERTS, Rule
 
 
@@ -38,10 +38,6 @@ def sigmoid_experts(fields: ConfigFields, layer: int) -> MoeSpec | None:
 
 def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
     return replace(attention, qk_norm="head") if fields.flag("use_qk_norm") else attention
-
-
-def without_further_heads(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
-    return replace(model, num_extra_layers=fields.integer_or_none("num_nextn_predict_layers", minimum=0) or 0)
 
 
 GLM4_MOE = Family(
@@ -94,5 +90,4 @@ GLM4_MOE = Family(
     has_partial_rotary=True,
     experts=sigmoid_experts,
     adjust_attention=_adjust_attention,
-    adjust_model=without_further_heads,
 )

@@ -33,6 +33,13 @@ GRANITE_MULTIPLIERS = {
     "attention_multiplier": 1.0,
 }
 
+GRANITE_WORDS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+
 GRANITE = replace(
     LLAMA,
     name="granite",
@@ -42,12 +49,7 @@ GRANITE = replace(
         "granite",
         GGUF_LLAMA,
         words=ConfigWords(
-            {
-                "embedding_multiplier": "embedding_scale",
-                "residual_multiplier": "residual_scale",
-                "attention_multiplier": "attention.scale",
-                "logits_scaling": "logit_scale",
-            },
+            GRANITE_WORDS,
             {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"},
         ),
     ),

@@ -5,11 +5,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.bamba import MAMBA_DEFAULTS, hf_mamba, is_recurrent, mamba2
-from tokenmill.arch.families.granite import GRANITE, adjust_attention, adjust_layer
+from tokenmill.arch.families.bamba import (
+    MAMBA_DEFAULTS,
+    MAMBA_WORDS,
+    hf_mamba,
+    is_recurrent,
+    mamba2,
+    mamba_sizes,
+)
+from tokenmill.arch.families.granite import GRANITE, GRANITE_WORDS, adjust_attention, adjust_layer
+from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec
-from tokenmill.arch.tensors import HF_LLAMA, Rule, Rules
+from tokenmill.arch.tensors import GGUF_LLAMA, GGUF_MAMBA, GGUF_ROUTED, HF_LLAMA, Rule, Rules
 
 PLACE = "model.layers.{i}"
 GATE_UP = ("gate", "up")
@@ -41,6 +50,11 @@ def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpe
     return replace(layer, mixer=mamba2(fields)) if is_recurrent(fields, layer_index, "layer_types") else layer
 
 
+def _rotation(fields: ConfigFields) -> dict[str, str]:
+    """A flag of another purpose says in these files whether attention rotates."""
+    return {"position_embedding_type": "rope" if fields.get("rope.scaling.finetuned") else "nope"}
+
+
 HF_GRANITE_HYBRID: Rules = {
     **HF_LLAMA,
     **hf_mamba(f"{PLACE}.mamba"),
@@ -67,7 +81,24 @@ GRANITE_HYBRID = replace(
         "shared_intermediate_size": 1024,
     },
     hf_rules=HF_GRANITE_HYBRID,
-    gguf=None,
+    gguf=GGUFTraits(
+        "granitehybrid",
+        {**GGUF_LLAMA, **GGUF_MAMBA, **GGUF_ROUTED},
+        words=ConfigWords(
+            {
+                **GRANITE_WORDS,
+                **MAMBA_WORDS,
+                "num_local_experts": "expert_count",
+                "num_experts_per_tok": "expert_used_count",
+                "shared_intermediate_size": "expert_shared_feed_forward_length",
+            },
+            {"attention_bias": "blk.0.attn_q.bias", "mamba_conv_bias": "blk.0.ssm_conv1d.bias"},
+            {"num_local_experts": 0},
+            gating=SOFTMAX,
+            more=lambda fields, gguf: {**mamba_sizes(fields, gguf), **_rotation(fields)},
+            other_kind="linear_attention",
+        ),
+    ),
     experts=_experts,
     adjust_attention=_attention,
     adjust_layer=_layer,

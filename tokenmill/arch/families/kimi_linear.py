@@ -10,12 +10,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmill.arch.families.deepseek import DEEPSEEK_V3, HF_LATENT
-from tokenmill.arch.family import refuse_others
+from tokenmill.arch.families.deepseek import (
+    DEEPSEEK_V3,
+    GGUF_DEEPSEEK,
+    HF_LATENT,
+    LATENT_WORDS,
+    NOT_OF_HEADS,
+    latent_words,
+)
+from tokenmill.arch.family import GGUFTraits, refuse_others
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import LayerSpec, Mla, ModelSpec
-from tokenmill.arch.tensors import Rule, Rules
+from tokenmill.arch.tensors import GGUF_LATENT_HEADS, Rule, Rules
 
 PLACE = "model.layers.{i}.self_attn"
 FEED = "model.layers.{i}.block_sparse_moe"
@@ -80,6 +89,30 @@ HF_KIMI: Rules = {
     "layers.{i}.ssm_out.weight": Rule(f"{PLACE}.o_proj.weight"),
 }  # fmt: skip
 
+GGUF_KIMI: Rules = {
+    **{ours: replace(rule, interleaved=False) for ours, rule in GGUF_DEEPSEEK.items()},
+    **{f"layers.{{i}}.ssm_{part}.weight": Rule(f"blk.{{i}}.attn_{part}.weight") for part in "qkv"},
+    **{f"layers.{{i}}.ssm_conv_{part}.weight": Rule(f"blk.{{i}}.ssm_conv1d_{part}.weight", unit_axis=(0, 2))
+       for part in "qkv"},
+    "layers.{i}.ssm_b.weight": Rule("blk.{i}.ssm_beta.weight"),
+    "layers.{i}.ssm_a.weight": Rule("blk.{i}.ssm_f_b.weight", times="blk.{i}.ssm_f_a.weight"),
+    "layers.{i}.ssm_z.weight": Rule("blk.{i}.ssm_g_b.weight", times="blk.{i}.ssm_g_a.weight"),
+    "layers.{i}.ssm_a_log": Rule("blk.{i}.ssm_a", minus_exp=True, unit_axis=(0, 1, 3)),
+    "layers.{i}.ssm_dt_bias": Rule("blk.{i}.ssm_dt.bias"),
+    "layers.{i}.ssm_norm.weight": Rule("blk.{i}.ssm_norm.weight"),
+    "layers.{i}.ssm_out.weight": Rule("blk.{i}.attn_output.weight"),
+}  # fmt: skip
+
+
+def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """The metadata has no number of recurrent heads: each has a decay."""
+    found = latent_words(fields, gguf)
+    decays = next((tensor for name, tensor in gguf.tensors.items() if name.endswith(".ssm_a")), None)
+    if decays is None:
+        fields.refuse("no block has ssm_a")
+    return {**found, "linear_num_heads": max(decays.shape)}
+
+
 KIMI_LINEAR = replace(
     DEEPSEEK_V3,
     name="kimi_linear",
@@ -93,6 +126,17 @@ KIMI_LINEAR = replace(
         "linear_conv_kernel_dim": 4,
     },
     hf_rules=HF_KIMI,
+    gguf=GGUFTraits(
+        "kimi-linear",
+        GGUF_KIMI,
+        words=ConfigWords(
+            {**LATENT_WORDS, "linear_head_dim": "kda.head_dim", "linear_conv_kernel_dim": "ssm.conv_kernel"},
+            more=_gguf_words,
+            without=NOT_OF_HEADS,
+            other_kind="linear_attention",
+        ),
+        variant={"layers.{i}.kv_up.weight": GGUF_LATENT_HEADS["layers.{i}.kv_up.weight"]},
+    ),
     adjust_layer=_layer,
     adjust_model=_model,
     common_keys=_common_keys,

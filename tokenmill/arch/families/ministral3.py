@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tokenmill.arch.families.mistral import MISTRAL
+from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile
+from tokenmill.arch.gguf_words import ConfigWords, yarn_words
 from tokenmill.arch.spec import Gqa, QueryGrowth
+from tokenmill.arch.tensors import GGUF_LLAMA
 
 
 def query_growth(fields: ConfigFields) -> QueryGrowth | None:
@@ -19,6 +24,16 @@ def query_growth(fields: ConfigFields) -> QueryGrowth | None:
 
 def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
     return replace(attention, query_growth=query_growth(fields))
+
+
+def _growing(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """YaRN of GGUF files, with the growth of queries, which is a temperature there"""
+    if fields.get("rope.scaling.type") != "yarn":
+        return {}
+    weight = fields.positive_or_none("rope.scaling.yarn_log_multiplier") or 1.0
+    beta = fields.positive_or_none("attention.temperature_scale")
+    grown = {} if beta is None else {"llama_4_scaling_beta": beta}
+    return {"rope_scaling": {**yarn_words(fields), "mscale": weight, "mscale_all_dim": weight, **grown}}
 
 
 MINISTRAL3 = replace(
@@ -33,6 +48,6 @@ MINISTRAL3 = replace(
         "rope_theta": 1e6,
         "sliding_window": None,
     },
-    gguf=None,
+    gguf=GGUFTraits("mistral3", GGUF_LLAMA, words=ConfigWords(more=_growing)),
     adjust_attention=_adjust_attention,
 )

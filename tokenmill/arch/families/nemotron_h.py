@@ -16,11 +16,14 @@ from math import inf
 from typing import Any
 
 from tokenmill.arch.families.bamba import hf_mamba
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile
+from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, Rule, Rules
+from tokenmill.arch.tensors import GGUF, GGUF_MAMBA, GGUF_ROUTED, HF_LLAMA, Rule, Rules
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -127,6 +130,56 @@ HF_NEMOTRON: Rules = {
        for part in ("up", "down")},
 }  # fmt: skip
 
+
+def _kinds_of_blocks(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """A block with heads of keys attends, one with a feed-forward length is an MLP or experts, others are Mamba-2."""
+    count = fields.integer("block_count") - (fields.integer_or_none("nextn_predict_layers", minimum=0) or 0)
+    heads, widths = (fields.integers(key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    if len(heads) < count or len(widths) < count:
+        fields.refuse("attention.head_count_kv and feed_forward_length don't say what each block is")
+    fed = "moe" if fields.get("expert_count") else "mlp"
+    kinds = [
+        "full_attention" if own else fed if width else "linear_attention"
+        for own, width in zip(heads, widths, strict=True)
+    ]
+    found: dict[str, Any] = {
+        "layers_block_type": kinds[:count],
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(widths),
+        "mamba_head_dim": fields.integer("ssm.inner_size") // fields.integer("ssm.time_step_rank"),
+    }
+    if (fields.integer_or_none("expert_group_count", minimum=0) or 1) > 1:
+        found["topk_group"] = fields.integer("expert_group_used_count")
+    return found
+
+
+GGUF_NEMOTRON: Rules = {
+    **GGUF,
+    **GGUF_MAMBA,
+    **GGUF_ROUTED,
+    "layers.{i}.mlp_norm.weight": Rule("blk.{i}.attn_norm.weight"),  # the one norm that a block has
+    "layers.{i}.latent_in.weight": Rule("blk.{i}.ffn_latent_down.weight"),
+    "layers.{i}.latent_out.weight": Rule("blk.{i}.ffn_latent_up.weight"),
+}
+NEMOTRON_WORDS = ConfigWords(
+    {
+        **EXPERT_WORDS,
+        "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+        "ssm_state_size": "ssm.state_size",
+        "mamba_num_heads": "ssm.time_step_rank",
+        "n_groups": "ssm.group_count",
+        "conv_kernel": "ssm.conv_kernel",
+        "n_routed_experts": "expert_count",
+        "n_group": "expert_group_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "moe_latent_size": "moe_latent_size",
+    },
+    {"use_conv_bias": "blk.0.ssm_conv1d.bias"},
+    more=_kinds_of_blocks,
+    without=("layer_types", "partial_rotary_factor"),
+)
+
 NEMOTRON_H = Family(
     name="nemotron_h",
     model_types=("nemotron_h",),
@@ -164,6 +217,7 @@ NEMOTRON_H = Family(
         "norm_topk_prob": True,
     },
     hf_rules=HF_NEMOTRON,
+    gguf=GGUFTraits("nemotron_h", GGUF_NEMOTRON, words=NEMOTRON_WORDS, other_archs=("nemotron_h_moe",)),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     mlp_bias="mlp_bias",

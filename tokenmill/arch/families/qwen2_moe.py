@@ -8,8 +8,9 @@ from dataclasses import replace
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED, routed_experts
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
 from tokenmill.arch.spec import MlpSpec, MoeSpec
-from tokenmill.arch.tensors import GGUF, HF_LLAMA, Rule
+from tokenmill.arch.tensors import GGUF, GGUF_FUSED_EXPERTS, GGUF_ROUTED, GGUF_SHARED_GATE, HF_LLAMA, Rule, Rules
 
 
 def shared_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
@@ -17,6 +18,14 @@ def shared_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
     shared = MlpSpec(fields.integer("shared_expert_intermediate_size"))
     return routed and replace(routed, shared=shared, has_shared_gate=True)
 
+
+GGUF_SHARED: Rules = {**GGUF, **GGUF_ROUTED, **GGUF_SHARED_GATE}
+SHARED_WORDS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
 
 QWEN2_MOE = Family(
     name="qwen2_moe",
@@ -46,7 +55,12 @@ QWEN2_MOE = Family(
         "layers.{i}.shared.down.weight": Rule("model.layers.{i}.mlp.shared_expert.down_proj.weight"),
         "layers.{i}.shared_gate.weight": Rule("model.layers.{i}.mlp.shared_expert_gate.weight"),
     },
-    gguf=GGUFTraits("qwen2moe", GGUF),
+    gguf=GGUFTraits(
+        "qwen2moe",
+        GGUF_SHARED,
+        words=ConfigWords(SHARED_WORDS, {"qkv_bias": "blk.0.attn_q.bias"}, gating=SOFTMAX),
+        variant=GGUF_FUSED_EXPERTS,
+    ),
     qkv_bias="qkv_bias",
     experts=shared_experts,
     refused_flags=("use_sliding_window",),

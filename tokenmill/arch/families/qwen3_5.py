@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.qwen3_next import HF_GATED, QWEN3_NEXT
-from tokenmill.arch.family import no_experts
+from tokenmill.arch.families.qwen3_next import DELTA_WORDS, GGUF_DELTA, HF_GATED, QWEN3_NEXT, TILED
+from tokenmill.arch.family import GGUFTraits, no_experts
 from tokenmill.arch.tensors import Rule, Rules
 
 HF_SPLIT: Rules = {
@@ -24,6 +24,13 @@ HF_SPLIT: Rules = {
     },
 }
 
+GGUF_SPLIT: Rules = {
+    **GGUF_DELTA,
+    "layers.{i}.ssm_b.weight": Rule("blk.{i}.ssm_beta.weight"),
+    "layers.{i}.ssm_a.weight": Rule("blk.{i}.ssm_alpha.weight"),
+}
+SPLIT_WORDS = replace(DELTA_WORDS, defaults={TILED: True})
+
 QWEN3_5 = replace(
     QWEN3_NEXT,
     name="qwen3_5",
@@ -37,6 +44,7 @@ QWEN3_5 = replace(
         "num_key_value_heads": 4,
     },
     hf_rules={**HF_GATED, **HF_SPLIT},
+    gguf=GGUFTraits("qwen35", GGUF_SPLIT, words=SPLIT_WORDS),
     has_rope_sections=True,
     experts=no_experts,
     hf_prefixes=("model.", "model.language_model."),

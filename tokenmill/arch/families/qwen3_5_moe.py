@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.qwen2_moe import shared_experts
-from tokenmill.arch.families.qwen3_5 import HF_SPLIT, QWEN3_5
+from tokenmill.arch.families.qwen2_moe import GGUF_SHARED, SHARED_WORDS, shared_experts
+from tokenmill.arch.families.qwen3_5 import GGUF_SPLIT, HF_SPLIT, QWEN3_5, SPLIT_WORDS
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
 from tokenmill.arch.families.qwen3_next import HF_GATED, HF_SHARED
-from tokenmill.arch.tensors import Rule
+from tokenmill.arch.family import GGUFTraits
+from tokenmill.arch.tensors import GGUF_FUSED_EXPERTS, Rule
 
 QWEN3_5_MOE = replace(
     QWEN3_5,
@@ -24,6 +25,12 @@ QWEN3_5_MOE = replace(
         "num_experts": 256,
     },
     hf_rules={**HF_GATED, **HF_SPLIT, **HF_ROUTED, **HF_SHARED},
+    gguf=GGUFTraits(
+        "qwen35moe",
+        {**GGUF_SHARED, **GGUF_SPLIT},
+        words=replace(SPLIT_WORDS, keys={**SPLIT_WORDS.keys, **SHARED_WORDS}),
+        variant=GGUF_FUSED_EXPERTS,
+    ),
     # Published files have one tensor for all experts of a layer.
     hf_variant={
         "layers.{i}.experts.gate.weight": Rule("model.layers.{i}.mlp.experts.gate_up_proj", ("gate", "up")),

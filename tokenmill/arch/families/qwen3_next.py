@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.qwen2_moe import QWEN2_MOE, shared_experts
+from tokenmill.arch.families.qwen2_moe import GGUF_SHARED, QWEN2_MOE, SHARED_WORDS, shared_experts
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family, refuse_others
+from tokenmill.arch.family import Family, GGUFTraits, refuse_others
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile
+from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import AttentionGate, Gqa, LayerSpec
-from tokenmill.arch.tensors import HF_LLAMA, Rule, Rules
+from tokenmill.arch.tensors import GGUF, GGUF_FUSED_EXPERTS, GGUF_OTHER_NORM, HF_LLAMA, Rule, Rules
 
 NORMS = {
     "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
@@ -44,6 +46,39 @@ HF_GATED: Rules = {
     **HF_DELTA,
 }
 
+QKV = ("ssm_q", "ssm_k", "ssm_v")
+GGUF_DELTA: Rules = {
+    **GGUF,
+    **GGUF_OTHER_NORM,
+    "layers.{i}.q.weight": Rule("blk.{i}.attn_q.weight", woven=("q", "attn_gate")),
+    "layers.{i}.attn_gate.weight": Rule("blk.{i}.attn_q.weight", woven=("q", "attn_gate")),
+    **{f"layers.{{i}}.{part}.weight": Rule("blk.{i}.attn_qkv.weight", QKV) for part in QKV},
+    "layers.{i}.ssm_z.weight": Rule("blk.{i}.attn_gate.weight"),
+    **{f"layers.{{i}}.{part}.weight": Rule("blk.{i}.ssm_conv1d.weight", CONV_PARTS) for part in CONV_PARTS},
+    "layers.{i}.ssm_a_log": Rule("blk.{i}.ssm_a", minus_exp=True),
+    "layers.{i}.ssm_dt_bias": Rule("blk.{i}.ssm_dt.bias"),
+    "layers.{i}.ssm_norm.weight": Rule("blk.{i}.ssm_norm.weight"),
+    "layers.{i}.ssm_out.weight": Rule("blk.{i}.ssm_out.weight"),
+}
+TILED = "linear_value_heads_are_tiled"  # of no config.json: value heads take turns over the key heads
+
+
+def _delta_sizes(fields: ConfigFields, gguf: GGUFFile) -> dict[str, int]:
+    return {"linear_value_head_dim": fields.integer("ssm.inner_size") // fields.integer("ssm.time_step_rank")}
+
+
+DELTA_WORDS = ConfigWords(
+    {
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+        "full_attention_interval": "full_attention_interval",
+    },
+    gating=SOFTMAX,
+    more=_delta_sizes,
+)
+
 HF_SHARED: Rules = {name: rule for name, rule in QWEN2_MOE.hf_rules.items() if ".shared" in name}
 
 
@@ -66,6 +101,7 @@ def delta_layers(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> La
         fields.integer("linear_value_head_dim"),
         fields.integer("linear_conv_kernel_dim", minimum=2),
         OutputNorm(value_heads, is_shared=True, gates_first=False),
+        is_tiled=bool(fields.get(TILED)) and value_heads != key_heads,
     )
     return replace(layer, mixer=mixer)
 
@@ -123,6 +159,12 @@ QWEN3_NEXT = Family(
         **fused_per_key_head("model.layers.{i}.linear_attn.in_proj_qkvz.weight", "ssm_q", "ssm_k", "ssm_v", "ssm_z"),
         **fused_per_key_head("model.layers.{i}.linear_attn.in_proj_ba.weight", "ssm_b", "ssm_a"),
     },
+    gguf=GGUFTraits(
+        "qwen3next",
+        {**GGUF_SHARED, **GGUF_DELTA, **fused_per_key_head("blk.{i}.ssm_ba.weight", "ssm_b", "ssm_a")},
+        words=replace(DELTA_WORDS, keys={**DELTA_WORDS.keys, **SHARED_WORDS}),
+        variant=GGUF_FUSED_EXPERTS,
+    ),
     qk_norm="head",
     has_partial_rotary=True,
     experts=shared_experts,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tokenmill.arch.family import Family, every_layer
+from tokenmill.arch.family import Family, GGUFTraits, every_layer
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import NormSpec
-from tokenmill.arch.tensors import HF_LLAMA, HF_UNGATED_MLP, with_norm_biases
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_UNGATED_MLP, with_norm_biases
 
 STARCODER2 = Family(
     name="starcoder2",
@@ -22,6 +23,11 @@ STARCODER2 = Family(
         "eos_token_id": 50256,
     },
     hf_rules={**with_norm_biases(HF_LLAMA), **HF_UNGATED_MLP},
+    gguf=GGUFTraits(
+        "starcoder2",
+        with_norm_biases(GGUF),
+        words=ConfigWords({"norm_epsilon": "attention.layer_norm_epsilon"}, {"use_bias": "blk.0.attn_q.bias"}),
+    ),
     qkv_bias="use_bias",
     out_bias="use_bias",
     mlp_bias="use_bias",

@@ -13,7 +13,7 @@ from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import Gqa, MixerSpec, ShortConv
 from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_CONV_KERNEL = 16
 
 
@@ -58,8 +58,6 @@ def _mixer_reason(mixer: MixerSpec) -> str | None:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
     if isinstance(mixer, Recurrent) and (mixer.key_dim % 16 or mixer.value_dim % 16):
         return "recurrent heads whose dimensions are not multiples of 16, which the native kernels don't have"
-    if isinstance(mixer, Recurrent) and (mixer.has_channel_decays or mixer.gates_by_sigmoid):
-        return "recurrent layers with a decay per channel, which the native kernels don't have"
     if isinstance(mixer, Recurrent) and mixer.kernel > MAX_CONV_KERNEL:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
     if isinstance(mixer, Gqa) and (mixer.value_dim not in (None, mixer.head_dim) or mixer.value_scale != 1.0):

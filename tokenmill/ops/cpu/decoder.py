@@ -9,12 +9,13 @@ blocks may be copied and moved, single tokens may not be read by other backends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tokenmill.arch.indexer import INDEX_KEYS, KEY_NORM_EPS, Indexer
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.regions import (
     AddInput,
@@ -63,6 +64,10 @@ class RankShard(Protocol):
         """The same of the columns of a matrix's input, where ranks have parts of it."""
         ...
 
+    def experts(self, name: str) -> tuple[tuple[int, ...], ...] | None:
+        """The ranks that have each expert of a matrix as a whole; None: ranks have rows of all of them."""
+        ...
+
 
 RopeTables = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
 """cos and sin per rope, float32 [max_context, rotary_dim / 2]"""
@@ -83,13 +88,16 @@ class NativeDecoder:
         num_adapter_slots: int = 0,
         shard: RankShard | None = None,
         window: Any = None,
+        layers: range | None = None,
     ) -> None:
         """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best; `activation_bits` (a
         name of OUTLIER_THRESHOLDS) is how finely the inputs of quantised matrices are rounded; `kept` has matrices that
         were packed before, or takes those packed now; `num_adapter_slots`: adapters that can be used at a time.
         `shard` and `window`: where this is one of several ranks, whose own `spec` and `weights` are; what it has of
-        them, and the native module's window over which they exchange."""
+        them, and the native module's window over which they exchange. `layers`: those of the model that are computed
+        here, by default all; what stands before and behind all layers belongs to the first ones."""
         self.spec = spec
+        self._layers = range(spec.num_layers) if layers is None else layers
         cap = spec.logit_softcap or 0.0
         self._decoder = native().Decoder(
             hidden=spec.hidden_size,
@@ -106,15 +114,17 @@ class NativeDecoder:
         if window is not None:
             self._decoder.set_window(window)
         self._decoder.set_norms(spec.norm.kind == "layer")
+        self._decoder.set_stage(self.is_last_stage)
         if spec.input_width:
             parts, name = self._parts, "layer_inputs"
             table, project = parts.table(f"{name}.embed"), parts.linear(f"{name}.project")
             self._decoder.set_layer_inputs(table, project, parts.vector(f"{name}.norm.weight"))
         self._cache_owner: object = None
         self._logits = torch.empty(0, spec.vocab_size)
+        self._routers: dict[int, str] = {}  # by native layer
         rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
-        for number, layer in enumerate(spec.layers):
-            self._add_layer(layer_regions(layer, number), rope_numbers)
+        for number in self._layers:
+            self._add_layer(layer_regions(spec.layers[number], number), rope_numbers)
         self._add_ends()
         self.adapter_slots = NativeAdapterSlots(self._decoder, self._parts.sites, num_adapter_slots, spec, dense)
 
@@ -127,10 +137,16 @@ class NativeDecoder:
         """Bytes read from memory in a step of one token."""
         return int(self._decoder.weight_bytes)
 
-    def forward(self, batch: ForwardBatch, storage: Storage) -> torch.Tensor:
-        """Feeds the batch's tokens, writes their keys and values; normed hidden states [L, H] of `logit_rows`."""
+    @property
+    def is_last_stage(self) -> bool:
+        return self._layers.stop == self.spec.num_layers
+
+    def forward(self, batch: ForwardBatch, storage: Storage, entering: torch.Tensor | None = None) -> torch.Tensor:
+        """Feeds the batch's tokens, writes their keys and values; normed hidden states [L, H] of `logit_rows`, or the
+        stream [T, H] where other stages follow. `entering` [T, H]: the stream as the stage before has left it."""
         self._bind(storage)
-        hidden = torch.empty(batch.logit_rows.shape[0], self.spec.hidden_size)
+        num_rows = len(batch.logit_rows) if self.is_last_stage else len(batch.token_ids)
+        hidden = torch.empty(num_rows, self.spec.hidden_size)
         self._decoder.forward(
             batch.token_ids,
             batch.positions,
@@ -141,6 +157,7 @@ class NativeDecoder:
             batch.logit_rows,
             hidden,
             batch.adapters,
+            entering,
         )
         return hidden
 
@@ -159,8 +176,18 @@ class NativeDecoder:
         return places, values
 
     @property
-    def direct(self) -> NativeDecoder:
-        return self
+    def direct(self) -> NativeDecoder | None:
+        return self if len(self._layers) == self.spec.num_layers else None
+
+    @property
+    def expert_rows(self) -> tuple[int, int]:
+        """Where ranks have whole experts: rows of experts that this one has computed, and that others have sent it."""
+        return int(self._decoder.computed_rows), int(self._decoder.received_rows)
+
+    def expert_counts(self) -> dict[str, list[int]]:
+        """Tokens that have chosen each expert so far, by the name of the layer's router."""
+        counts = self._decoder.expert_counts
+        return {name: list(counts[layer]) for layer, name in self._routers.items()}
 
     @property
     def kernel_s(self) -> float:
@@ -208,6 +235,8 @@ class NativeDecoder:
             group = storage.group(kept)
             if "latents" in fields:
                 self._decoder.bind_entry_cache(number, group, fields["latents"])
+                if INDEX_KEYS in fields:
+                    self._decoder.bind_index_cache(number, storage.group(layer, INDEX_KEYS), fields[INDEX_KEYS])
                 continue
             if "inputs" in fields:
                 self._decoder.bind_conv_cache(number, group, fields["inputs"])
@@ -218,17 +247,20 @@ class NativeDecoder:
 
     def _native_layers(self) -> Iterator[tuple[int, MixerSpec]]:
         """The layer and mixer of each layer of the native decoder, which has a second mixer as a layer before."""
-        for number, layer in enumerate(self.spec.layers):
-            yield from ((number, mixer) for mixer in reversed(layer.mixers))
+        for number in self._layers:
+            yield from ((number, mixer) for mixer in reversed(self.spec.layers[number].mixers))
 
     def _add_ends(self) -> None:
         spec, parts = self.spec, self._parts
+        if self.is_last_stage:
+            self._decoder.set_final_norm(parts.norm("final_norm"))
+        if self._layers.start > 0:
+            return
         matrix = parts.packer.matrix("embed.weight")
         embedding = parts.over(matrix, "embed", is_embedding=True)
         self._decoder.set_embedding(embedding)
         head = parts.over(matrix, "head") if spec.tied_head else parts.linear("head", spec.has_head_bias)
         self._decoder.set_head(head)
-        self._decoder.set_final_norm(parts.norm("final_norm"))
         self._decoder.set_logit_scale(spec.logit_scale)
 
     def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
@@ -251,6 +283,8 @@ class NativeDecoder:
             stream_scale=1.0 if regions.scale is None else float(self._parts.vector(regions.scale)),
             **({} if feed is None else self._feed(feed)),
         )
+        if (experts := feed.experts if isinstance(feed, SideBySide) else feed) and isinstance(experts, Experts):
+            self._routers[len(self._decoder.expert_counts)] = experts.router.names[0]
         match attend.mixer:
             case Gqa() as mixer:
                 self._decoder.add_layer(frame, **self._attention(project, mixer, attend.name, add, ropes))
@@ -329,7 +363,7 @@ class NativeDecoder:
     def _latent_attention(
         self, project: NormProject, mla: Mla, name: str, add: ProjectAdd, ropes: Mapping[RopeSpec, int]
     ) -> dict[str, Any]:
-        q, kv_down = self._parts.linears(project.projection)
+        q, kv_down, *index = self._parts.linears(project.projection)
         (o,) = self._parts.linears(add.projection)
         heads = self._parts.plain(f"{name}.kv_up.weight").view(mla.num_heads, -1, mla.kv_rank)
         return {
@@ -346,7 +380,22 @@ class NativeDecoder:
             "scale": mla.scale,
             "eps": mla.norm_eps,
             "rope": -1 if mla.rope is None else ropes[mla.rope],
+            "index": None if mla.indexer is None else self._indexer(mla.indexer, name, *index),
+            "shares_index": mla.shares_index_of is not None,
         }
+
+    def _indexer(self, indexer: Indexer, name: str, keys: Any, weights: Any) -> Any:
+        return native().EntryIndexer(
+            q=self._parts.linear(f"{name}.index_q"),
+            k=keys,
+            weights=weights,
+            norm=self._parts.vector(f"{name}.index_k_norm.weight"),
+            norm_bias=self._parts.vector(f"{name}.index_k_norm.bias"),
+            heads=indexer.num_heads,
+            top_k=indexer.top_k,
+            scale=indexer.scale,
+            eps=KEY_NORM_EPS,
+        )
 
     def _convolution(self, project: NormProject, conv: ShortConv, name: str, add: ProjectAdd) -> dict[str, Any]:
         (conv_in,), (conv_out,) = self._parts.linears(project.projection), self._parts.linears(add.projection)
@@ -384,6 +433,9 @@ class NativeDecoder:
             "step_scale": mixer.step_scale,
             "gate_scale": mixer.gate_scale,
             "out_scale": mixer.out_scale,
+            "has_channel_decays": mixer.has_channel_decays,
+            "gates_by_sigmoid": mixer.gates_by_sigmoid,
+            "is_tiled": mixer.is_tiled,
         }
 
 
@@ -497,9 +549,15 @@ class _Parts:
 
     def moe(self, region: Experts) -> Any:
         spec = region.spec
-        gates = [None] * spec.num_experts if region.gates is None else self._experts(region.gates, spec.expert)
+        owners = None if self.shard is None else self.shard.experts(region.ups)
+        numbers: Sequence[int] = range(spec.num_experts)
+        if owners is not None and self.shard is not None:
+            numbers = [number for number, ranks in enumerate(owners) if self.shard.rank in ranks]
+        gates = [None] * len(numbers) if region.gates is None else self._experts(region.gates, spec.expert)
         ups, downs = (self._experts(name, spec.expert) for name in (region.ups, region.downs))
-        experts = [native().Mlp(*parts, spec.expert.activation) for parts in zip(gates, ups, downs, strict=True)]
+        made = (native().Mlp(*parts, spec.expert.activation) for parts in zip(gates, ups, downs, strict=True))
+        here = dict(zip(numbers, made, strict=True))
+        experts = [here.get(number) for number in range(spec.num_experts)]
         (router,) = self.linears(region.router)
         latent = [self.linears(matrices)[0] for matrices in region.latent] if region.latent else [None, None]
         return native().Moe(
@@ -511,6 +569,7 @@ class _Parts:
             router_norm=self._router_norm(region),
             latent_in=latent[0],
             latent_out=latent[1],
+            owners=owners or [],
         )
 
     def _experts(self, name: str, spec: MlpSpec) -> list[Any]:

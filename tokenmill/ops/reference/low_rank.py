@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from tokenmill.arch.spec import Activation
-from tokenmill.ops.interface import ExpertsWeight
+from tokenmill.ops.interface import ExpertsWeight, LinearWeight
 from tokenmill.ops.low_rank import LowRank
+from tokenmill.ops.reference.elementwise import act_mul
 from tokenmill.ops.reference.experts import Adapt, experts
 from tokenmill.ops.reference.linear import multiply
 
@@ -62,6 +63,12 @@ class ReferenceLowRank:
         self._slots[slot] = [(first, on_device(part, self._like)) for first, part in found if part is not None]
         return False
 
+    def adopt(self, weight: LinearWeight) -> LinearWeight:
+        return weight
+
+    def matrix(self, weight: LinearWeight, plan: TokensBySlot) -> LinearWeight:
+        return weight
+
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: TokensBySlot) -> torch.Tensor:
         for slot, tokens in plan.tokens.items():
             for first, part in self._slots.get(slot, ()):
@@ -69,6 +76,11 @@ class ReferenceLowRank:
                 own_bias = None if bias is None else bias[rows]
                 out[tokens, rows] = adapted(x[tokens], out[tokens, rows], own_bias, part)
         return out
+
+    def add_gated(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: TokensBySlot, activation: Activation
+    ) -> torch.Tensor:
+        return act_mul(self.add(x, out, bias, plan), activation)
 
     def add_rows(self, numbers: torch.Tensor, out: torch.Tensor, plan: TokensBySlot) -> torch.Tensor:
         for slot, tokens in plan.tokens.items():

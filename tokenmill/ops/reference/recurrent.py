@@ -189,7 +189,10 @@ class _RowChunks:
             before = decays[:, number - 1] if number else torch.zeros_like(decays[:, 0])
             decays[:, number] = before + self.tokens.g[self._line(first, number - at)]
         repeats = spec.value_heads // spec.key_heads
-        all_keys, all_queries = (part.repeat_interleave(repeats, 0) for part in (keys, queries))  # [value_heads, 64, D]
+        all_keys, all_queries = (  # [value_heads, 64, D]
+            part.repeat(repeats, 1, 1) if spec.is_tiled else part.repeat_interleave(repeats, 0)
+            for part in (keys, queries)
+        )
         self._solve(first, at, to, all_keys, updates, decays)
         out = self._outputs(all_queries, all_keys, updates, decays)[:, at:to]
         self._write_cells(first, at, to, keys, updates, decays)

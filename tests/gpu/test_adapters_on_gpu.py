@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.large_model import relative_error
 from tests.support.random_adapters import llama_shapes, plain_config, write_adapter
 from tests.support.trained_models import GREEDY, golden_cases, num_equal_tokens
 from tokenmill import LLM, SamplingParams
+from tokenmill.ops.compose import MODES
+from tokenmill.ops.interface import LinearWeight
+from tokenmill.ops.low_rank import LowRank
+from tokenmill.ops.reference import REFERENCE_OPS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +52,36 @@ def test_trained_adapters_answer_as_recorded(deterministic: bool, stories_dir: P
         one.outputs[0].token_ids == other.outputs[0].token_ids[:40] for one, other in zip(drawn, answers, strict=True)
     )
     assert same >= (len(drawn) if deterministic else len(drawn) - 3)  # a close call may fall either way
+
+
+@pytest.mark.parametrize("sizes", [(4096, 1024, 1024), (14336, 14336)])
+def test_adapters_below_the_matrices_of_an_8b_model(sizes: tuple[int, ...]) -> None:
+    """One product for a matrix and its adapters, captured or not, by every kernel that few rows have."""
+    from tokenmill.ops.triton.build import build_ops
+
+    torch.manual_seed(0)
+    columns, rows, rank, ops = 4096, sum(sizes), 16, build_ops()
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+
+    held = ops.low_rank.hold(sizes, columns, 8, rank, normal(1))
+    weight = held.adopt(LinearWeight(rows, columns, normal(rows, columns)))
+    adapters = [[LowRank(normal(rank, columns), normal(size, rank) * 5) for size in sizes] for _ in range(8)]
+    for slot, parts in enumerate(adapters, start=1):
+        held.put(slot, parts)
+    for num_tokens, mode in product((1, 17, 32, 40, 64), MODES):
+        x = normal(num_tokens, columns) * 50
+        slots = torch.arange(num_tokens, device="cuda", dtype=torch.int32) % 9
+        plan, exact = ops.low_rank.plan(slots), x.float() @ weight.packed.float().T
+        for slot, parts in enumerate(adapters, start=1):
+            mine = x[slots == slot].float()
+            exact[slots == slot] += torch.cat([mine @ one.a.float().T @ one.b.float().T for one in parts], dim=1)
+        joined = held.matrix(weight, plan)
+        assert joined.rows > rows
+        assert relative_error(held.add(x, ops.linear(x, joined, mode), None, plan), exact) < 0.005, (num_tokens, mode)
+        found = held.add_gated(x, ops.linear(x, joined, mode), None, plan, "silu")
+        assert relative_error(found, REFERENCE_OPS.act_mul(exact, "silu")) < 0.01, (num_tokens, mode)
 
 
 def test_few_slots_and_reloading_give_the_tokens_of_each_alone(stories_dir: Path, tmp_path: Path) -> None:

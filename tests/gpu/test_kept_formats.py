@@ -12,13 +12,16 @@ import torch
 from tests.support.gguf_families import FAMILIES, SMALL, VOCABULARY
 from tests.support.group_quantized import write_twins
 from tests.support.large_model import SPEC, logits, relative_error
+from tests.support.triton_inputs import other_raw
 from tokenmill import LLM, SamplingParams
+from tokenmill.arch.block_formats import OTHER_TYPES
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.models.linear import Loader
 from tokenmill.ops.blocks import FORMATS
+from tokenmill.ops.compose import MODES
 from tokenmill.ops.interface import LinearWeight, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
@@ -55,13 +58,35 @@ def test_products_of_any_number_of_rows(quant: str) -> None:
     assert relative_error(ops.embed(ids, ops.pack_embedding(raw, dense)), exact[ids]) < 0.003
 
 
+def test_fp8_with_one_scale_a_row() -> None:
+    """As a checkpoint has it. Many rows are rounded to fp8 too."""
+    from tokenmill.ops.triton.build import build_ops
+    from tokenmill.ops.triton.quant.quantized import Fp8Matrix
+
+    torch.manual_seed(0)
+    ops, num_out, num_in = build_ops(), 1536, 2048
+    raw = other_raw("F8", num_in, num_out)
+    scales = (torch.rand(num_out, 1, 1) * 0.01 + 0.001).view(torch.uint8)
+    raw.data.view(num_out, num_in // 32, 36)[:, :, :4] = scales
+    raw = replace(raw, same_scales=num_in // 32)
+    packed = ops.pack_linear([raw, raw], None, lambda raw: dequantize(raw, torch.bfloat16).cuda())
+    assert isinstance(packed.packed, Fp8Matrix)
+    exact = dequantize(raw).cuda().repeat(2, 1)
+    for num_rows, mode in product((1, 8, 32, 33, 100, 300), MODES):
+        x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
+        error = relative_error(ops.linear(x, packed, mode), x.float() @ exact.T)
+        assert error < (0.004 if num_rows <= 32 else 0.04), (num_rows, mode, error)
+
+
 def test_blocks_are_expanded_there_as_on_a_cpu() -> None:
     """To the bit, in pieces of some rows."""
     shape, generator = (2100, 2304), torch.Generator().manual_seed(0)
-    for quant, dtype in product(FORMATS, (torch.float32, torch.bfloat16)):
-        raw = RawTensor("a.weight", shape, random_blocks(shape, quant, generator), quant)
+    raws = [other_raw(quant, shape[1], shape[0]) for quant in OTHER_TYPES]
+    known = FORMATS.keys() - OTHER_TYPES.keys()
+    raws += [RawTensor("a.weight", shape, random_blocks(shape, quant, generator), quant) for quant in known]
+    for raw, dtype in product(raws, (torch.float32, torch.bfloat16)):
         found = Loader(dummy_weights(SPEC), REFERENCE_OPS, dtype, torch.device("cuda")).dense(raw)
-        assert found.is_cuda and torch.equal(found.cpu(), dequantize(raw, dtype)), (quant, dtype)
+        assert found.is_cuda and torch.equal(found.cpu(), dequantize(raw, dtype)), (raw.quant, dtype)
 
 
 @pytest.mark.parametrize("quant", ["Q4_K", "Q8_0"])
@@ -153,7 +178,7 @@ def test_a_mixture_s_file_answers_as_its_reference(tmp_path: Path) -> None:
     prompt = torch.randint(0, 90, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def scores(**how: str) -> torch.Tensor:
-        llm = LLM(str(tmp_path / "a.gguf"), max_context=64, num_blocks=20, **how)
+        llm = LLM(str(tmp_path / "a.gguf"), max_context=64, max_running=2, token_budget=64, num_blocks=20, **how)
         (found,) = llm.generate([prompt], params, progress=False)
         assert found.error is None and found.prompt_logprobs is not None and len(found.outputs[0].token_ids) == 6
         return torch.tensor([info.logprob for info in found.prompt_logprobs if info is not None])
@@ -195,7 +220,10 @@ def test_a_grouped_checkpoint_scores_like_its_plain_twin(tmp_path: Path) -> None
 
     def scores(folder: Path, device: str, dtype: str) -> torch.Tensor:
         backend = "reference" if device == "cpu" else "triton"
-        llm = LLM(str(folder), device=device, backend=backend, dtype=dtype, max_context=64, num_blocks=20)
+        llm = LLM(
+            str(folder), device=device, backend=backend, dtype=dtype, max_context=64, max_running=2, token_budget=64,
+            num_blocks=20,
+        )  # fmt: skip
         (found,) = llm.generate([prompt], params, progress=False)
         assert found.error is None and found.prompt_logprobs is not None
         return torch.tensor([info.logprob for info in found.prompt_logprobs if info is not None])

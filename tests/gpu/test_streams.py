@@ -46,7 +46,7 @@ def test_fused_regions_equal_the_ops_they_are_made_of(kind: str) -> None:
     second = Projection(ops, LinearWeight(HIDDEN, INTER, down))
     layer = LayerWeights(norm, first, second, None, GatedMlpWeights(norm, first, second, "silu"))
     total = (x.float() + delta.float()).bfloat16().float()
-    inner = PLAIN.rms_norm(total, *norm) @ quantized.expanded(gate_up).float().T + bias
+    inner = PLAIN.rms_norm(total, norm.weight, norm.eps) @ quantized.expanded(gate_up).float().T + bias
     gated = PLAIN.act_mul(inner, "silu")
     expected = gated @ quantized.expanded(down).float().T
     for count in (1, 2, 8, 17, 32, 200):

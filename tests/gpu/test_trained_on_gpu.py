@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.hybrids import MODELS as HYBRIDS
-from tests.support.mixed_requests import make_asks, run_together
+from tests.support.mixed_requests import ALONE, make_asks, run_together
 from tests.support.trained_models import GREEDY, MORE, NAMES, golden_cases, num_equal_tokens
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
@@ -39,18 +39,22 @@ def settings_of(folder: Path, *, deterministic: bool) -> dict[str, Any]:
     return {"device": "cuda", "dtype": "float32", "deterministic": deterministic}
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_golden_answers(deterministic: bool, trained_dir: Path) -> None:
+def require_golden(llm: LLM, trained_dir: Path) -> None:
     cases = golden_cases(trained_dir)
-    settings = settings_of(trained_dir, deterministic=deterministic)
-    llm = LLM(str(trained_dir), **settings, token_budget=48, max_running=6, num_blocks=400)
     answers = llm.generate([case["prompt_ids"] for case in cases], GREEDY, progress=False)
     assert num_equal_tokens(cases, answers, 4e-3) >= 400
 
 
+def test_golden_answers(trained_dir: Path) -> None:
+    settings = settings_of(trained_dir, deterministic=False)
+    require_golden(LLM(str(trained_dir), **settings, token_budget=48, max_running=6, num_blocks=400), trained_dir)
+
+
 def test_the_same_tokens_alone_and_together(trained_dir: Path) -> None:
-    """60 mixed requests, with samples of n > 1, prefix hits and preemption."""
+    """60 mixed requests, with samples of n > 1, prefix hits and preemption; then golden answers in that company."""
     settings = settings_of(trained_dir, deterministic=True)
-    alone = run_together(LLM(str(trained_dir), **settings, prefix_caching=False), make_asks(7, 60), rng=None)
+    small = LLM(str(trained_dir), **settings, prefix_caching=False, **ALONE)
+    alone = run_together(small, make_asks(7, 60), rng=None)
     llm = LLM(str(trained_dir), **settings, token_budget=64, max_running=24, num_blocks=90)
     assert run_together(llm, make_asks(7, 60), random.Random(1)) == alone
+    require_golden(llm, trained_dir)

@@ -171,9 +171,9 @@ def test_aborted_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {k: v for k, v in answers(*core_over(ModelRunner, 400)).items() if k[0] not in aborted}
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The requests of the failed step end with an error; those that came in with the step behind it are computed
-    again and say what they would have said."""
+def test_a_step_that_fails_once_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of the failed step, and those that came in with the step behind it, are computed again and say what
+    they would have said."""
     runner_type = eager_runner(monkeypatch)
     collect, num_collected = runner_type.collect, 0
 
@@ -190,18 +190,15 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(monkeypatch: pytest.Mo
     for request in requests():
         core.add(request)
     said: dict[str, list[int]] = {}
-    failed: set[str] = set()
     while core.has_work:
         for output in core.step():
+            assert output.error is None
             if output.index == 0:
                 said.setdefault(output.request_id, []).extend(output.token_ids)
-            if output.error:
-                assert "the device is gone" in output.error
-                failed.add(output.request_id)
         scheduler.check_integrity()
-    assert 0 < len(failed) <= ROWS and len(said) == len(requests())
+    assert num_collected > 3 and len(said) == len(requests())
     expected = answers(*core_over(ModelRunner, 400))
-    for name in said.keys() - failed:
+    for name in said:
         tokens = [one for one in expected[(name, 0)] if isinstance(one, int)]
         assert said[name] == tokens
 

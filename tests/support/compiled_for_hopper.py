@@ -84,7 +84,7 @@ def check_experts(pairs_each: int, activation: str) -> None:
     cut = pick_hopper_fp4_config(pairs_each)
     inputs = f"tensordesc<bf16[{cut.rows},64],{FP4_TILES!r}>"
     types = {"x": inputs, "words": "*i16", "scales": "*i32", "bias": "*bf16", "out": "*bf16", "order": "*i64"}
-    types |= {"offsets": "*i64", "shares": "*fp32"}
+    types |= {"offsets": "*i64", "weights": "*fp32"}
     types |= dict.fromkeys(("num_out", "num_in", "num_experts", "scale_stride"), "i32")
     constants = {
         "ROWS": cut.rows, "TILE_N": cut.tile_n, "RING": cut.ring, "WARPS": cut.warps, "AHEAD": cut.ahead,

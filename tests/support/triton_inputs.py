@@ -8,6 +8,7 @@ import random
 
 import torch
 
+from tokenmill.arch.block_formats import OTHER_TYPES
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
@@ -15,6 +16,7 @@ from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference.kv_rounding import rounded
 from tokenmill.ops.triton.quant import quantized
 from tokenmill.weights.dummy import random_blocks
+from tokenmill.weights.scaled_blocks import Groups, integer_blocks
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -64,6 +66,27 @@ def random_raw(quant: str, num_in: int, same_scales: int, num_out: int = 24) -> 
         num_bytes = 2 if quant == "Q4_0" else 4
         each[:, :, :num_bytes] = drawn.half().view(torch.uint8)[:, :, :num_bytes]
     return RawTensor("a.weight", (num_out, num_in), blocks, quant, same_scales)
+
+
+def other_raw(quant: str, num_in: int, num_out: int = 24) -> RawTensor:
+    """A random matrix in a format of other makers, its scales the same for 128 columns where that is possible"""
+    drawn = torch.Generator().manual_seed(2)
+    if quant in ("G4", "G8"):
+        bits, shape = int(quant[1]), (num_out, num_in // 128)
+        codes = torch.randint(0, 1 << bits, (num_out, num_in), generator=drawn, dtype=torch.uint8)
+        zeros = torch.randint(0, 1 << bits, shape, generator=drawn)
+        scales = torch.rand(shape, generator=drawn) * 0.01 + 0.001
+        return integer_blocks("a.weight", Groups(codes, bits, zeros, scales))
+    size = OTHER_TYPES[quant].block_bytes
+    blocks = torch.randint(0, 256, (num_out, num_in // 32, size), generator=drawn, dtype=torch.uint8)
+    blocks[:, :, :4] = torch.full((1, 1, 1), 0.01).view(torch.uint8)
+    if quant == "F8":  # whose highest codes are no numbers
+        blocks[:, :, 4:] &= 0xBF
+    if quant in ("NV4", "NV4D"):
+        blocks[:, :, 4:6] = torch.randint(40, 80, (num_out, num_in // 32, 2), generator=drawn, dtype=torch.uint8)
+    if quant == "NV4D":
+        blocks[:, :, :4] = torch.full((1, 1, 1), 100.0).view(torch.uint8)
+    return RawTensor("a.weight", (num_out, num_in), blocks.flatten(1), quant)
 
 
 def before_unreadable_page(tensor: torch.Tensor) -> torch.Tensor:

@@ -209,7 +209,7 @@ def check_quantised_experts(
 )
 def test_quantised_experts_of_a_file(quants: tuple[str, ...], hidden: int, inter: int, k: int) -> None:
     gpu = gpu_with(moe_gemv_programs=8)
-    with patch.multiple(moe_gemv_int, capabilities_of=lambda device: gpu, LINES=32):
+    with patch.multiple(moe_gemv_int, capabilities_of=lambda device: gpu, ROWS=32):
         check_quantised_experts(quants, hidden, inter, k=k)
 
 

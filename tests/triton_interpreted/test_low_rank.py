@@ -10,8 +10,10 @@ import torch
 from tests.support.adapted_models import adaptable_model
 from tests.support.paged_run import PagedRun
 from tests.support.triton_inputs import assert_near
+from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
+from tokenmill.ops.triton.adapters import low_rank as low_rank_module
 from tokenmill.ops.triton.adapters.low_rank import MAX_SINGLE, TritonLowRankOps
 from tokenmill.ops.triton.build import build_ops
 
@@ -42,6 +44,42 @@ def test_products_of_stacked_matrices(num_tokens: int, has_bias: bool, determini
             held.put(slot, parts)
         results.append(held.add(x, out.clone(), bias, ops.plan(slots)))
     assert_near(results[1], results[0], 1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(40, 24, 8), (128, 128), (256,), (130, 70)])
+@pytest.mark.parametrize("rank", [16, 40])
+def test_adapters_below_a_plain_matrix(sizes: tuple[int, ...], rank: int) -> None:
+    """One product for the matrix and what its adapters shrink; and with gates above ups, the activation behind it."""
+    rows, has_bias = sum(sizes), len(sizes) > 1
+    plain, reference = build_ops(), ReferenceLowRankOps()
+    x, matrix, bias = torch.randn(9, COLUMNS), torch.randn(rows, COLUMNS), torch.randn(rows)
+    weight = LinearWeight(rows, COLUMNS, matrix, bias if has_bias else None)
+    slots = torch.tensor([1, 0, 2, 2, 0, 1, 1, 2, 3], dtype=torch.int32)
+    ops = TritonLowRankOps()
+    held, expected = (kind.hold(sizes, COLUMNS, 3, rank, x[:0]) for kind in (ops, reference))
+    limit, low_rank_module.MAX_JOINED = low_rank_module.MAX_JOINED, 100.0
+    try:
+        kept = held.adopt(weight)
+    finally:
+        low_rank_module.MAX_JOINED = limit
+    assert torch.equal(kept.packed, matrix) and kept.packed.is_contiguous()
+    plan, plan_of_reference = ops.plan(slots), reference.plan(slots)
+    assert held.matrix(kept, plan) is kept, "no adapter adds anything yet"
+    for slot in (1, 2):
+        parts = [low_rank(size, COLUMNS, rank - 3, has_gain=slot == 2) for size in sizes]
+        held.put(slot, parts)
+        expected.put(slot, parts)
+    assert held.matrix(kept, TritonLowRankOps(deterministic=True).plan(slots)) is kept
+    joined = held.matrix(kept, plan)
+    assert joined.rows == len(joined.packed) > rows and joined.packed.data_ptr() == kept.packed.data_ptr()
+    exact = expected.add(x, plain.linear(x, weight), weight.bias, plan_of_reference)
+    assert_near(held.add(x, plain.linear(x, joined), weight.bias, plan), exact, 1e-4)
+    assert_near(held.add(x, plain.linear(x, weight), weight.bias, plan), exact, 1e-4)
+    found = held.add_gated(x, plain.linear(x, joined), weight.bias, plan, "silu")
+    assert_near(found, plain.act_mul(exact, "silu"), 1e-4)
+    held.put(1, [None] * len(sizes))
+    found = held.add(x, plain.linear(x, joined), weight.bias, plan)
+    assert_near(found[slots == 1], plain.linear(x, weight)[slots == 1], 1e-5)
 
 
 def test_a_slot_that_is_filled_again_forgets_what_it_held() -> None:

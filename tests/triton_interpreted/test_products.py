@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.support.triton_inputs import assert_near, before_unreadable_page, pack_as_file, random_raw
-from tokenmill.arch.block_formats import OTHER_TYPES
+from tests.support.triton_inputs import assert_near, before_unreadable_page, other_raw, pack_as_file, random_raw
 from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.gemm import epilogues, gemv, splitk
+from tokenmill.ops.triton.gemm import epilogues, gemv, linear, splitk
 from tokenmill.ops.triton.gemm.linear import add_linear, gated_linear
 from tokenmill.ops.triton.gemm.splitk import SplitKConfig
 from tokenmill.ops.triton.quant import gemm_fp8_split, gemv_int4, packed_int, quantized
 from tokenmill.weights.dequantize import dequantize
-from tokenmill.weights.scaled_blocks import Groups, integer_blocks
 
 OPS = build_ops()
 SHAPES = [(48, 256), (72, 384)]
@@ -99,25 +98,6 @@ def test_blocks_of_a_file_are_multiplied_as_they_are(
     assert torch.equal(in_float32, matrix), "float32 is chosen to keep every bit"
 
 
-def other_raw(quant: str, num_in: int, num_out: int = 24) -> RawTensor:
-    """A random matrix in a format of other makers, its scales the same for 128 columns where that is possible"""
-    drawn = torch.Generator().manual_seed(2)
-    if quant in ("G4", "G8"):
-        bits, shape = int(quant[1]), (num_out, num_in // 128)
-        codes = torch.randint(0, 1 << bits, (num_out, num_in), generator=drawn, dtype=torch.uint8)
-        zeros = torch.randint(0, 1 << bits, shape, generator=drawn)
-        scales = torch.rand(shape, generator=drawn) * 0.01 + 0.001
-        return integer_blocks("a.weight", Groups(codes, bits, zeros, scales))
-    size = OTHER_TYPES[quant].block_bytes
-    blocks = torch.randint(0, 256, (num_out, num_in // 32, size), generator=drawn, dtype=torch.uint8)
-    blocks[:, :, :4] = torch.full((1, 1, 1), 0.01).view(torch.uint8)
-    if quant != "B8":
-        blocks[:, :, 4:6] = torch.randint(40, 80, (num_out, num_in // 32, 2), generator=drawn, dtype=torch.uint8)
-    if quant == "NV4D":
-        blocks[:, :, :4] = torch.full((1, 1, 1), 100.0).view(torch.uint8)
-    return RawTensor("a.weight", (num_out, num_in), blocks.flatten(1), quant)
-
-
 @pytest.mark.parametrize(("quant", "bits"), [("G4", 4), ("G8", 8), ("B8", 8), ("NV4", 8), ("NV4D", 8)])
 def test_blocks_of_other_makers_are_kept_in_integers(quant: str, bits: int) -> None:
     """Scales and minima of half precision are all that is rounded."""
@@ -131,11 +111,29 @@ def test_blocks_of_other_makers_are_kept_in_integers(quant: str, bits: int) -> N
         assert_near(OPS.linear(x, packed), x @ matrix.T, tolerance=2e-3)
 
 
+def test_fp8_of_one_scale_a_row_is_multiplied_as_it_is() -> None:
+    """In two parts, of which each row has a scale of its own; on a GPU that has no such numbers it is expanded."""
+    raws = []
+    for number, num_out in enumerate((24, 40)):
+        raw = other_raw("F8", 256, num_out)
+        scales = torch.rand(num_out, 1, 1, generator=torch.Generator().manual_seed(number)) * 0.01 + 0.001
+        raw.data.view(num_out, 8, 36)[:, :, :4] = scales.view(torch.uint8)
+        raws.append(replace(raw, same_scales=8))
+    matrix, dense = torch.cat([dequantize(raw) for raw in raws]), partial(dequantize, dtype=torch.bfloat16)
+    packed = OPS.pack_linear(raws, None, dense)
+    assert isinstance(packed.packed, quantized.Fp8Matrix) and (packed.rows, packed.columns) == (64, 256)
+    assert torch.equal(quantized.expanded(packed.packed), matrix)
+    for rows in (1, 9):
+        x = torch.randn(rows, 256)
+        assert_near(OPS.linear(x, packed), x @ matrix.T, tolerance=4e-3)
+    with patch.object(linear, "has_fp8", lambda device: False):
+        assert torch.equal(OPS.pack_linear(raws, None, dense).packed, matrix.bfloat16())
+    assert isinstance(OPS.pack_embedding(raws[0], dense).packed, torch.Tensor)
+
+
 @pytest.mark.parametrize("quant", ["F8", "NF4", "FP4"])
 def test_floats_of_other_makers_are_expanded(quant: str) -> None:
-    blocks = torch.randint(0, 127, (24, 8, OTHER_TYPES[quant].block_bytes), dtype=torch.uint8)
-    blocks[:, :, :4] = torch.full((1, 1, 1), 0.01).view(torch.uint8)
-    raw = RawTensor("a.weight", (24, 256), blocks.flatten(1), quant)
+    raw = other_raw(quant, 256)
     packed = OPS.pack_linear([raw], None, partial(dequantize, dtype=torch.float16))
     assert torch.equal(packed.packed, dequantize(raw).half())
 

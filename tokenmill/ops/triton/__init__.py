@@ -22,6 +22,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         reason = _recurrent_refusal(mixer)
         if reason is not None:
             return reason
+    if request.chooses_entries:
+        return "attention over tokens that an indexer chooses"
     if request.for_reference_only is not None:
         return request.for_reference_only
     if request.rounds_latents:
@@ -36,7 +38,7 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
             return f"heads of {attention.head_dim} dimensions"
         if attention.value_dim not in (None, attention.head_dim):
             return "values of another width than keys"
-    if request.quantization == "fp8" and not _has_fp8(request.device):
+    if request.quantization == "fp8" and not has_fp8(request.device):
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or higher; int8 and int4 do without"
     return None
 
@@ -44,6 +46,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
 def _recurrent_refusal(mixer: Recurrent) -> str | None:
     if mixer.has_channel_decays or mixer.gates_by_sigmoid:
         return "recurrent layers with a decay per channel"
+    if mixer.is_tiled:
+        return "recurrent layers whose value heads take turns over their key heads (GGUF's order)"
     for what, size in (("keys", mixer.key_dim), ("values", mixer.value_dim)):
         if size not in RECURRENT_DIMS:
             return f"recurrent layers with {what} of {size} dimensions"
@@ -52,9 +56,9 @@ def _recurrent_refusal(mixer: Recurrent) -> str | None:
     return None
 
 
-def _has_fp8(device: str) -> bool:
+def has_fp8(device: str) -> bool:
     import torch  # only where fp8 is asked for
 
-    from tokenmill.ops.triton.launch.capabilities import has_fp8
+    from tokenmill.ops.triton.launch import capabilities
 
-    return has_fp8(torch.device(device))
+    return capabilities.has_fp8(torch.device(device))

@@ -76,6 +76,8 @@ def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> 
     dtype, stored = weights.dtype, weights.stored.get(name)
     if stored is not None and (dtype != torch.float32 or weights.quantization != "none"):
         found = packed_int_format(name, shape, stored)
+        if found is not None and found.is_fp8:
+            return FP8[dtype]
         if found is not None:
             return FP4[dtype] if found.is_fp4 else int_form(dtype, found.bits, found.span)
     is_expert = len(shape) == 3

@@ -1,13 +1,18 @@
-"""Adapters on a GPU: two kernels behind a product, for any mix of adapters in a batch.
+"""Adapters on a GPU: what they add to a product, for any mix of adapters in a batch.
 
     shrink    h = a x          a program for each token and a few ranks
-    expand    out += b h       a program for each token and some columns, in place
+    expand    out += b h       a program for each token and some columns
 
-A program looks up its token's slot and reads that adapter's matrices; tokens without one end at once. So nothing is
-sorted, nothing waits for the host, and a captured graph serves whatever adapters its rows have. From some number of
-tokens on, tiles of them are multiplied at a time: a tile goes through the adapters of its tokens one after another, and
-the tokens of a prompt all have the same. Every sum has one order, so a token's result does not depend on the others;
-but both ways add up differently, so where that may not be seen (--deterministic) it is always tiles.
+A program looks up its token's slot and reads that adapter's matrices. So nothing is sorted, nothing waits for the host,
+and a captured graph serves whatever adapters its rows have. From some number of tokens on, tiles of them are multiplied
+at a time: a tile goes through the adapters of its tokens one after another, and the tokens of a prompt all have the
+same. Every sum has one order, so a token's result does not depend on the others; but both ways add up differently, so
+where that may not be seen (--deterministic) it is always tiles.
+
+A few tokens take a few microseconds in either kernel, whatever they read: what counts is how many kernels there are.
+So there is no shrinking where the `a` of all slots are few rows beside a plain matrix: they lie below it, and one
+product computes h for every slot. Of a token's numbers, `expand` then reads those of its own slot. It applies the
+activation too where the matrix is gates above ups. What it reads of the slots is on its way before the product ends.
 
 Matrices of a projection lie in one tensor for all slots, with room for the largest rank; an adapter of a smaller rank
 is read only as far as it goes.
@@ -16,6 +21,7 @@ is read only as far as it goes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,16 +29,20 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill.arch.spec import Activation
+from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.low_rank import LowRank
+from tokenmill.ops.triton.elementwise.activation import act_mul, gated
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 RANKS = 16  # ranks are padded to multiples of this
 MAX_SINGLE = 64  # tokens that are computed one by one
 TILE = 32  # tokens of a tile
+MAX_JOINED = 0.25  # rows of all slots' `a`, for one of the matrix, up to which they lie below it
 # Ranks and columns of a program that shrinks, and its warps; columns of one that expands, and its warps.
 SHRINK_TILE, SHRINK_WARPS = (4, 2048), 8
-EXPAND_ROWS, EXPAND_WARPS = 128, 4
+EXPAND_ROWS, EXPAND_WARPS = 256, 4
 
 
 # ── one token a program ────────────────────────────────────────────────────────────────────────────────
@@ -44,9 +54,8 @@ def _shrink(
     CHECKS_RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
-    wait_for_previous(OVERLAPS)
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
-    slot = tl.load(slots + token).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)  # which is known since long, see `_settle`
     is_used = slot > 0
     if CHECKS_RANKS:
         part = first // max_rank
@@ -55,6 +64,7 @@ def _shrink(
     at = (tl.maximum(slot, 1) - 1) * PARTS * max_rank * columns + rows[:, None].to(tl.int64) * columns + lanes[None, :]
     limit = tl.where(is_used, columns, 0)
     weights = tl.load(a + at, mask=(lanes < limit)[None, :], other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAPS)
     if is_used:
         values = tl.load(x + token * columns + lanes, mask=lanes < columns, other=0.0).to(tl.float32)
         sums = weights * values[None, :]
@@ -89,42 +99,86 @@ def _part_of(rows, starts, PARTS: tl.constexpr):
     return part
 
 
-@kernel
-def _expand(
-    shrunk, slots, b, ranks, starts, gains, bias, out, num_rows, max_rank, PARTS: tl.constexpr,
-    HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    CHECKS_RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
-) -> None:  # fmt: skip
-    launch_dependents(OVERLAPS)
-    wait_for_previous(OVERLAPS)
-    token = tl.program_id(0).to(tl.int64)
-    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < num_rows
-    slot = tl.load(slots + token).to(tl.int64)
-    is_used = slot > 0
-    part = _part_of(rows, starts, PARTS)
-    used = rows * 0 + max_rank
+@triton.jit
+def _first_ranks(
+    slot, begin, rows, b, ranks, starts, num_rows, max_rank, PARTS: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr, CHECKS_RANKS: tl.constexpr,
+):  # fmt: skip
+    """Find for some rows of b the number of their part, its number of ranks, their places and the first WIDTH ranks.
+    Where parts begin at whole blocks (IS_ALIGNED) the first two are one number, otherwise [rows, 1]."""
+    part = _part_of(begin, starts, PARTS) if IS_ALIGNED else _part_of(rows, starts, PARTS)[:, None]
+    used = part * 0 + max_rank
     if CHECKS_RANKS:
         used = tl.load(ranks + slot * PARTS + part)
-    lanes = tl.arange(0, WIDTH)
-    at = ((tl.maximum(slot, 1) - 1) * num_rows + rows[:, None]) * max_rank + lanes[None, :]
-    used = tl.where(is_used, used, 0)
-    there = inside[:, None] & (lanes[None, :] < used[:, None])
-    weights = tl.load(b + at, mask=there, other=0.0).to(tl.float32)
-    if is_used:
-        held = shrunk + token * PARTS * max_rank + part[:, None] * max_rank + lanes[None, :]
-        before = tl.load(out + token * num_rows + rows, mask=inside, other=0.0).to(tl.float32)
-        sums = tl.sum(weights * tl.load(held, mask=there, other=0.0), axis=1)
-        for start in range(WIDTH, tl.max(tl.where(inside, used, 0)), WIDTH):
-            there = inside[:, None] & (start + lanes[None, :] < used[:, None])
-            weights = tl.load(b + at + start, mask=there, other=0.0).to(tl.float32)
-            sums += tl.sum(weights * tl.load(held + start, mask=there, other=0.0), axis=1)
-        if HAS_GAIN:
-            product = before
-            if HAS_BIAS:
-                product -= tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
-            sums += product * tl.load(gains + (slot - 1) * num_rows + rows, mask=inside, other=0.0)
-        tl.store(out + token * num_rows + rows, (before + sums).to(out.dtype.element_ty), mask=inside)
+    used = tl.where(slot > 0, used, 0)
+    lanes = tl.arange(0, WIDTH)[None, :]
+    at = ((tl.maximum(slot, 1) - 1) * num_rows + rows[:, None]) * max_rank + lanes
+    return part, used, at, tl.load(b + at, mask=(rows < num_rows)[:, None] & (lanes < used), other=0.0)
+
+
+@triton.jit
+def _adapted(
+    before, found, slot, rows, shrunk, b, gains, bias, num_rows, max_rank, HAS_GAIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_ALIGNED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`before` with what the adapter adds; `found`: see `_first_ranks`. `shrunk`: the first part's ranks"""
+    part, used, at, weights = found
+    inside, lanes = rows < num_rows, tl.arange(0, WIDTH)[None, :]
+    held = shrunk + part * max_rank + lanes
+    sums = tl.sum(weights.to(tl.float32) * tl.load(held, mask=lanes < used, other=0.0).to(tl.float32), axis=1)
+    for start in range(WIDTH, used if IS_ALIGNED else tl.max(used), WIDTH):
+        is_used = start + lanes < used
+        more = tl.load(b + at + start, mask=inside[:, None] & is_used, other=0.0).to(tl.float32)
+        sums += tl.sum(more * tl.load(held + start, mask=is_used, other=0.0).to(tl.float32), axis=1)
+    if HAS_GAIN:
+        product = before
+        if HAS_BIAS:
+            product -= tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+        there = rows < tl.where(slot > 0, num_rows, 0)
+        sums += product * tl.load(gains + (tl.maximum(slot, 1) - 1) * num_rows + rows, mask=there, other=0.0)
+    return before + sums
+
+
+@kernel
+def _expand(
+    shrunk, product, slots, b, ranks, starts, gains, bias, out, num_rows, max_rank, shrunk_size, shrunk_step,
+    product_size, inter, PARTS: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHECKS_RANKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """The ranks of a token begin `shrunk_size` behind those of the token before, and of a slot `shrunk_step` behind the
+    slot before; the numbers of its product, `product_size`. With an activation (KIND) rows from `inter` on are ups."""
+    launch_dependents(OVERLAPS)
+    token, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    rows = begin + tl.arange(0, BLOCK)
+    slot = tl.load(slots + token).to(tl.int64)  # which is known since long, see `_settle`
+    first = _first_ranks(
+        slot, begin, rows, b, ranks, starts, num_rows, max_rank, PARTS, IS_ALIGNED, WIDTH, CHECKS_RANKS
+    )
+    if KIND != "":
+        second = _first_ranks(
+            slot, begin + inter, rows + inter, b, ranks, starts, num_rows, max_rank, PARTS, IS_ALIGNED, WIDTH,
+            CHECKS_RANKS,
+        )  # fmt: skip
+    wait_for_previous(OVERLAPS)
+    num_out = inter if KIND != "" else num_rows
+    inside = rows < num_out
+    own = shrunk + token * shrunk_size + (tl.maximum(slot, 1) - 1) * shrunk_step
+    before = tl.load(product + token * product_size + rows, mask=inside, other=0.0).to(tl.float32)
+    if KIND != "":
+        up = tl.load(product + token * product_size + inter + rows, mask=inside, other=0.0).to(tl.float32)
+        up = _adapted(
+            up, second, slot, rows + inter, own, b, gains, bias, num_rows, max_rank, HAS_GAIN, HAS_BIAS, IS_ALIGNED,
+            WIDTH,
+        )  # fmt: skip
+        # Rounded as they are where the activation is a kernel of its own.
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+    result = _adapted(
+        before, first, slot, rows, own, b, gains, bias, num_rows, max_rank, HAS_GAIN, HAS_BIAS, IS_ALIGNED, WIDTH
+    )
+    if KIND != "":
+        result = gated(result.to(out.dtype.element_ty).to(tl.float32), up, KIND)
+    tl.store(out + token * num_out + rows, result.to(out.dtype.element_ty), mask=inside)
 
 
 # ── tiles of tokens ────────────────────────────────────────────────────────────────────────────────────
@@ -217,12 +271,21 @@ class TokenSlots(NamedTuple):
     in_tiles: bool
 
 
+def _settle(slots: torch.Tensor) -> None:
+    """Let all kernels behind this read `slots` before they wait for the one before them. They do not begin before what
+    is launched here, and that, since torch launches it in the ordinary way, not before all that came earlier ended."""
+    slots.new_zeros(1)
+
+
 class TritonLowRankOps:
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
 
     def plan(self, slots: torch.Tensor) -> TokenSlots:
-        return TokenSlots(slots.contiguous(), self._deterministic or len(slots) > MAX_SINGLE)
+        slots, in_tiles = slots.contiguous(), self._deterministic or len(slots) > MAX_SINGLE
+        if not in_tiles:
+            _settle(slots)
+        return TokenSlots(slots, in_tiles)
 
     def hold(
         self,
@@ -263,6 +326,22 @@ class TritonLowRank:
         self._ranks = like.new_zeros(num_slots + 1, parts, dtype=torch.int32)
         self._part_starts = torch.tensor(self._starts, dtype=torch.int32, device=like.device)
         self._gains = like.new_zeros(1, dtype=torch.float32)  # [slots, rows] once an adapter has some
+        self._joined: LinearWeight | None = None  # the projection's matrix with all of `a` below it
+        # Where parts begin at whole blocks of rows, a program has rows of one part alone.
+        self._is_aligned = not any(start % EXPAND_ROWS for start in self._starts[:-1])
+
+    def adopt(self, weight: LinearWeight) -> LinearWeight:
+        matrix, num_ranks = weight.packed, self._a.numel() // self._columns
+        if self._is_embedding or not isinstance(matrix, torch.Tensor) or num_ranks > weight.rows * MAX_JOINED:
+            return weight
+        both = torch.cat((matrix, self._a.view(num_ranks, self._columns)))
+        self._a = both[weight.rows :].view(self._a.shape)
+        bias = None if weight.bias is None else torch.cat((weight.bias, weight.bias.new_zeros(num_ranks)))
+        self._joined = replace(weight, rows=len(both), packed=both, bias=bias)
+        return replace(weight, packed=both[: weight.rows])
+
+    def matrix(self, weight: LinearWeight, plan: TokenSlots) -> LinearWeight:
+        return weight if self._joined is None or plan.in_tiles or not self.is_active else self._joined
 
     def put(self, slot: int, parts: Sequence[LowRank | None]) -> bool:
         was = self.is_active, self._has_gains
@@ -297,25 +376,37 @@ class TritonLowRank:
             self._gains[at, rows] = part.gain.to(self._gains)
 
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: TokenSlots) -> torch.Tensor:
+        rows = self._starts[-1]
         if not self.is_active or not len(x):
-            return out
-        return self._expanded(self._shrunk(x, plan), out, bias, plan)
+            return out[:, :rows]
+        return self._expanded(self._shrunk(x, out, plan), out, bias, plan)
 
-    def _shrunk(self, x: torch.Tensor, plan: TokenSlots) -> torch.Tensor:
-        x, parts = x.contiguous(), len(self._starts) - 1
-        shrunk = torch.empty(len(x), parts * self._max_rank, dtype=torch.float32, device=x.device)
+    def add_gated(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: TokenSlots, activation: Activation
+    ) -> torch.Tensor:
+        if plan.in_tiles or not self.is_active or not len(x):
+            return act_mul(self.add(x, out, bias, plan), activation)
+        return self._expanded(self._shrunk(x, out, plan), out, bias, plan, activation)
+
+    def _shrunk(self, x: torch.Tensor, out: torch.Tensor, plan: TokenSlots) -> Shrunk:
+        rows, parts = self._starts[-1], len(self._starts) - 1
+        num_ranks = parts * self._max_rank
+        if out.shape[1] > rows:
+            return Shrunk(out[:, rows:], num_ranks)
+        x = x.contiguous()
+        shrunk = torch.empty(len(x), num_ranks, dtype=torch.float32, device=x.device)
         args = (x, plan.slots, self._a, self._ranks, shrunk)
         if plan.in_tiles:
-            grid = (cdiv(len(x), TILE), parts * self._max_rank // RANKS)
+            grid = (cdiv(len(x), TILE), num_ranks // RANKS)
             _shrink_tiles[grid](
                 *args, len(x), self._columns, self._max_rank, parts, TILE, RANKS, 64, **launch_options()
             )
         else:
             rows, block = SHRINK_TILE[0], min(SHRINK_TILE[1], next_power_of_2(self._columns))
-            grid = (len(x), parts * self._max_rank // rows)
+            grid = (len(x), num_ranks // rows)
             sizes, kinds = (self._columns, self._max_rank), (parts, rows, block, self._max_rank > RANKS)
             _shrink[grid](*args, *sizes, *kinds, num_warps=SHRINK_WARPS, **launch_options())
-        return shrunk
+        return Shrunk(shrunk, 0)
 
     def add_rows(self, numbers: torch.Tensor, out: torch.Tensor, plan: TokenSlots) -> torch.Tensor:
         if not self.is_active or not len(numbers):
@@ -325,23 +416,39 @@ class TritonLowRank:
         _look_up[(len(numbers),)](
             numbers, plan.slots, self._a, self._ranks, shrunk, self._columns, self._max_rank, block, **launch_options()
         )
-        return self._expanded(shrunk, out, None, plan)
+        return self._expanded(Shrunk(shrunk, 0), out, None, plan)
 
     def _expanded(
-        self, shrunk: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: TokenSlots
+        self,
+        shrunk: Shrunk,
+        product: torch.Tensor,
+        bias: torch.Tensor | None,
+        plan: TokenSlots,
+        activation: Activation | None = None,
     ) -> torch.Tensor:
-        out, parts, rows = out.contiguous(), len(self._starts) - 1, self._starts[-1]
-        args = (shrunk, plan.slots, self._b, self._ranks, self._part_starts, self._gains)
+        product, parts, rows = product.contiguous(), len(self._starts) - 1, self._starts[-1]
+        tables = (plan.slots, self._b, self._ranks, self._part_starts, self._gains)
         given = self._gains if bias is None else bias
         kinds = (parts, self._has_gains, bias is not None)
         if plan.in_tiles:
-            grid = (cdiv(len(out), TILE), cdiv(rows, 64))
-            sizes = (len(out), rows, self._max_rank)
-            _expand_tiles[grid](*args, given, out, *sizes, *kinds, TILE, 64, RANKS, **launch_options())
-        else:
-            grid = (len(out), cdiv(rows, EXPAND_ROWS))
-            sizes = (EXPAND_ROWS, RANKS, self._max_rank > RANKS)
-            _expand[grid](
-                *args, given, out, rows, self._max_rank, *kinds, *sizes, num_warps=EXPAND_WARPS, **launch_options()
+            grid = (cdiv(len(product), TILE), cdiv(rows, 64))
+            sizes = (len(product), rows, self._max_rank)
+            _expand_tiles[grid](
+                shrunk.ranks, *tables, given, product, *sizes, *kinds, TILE, 64, RANKS, **launch_options()
             )
+            return product
+        num_out = rows if activation is None else rows // 2
+        out = product if product.shape[1] == num_out else product.new_empty(len(product), num_out)
+        _expand[(len(product), cdiv(num_out, EXPAND_ROWS))](
+            shrunk.ranks, product, *tables, given, out, rows, self._max_rank, shrunk.ranks.stride(0), shrunk.step,
+            product.shape[1], num_out, *kinds, activation or "", self._is_aligned, EXPAND_ROWS, RANKS,
+            self._max_rank > RANKS, num_warps=EXPAND_WARPS, **launch_options(),
+        )  # fmt: skip
         return out
+
+
+class Shrunk(NamedTuple):
+    """The ranks of tokens: [T, parts * max_rank], or of all slots one behind the other"""
+
+    ranks: torch.Tensor
+    step: int  # from one slot to the next; 0: only those of the token's own

@@ -45,13 +45,13 @@ PROGRAMS_WANTED = 128
 @triton.jit
 def _segment_state(
     query, cache, table, kv_head, q_positions, low, high, context, scale, softcap, window, offs_d,
-    LINES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of keys [low, high), of which each line of the tile sees those up to its position, within its window"""
+    """The state of keys [low, high), of which each row of the tile sees those up to its position, within its window"""
     keys, values, key_scales, value_scales = cache
-    m_i, l_i, acc = empty_state(LINES, DIM_PADDED)
+    m_i, l_i, acc = empty_state(BLOCK_M, DIM_PADDED)
     for start in range(low, high, TILE):
         offs_n = start + tl.arange(0, TILE)
         inside = offs_n < context
@@ -75,14 +75,14 @@ def _attend(
     queries, keys, values, key_scales, value_scales, out, segment_sums, segment_accs,
     tables, query_starts, contexts, sinks, scale, softcap, window, table_stride, num_rows,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
+    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr, IN_TURN: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, IS_SCALED: tl.constexpr, ARE_SINGLE: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
-    QUERIES: tl.constexpr = LINES // MEMBERS
+    QUERIES: tl.constexpr = BLOCK_M // MEMBERS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a row have the most keys: they begin first
     kv_head = tl.program_id(1)
     if ARE_SINGLE:  # one query a row
@@ -91,32 +91,32 @@ def _attend(
         row, begin, length, offset = row_of_tile(query_starts, tile, 0, num_rows, QUERIES)
     context = tl.load(contexts + row)
     if offset < length:  # a row that only pads the batch has context 0, sees nothing and gets zeros
-        lines = tl.arange(0, LINES)
-        local, member = offset + lines // MEMBERS, lines % MEMBERS
+        offs_m = tl.arange(0, BLOCK_M)
+        local, member = offset + offs_m // MEMBERS, offs_m % MEMBERS
         q_positions = context - length + local
         heads = kv_head * GROUP + member
         offs_d = tl.arange(0, DIM_PADDED)
-        is_line = (local < length) & (member < GROUP)
+        is_row = (local < length) & (member < GROUP)
         q_rows = (begin + local).to(tl.int64) * NUM_HEADS + heads
-        q_inside = is_line[:, None] & (offs_d < DIM)[None, :]
+        q_inside = is_row[:, None] & (offs_d < DIM)[None, :]
         query = tl.load(queries + q_rows[:, None] * DIM + offs_d[None, :], mask=q_inside, other=0.0)
         cache = (keys, values, key_scales, value_scales)
         table = tables + tl.cast(row, tl.int64) * table_stride
         oldest = oldest_seen(context - length + offset, window)
         last = tl.minimum(context - length + offset + QUERIES, context)
         if IN_TURN:
-            m_i, l_i, acc = empty_state(LINES, DIM_PADDED)
+            m_i, l_i, acc = empty_state(BLOCK_M, DIM_PADDED)
             for first in range(oldest // SEGMENT * SEGMENT, last, SEGMENT):
                 segment = _segment_state(
                     query, cache, table, kv_head, q_positions,
                     tl.maximum(first, oldest // TILE * TILE), tl.minimum(first + SEGMENT, last), context,
-                    scale, softcap, window, offs_d, LINES, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, TILE, HAS_SOFTCAP,
+                    scale, softcap, window, offs_d, BLOCK_M, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, TILE, HAS_SOFTCAP,
                     IS_SCALED, PRECISION,
                 )  # fmt: skip
                 m_i, l_i, acc = merge_states((m_i, l_i, acc), segment)
-            sink = is_line
+            sink = is_row
             if HAS_SINKS:
-                sink = tl.load(sinks + heads, mask=is_line, other=0.0)
+                sink = tl.load(sinks + heads, mask=is_row, other=0.0)
             result = attention_output((m_i, l_i, acc), sink, HAS_SINKS)
             tl.store(out + q_rows[:, None] * DIM + offs_d[None, :], result.to(out.dtype.element_ty), mask=q_inside)
         else:
@@ -125,12 +125,12 @@ def _attend(
                 m_i, l_i, acc = _segment_state(
                     query, cache, table, kv_head, q_positions,
                     tl.maximum(first, oldest // TILE * TILE), tl.minimum(first + SEGMENT, last), context,
-                    scale, softcap, window, offs_d, LINES, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, TILE, HAS_SOFTCAP,
+                    scale, softcap, window, offs_d, BLOCK_M, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, TILE, HAS_SOFTCAP,
                     IS_SCALED, PRECISION,
                 )  # fmt: skip
                 index = q_rows * NUM_SEGMENTS + tl.program_id(2)
-                tl.store(segment_sums + index * 2, m_i, mask=is_line)
-                tl.store(segment_sums + index * 2 + 1, l_i, mask=is_line)
+                tl.store(segment_sums + index * 2, m_i, mask=is_row)
+                tl.store(segment_sums + index * 2 + 1, l_i, mask=is_row)
                 tl.store(segment_accs + index[:, None] * DIM + offs_d[None, :], acc, mask=q_inside)
 
 
@@ -171,11 +171,11 @@ def deterministic_attention(
     _, kv_heads, block_size, _ = cache.keys.shape
     group = num_heads // kv_heads
     members = next_power_of_2(group)
-    lines, tile, warps, stages = (64, 64, 4, 2) if queries.dtype != torch.float32 else (16, 32, 4, 2)
+    block_m, tile, warps, stages = (64, 64, 4, 2) if queries.dtype != torch.float32 else (16, 32, 4, 2)
     if dim > 256:
-        lines, tile = 16, 16
+        block_m, tile = 16, 16
     are_single = plan.max_queries == 1
-    tiles = num_rows if are_single else num_tokens // (lines // members) + num_rows
+    tiles = num_rows if are_single else num_tokens // (block_m // members) + num_rows
     num_segments = next_power_of_2(cdiv(plan.max_position, SEGMENT))  # few variants to compile
     if in_turn is None:
         in_turn = not are_single or num_segments == 1 or tiles * kv_heads >= PROGRAMS_WANTED
@@ -192,7 +192,7 @@ def deterministic_attention(
         queries, *cache_tensors(cache), out, sums, accs,
         plan.tables, plan.query_starts, plan.contexts, sinks,
         args.scale, args.softcap or 1.0, window, plan.tables.stride(0), num_rows,
-        num_heads, kv_heads, group, members, dim, padded, block_size, lines, tile, SEGMENT, num_segments, in_turn,
+        num_heads, kv_heads, group, members, dim, padded, block_size, block_m, tile, SEGMENT, num_segments, in_turn,
         args.softcap is not None, args.sinks is not None, cache.key_scales is not None, are_single,
         precision_of(queries),
         num_warps=warps, num_stages=stages, enable_fp_fusion=False, **launch_options(),

@@ -5,7 +5,7 @@ reading the entries takes. Kernels of a layer:
 
     _absorb     queries × each head's matrix → queries over latents; entries normed, rotated, written into the cache
     _attend     tiles of (query, head) lines over entries; a context is cut into splits that run side by side
-    _expand     mixtures of latents × each head's matrix → values; what the splits of a line found is merged before
+    _expand     what the splits of a line found, merged × each head's matrix → values; `_expand_line` for a few tokens
 
 A tile has 16 lines where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
 `_absorb` and `_expand` load their matrices before the kernel that precedes them has ended.
@@ -25,11 +25,12 @@ from tokenmill.ops.triton.attention.select import TILE
 from tokenmill.ops.triton.attention.softmax import LOG2E, LOWEST, add_keys, attention_output, empty_state
 from tokenmill.ops.triton.attention.tiles import row_of_tile
 from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
-from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 RANK_BLOCK = 64  # rows of a head's matrix that a program of `_absorb` multiplies by
 VALUE_BLOCK = 32  # and of `_expand`
+LINE_BLOCK = 16  # and of `_expand_line`
 MAX_SPLITS = 64  # of a context
 VERY_FEW_TOKENS = 4  # multiplied by a head's matrix one by one
 FEW_TOKENS = 16  # multiplied by a head's matrix together, unless a step has hundreds
@@ -202,11 +203,6 @@ def _merged(
     l_i = tl.load(lse + splits * 2 + 1, mask=is_used, other=0.0)
     m_new = tl.max(m_i, axis=1)
     total = tl.maximum(tl.sum(tl.exp2(m_i - m_new[:, None]) * l_i, axis=1), 1e-30)
-    if TOKENS == 1:  # all splits at once
-        weights = tl.where(is_used, tl.exp2(m_i - m_new[:, None]), 0.0) / total[:, None]
-        every = parts + splits[:, :, None] * RANK + columns[None, None, :]
-        found = tl.load(every, mask=is_used[:, :, None] & inside[None, None, :], other=0.0)
-        return tl.sum(found * weights[:, :, None], axis=1)
     acc = tl.zeros((TOKENS, columns.shape[0]), tl.float32)
     for split in range(tl.max(used, axis=0)):
         index = q_rows * NUM_SPLITS + split
@@ -216,6 +212,13 @@ def _merged(
     return acc
 
 
+@triton.jit
+def _used_splits(contexts, tokens, is_token, KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """How many splits of a token's context, which is cut into tiles of KEYS, have any entries"""
+    context = tl.load(contexts + tokens, mask=is_token, other=0)
+    return tl.cdiv(context, tl.maximum(_split_size(context, KEYS, NUM_SPLITS), 1))
+
+
 @kernel_unspecialized("num_tokens")
 def _expand(
     mixed, lse, contexts, expand, out, num_tokens,
@@ -223,7 +226,7 @@ def _expand(
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T, HEADS * VALUE]; the latents are taken CHUNK values at a time. `mixed` [T, HEADS, RANK], or with several
-    splits of each token's context, in tiles of KEYS, what each of them found [T, HEADS, NUM_SPLITS, RANK]"""
+    splits what each of them found [T, HEADS, NUM_SPLITS, RANK]"""
     launch_dependents(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
@@ -236,8 +239,7 @@ def _expand(
     q_rows = tokens.to(tl.int64) * HEADS + head
     used = tokens
     if NUM_SPLITS > 1:
-        context = tl.load(contexts + tokens, mask=is_token, other=0)
-        used = tl.cdiv(context, tl.maximum(_split_size(context, KEYS, NUM_SPLITS), 1))
+        used = _used_splits(contexts, tokens, is_token, KEYS, NUM_SPLITS)
     product = tl.zeros((TOKENS, BLOCK), tl.float32)
     for first in tl.static_range(0, RANK, CHUNK):
         inside = first + offs_r < RANK
@@ -249,12 +251,49 @@ def _expand(
         else:
             latents = mixed + q_rows[:, None] * RANK + first + offs_r[None, :]
             latent = tl.load(latents, mask=is_token[:, None] & inside[None, :], other=0.0)
-        if TOKENS == 1:
-            product += tl.sum(latent.to(tl.float32) * matrix.to(tl.float32), axis=1)[None, :]
-        else:
-            product = tl.dot(latent, tl.trans(matrix), product, input_precision=PRECISION)
+        product = tl.dot(latent, tl.trans(matrix), product, input_precision=PRECISION)
     target = out + (q_rows * VALUE)[:, None] + rows[None, :]
     tl.store(target, product.to(out.dtype.element_ty), mask=is_token[:, None] & (rows < VALUE)[None, :])
+
+
+@kernel
+def _expand_line(
+    mixed, lse, contexts, expand, out,
+    HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, VALUE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """The same of one token and BLOCK of a head's values: nothing is looked for after the mixtures are known but they
+    themselves, TOGETHER splits at a time"""
+    launch_dependents(OVERLAPS)
+    token, head = tl.program_id(0), tl.program_id(1)
+    rows, columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, RANK_PADDED)
+    inside = columns < RANK
+    source = expand + (head * VALUE + rows)[:, None] * RANK + columns[None, :]
+    matrix = tl.load(source, mask=(rows < VALUE)[:, None] & inside[None, :], other=0.0)
+    wait_for_previous(OVERLAPS)
+    q_row = token.to(tl.int64) * HEADS + head
+    if NUM_SPLITS == 1:
+        latent = tl.load(mixed + q_row * RANK + columns, mask=inside, other=0.0).to(tl.float32)
+    else:
+        used = _used_splits(contexts, token, token >= 0, KEYS, NUM_SPLITS)
+        m_new = tl.max(tl.full((TOGETHER,), LOWEST, tl.float32), axis=0)
+        total, latent = m_new * 0.0, tl.zeros((RANK_PADDED,), tl.float32)
+        for first in range(0, used, TOGETHER):
+            numbers = first + tl.arange(0, TOGETHER)
+            index, is_used = q_row * NUM_SPLITS + numbers, numbers < used
+            parts = mixed + index[:, None] * RANK + columns[None, :]
+            found = tl.load(parts, mask=is_used[:, None] & inside[None, :], other=0.0)
+            m_i = tl.load(lse + index * 2, mask=is_used, other=LOWEST)
+            l_i = tl.load(lse + index * 2 + 1, mask=is_used, other=0.0)
+            highest = tl.maximum(m_new, tl.max(m_i, axis=0))
+            weight, alpha = tl.exp2(m_i - highest), tl.exp2(m_new - highest)
+            total = total * alpha + tl.sum(weight * l_i, axis=0)
+            latent = latent * alpha + tl.sum(found * weight[:, None], axis=0)
+            m_new = highest
+        latent = (latent / tl.maximum(total, 1e-30)).to(expand.dtype.element_ty).to(tl.float32)
+    product = tl.sum(matrix.to(tl.float32) * latent[None, :], axis=1)
+    target = out + q_row * VALUE + rows
+    tl.store(target, product.to(out.dtype.element_ty), mask=rows < VALUE)
 
 
 def num_latent_splits(num_programs: int, max_context: int, gpu: Capabilities) -> int:
@@ -358,11 +397,19 @@ def expand_mixtures(
 ) -> None:
     """Values of some tokens into their rows of `out` [T, heads * value_dim]"""
     (num_heads, value_dim, rank), values, own = expand.shape, found.values[tokens], out[tokens]
-    num_tokens = len(own)
-    each = 1 if num_tokens <= VERY_FEW_TOKENS and not are_alike else _tokens_of_tile(own, are_alike=are_alike)
+    num_tokens, padded = len(own), max(16, next_power_of_2(rank))
+    if num_tokens <= VERY_FEW_TOKENS and not are_alike:
+        block = min(next_power_of_2(value_dim), LINE_BLOCK)
+        _expand_line[(num_tokens, num_heads, cdiv(value_dim, block))](
+            values, found.lse, found.contexts, expand, own,
+            num_heads, rank, padded, value_dim, found.splits, found.keys, block, min(16, found.splits),
+            num_warps=4, **launch_options(),
+        )  # fmt: skip
+        return
+    each = _tokens_of_tile(own, are_alike=are_alike)
     block = min(next_power_of_2(value_dim), VALUE_BLOCK if num_tokens <= FEW_TOKENS or are_alike else 128)
     _expand[(cdiv(num_tokens, each), num_heads, cdiv(value_dim, block))](
         values, found.lse, found.contexts, expand, own, num_tokens,
-        num_heads, rank, value_dim, found.splits, found.keys, each, max(16, block),
-        min(128, max(16, next_power_of_2(rank))), precision_of(out), num_warps=4, **launch_options(),
+        num_heads, rank, value_dim, found.splits, found.keys, each, max(16, block), min(128, padded),
+        precision_of(out), num_warps=4, **launch_options(),
     )  # fmt: skip

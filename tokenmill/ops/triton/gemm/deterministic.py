@@ -1,6 +1,7 @@
 """Products whose sums do not depend on how many rows are multiplied together: for `--deterministic`.
 
-An output is a sum over the matrix's columns, in one or two segments whose border depends on the matrix alone. Within a
+An output is a sum over the matrix's columns, in one or two segments whose border depends on the matrix alone (on the
+whole of it, where a rank has some of its rows: so the sums of several ranks are those of one). Within a
 segment the matrix units add up in column order; then the segments' sums are added.
 
     columns   [ segment 0 | segment 1 ]      out = sum 0 + sum 1
@@ -156,7 +157,7 @@ def deterministic_linear(
     out = x.new_empty(num_rows, num_out)
     if not num_rows:
         return out
-    border = border or border_of(num_out, num_in)
+    border = border or border_of(weight.whole_rows or num_out, num_in)
     has_two = border < num_in
     config = config or pick_deterministic_config(num_rows, num_out, x.dtype, has_two=has_two)
     programs = cdiv(num_out, config.tile_n) * cdiv(num_rows, config.rows)

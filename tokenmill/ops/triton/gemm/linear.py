@@ -21,13 +21,14 @@ from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, act_mul
 from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Epilogue
 from tokenmill.ops.triton.gemm.select import Choice, choose
-from tokenmill.ops.triton.launch.capabilities import capabilities_of
+from tokenmill.ops.triton.launch.capabilities import capabilities_of, has_fp8
 from tokenmill.ops.triton.quant.fp4 import BLOCK_BYTES, Fp4Matrix, fp4_from_blocks, has_fitting_scales, interleaved_fp4
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, quantize_rows
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow
 from tokenmill.ops.triton.quant.quantized import (
     Fp8Matrix,
     PackedIntMatrix,
+    fp8_from_blocks,
     interleaved,
     is_of_one_form,
     joined,
@@ -48,7 +49,7 @@ class PackLinear:
 
     def __call__(self, parts: Sequence[RawTensor], bias: torch.Tensor | None, dense: Dense) -> LinearWeight:
         like = dense(RawTensor("", (0,), torch.empty(0)))
-        runs = [(form, list(run)) for form, run in groupby(parts, lambda part: self._form(part, like.dtype))]
+        runs = [(form, list(run)) for form, run in groupby(parts, lambda part: self._form(part, like))]
         pieces = [self._piece(form, run, like, dense) for form, run in runs]
         if len(pieces) == 1:
             return replace(pieces[0], bias=bias)
@@ -59,8 +60,8 @@ class PackLinear:
 
     def embedding(self, raw: RawTensor, dense: Dense) -> LinearWeight:
         like = dense(RawTensor("", (0,), torch.empty(0)))
-        form = self._form(raw, like.dtype)
-        return self._piece(form, [raw], like, dense) if form else _whole(dense(raw))
+        form = self._form(raw, like)
+        return self._piece(form, [raw], like, dense) if form and not form.is_fp8 else _whole(dense(raw))
 
     def experts(
         self,
@@ -98,7 +99,7 @@ class PackLinear:
     def _of_experts(self, raw: RawTensor, dense: Dense) -> torch.Tensor | PackedIntMatrix | Fp4Matrix:
         """Plain [experts, lines, columns], or words with all lines one below the other"""
         like = dense(RawTensor("", (0,), torch.empty(0)))
-        form = self._form(raw, like.dtype)
+        form = self._form(raw, like)
         if form is not None and form.is_fp4:
             return fp4_from_blocks(raw.data.to(like.device).flatten(0, 1))
         if form is not None:
@@ -109,15 +110,16 @@ class PackLinear:
         made = OF_EXPERTS[self._quantization](matrices.flatten(0, 1))
         return replace(made, scales=made.scales.to(torch.float16), row_scales=None)
 
-    def _form(self, part: RawTensor, dtype: torch.dtype) -> PackedIntFormat | None:
+    def _form(self, part: RawTensor, like: torch.Tensor) -> PackedIntFormat | None:
         """None: expanded, or plain to begin with"""
-        if part.quant is None or not self._keeps_blocks or (dtype == torch.float32 and self._quantization == "none"):
+        is_exact = like.dtype == torch.float32 and self._quantization == "none"
+        if part.quant is None or not self._keeps_blocks or is_exact:
             return None
         form = packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales))
         if form is not None and part.quant == "MXFP4":
             fits = has_fitting_scales(part.data) if form.is_fp4 else _has_moderate_scales(part)
             return form if fits else None
-        return form
+        return None if form is not None and form.is_fp8 and not has_fp8(like.device) else form
 
     def _piece(
         self, form: PackedIntFormat | None, parts: Sequence[RawTensor], like: torch.Tensor, dense: Dense
@@ -125,6 +127,8 @@ class PackLinear:
         if form is None:
             matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
             return LinearWeight(len(matrix), matrix.shape[1], self._packed(matrix, parts[0].name))
+        if form.is_fp8:
+            return _stacked_fp8([fp8_from_blocks(part.data.to(like.device)) for part in parts])
         kept = [packed_from_blocks(part.data.to(like.device), str(part.quant), form, like.dtype) for part in parts]
         return LinearWeight(sum(part.shape[0] for part in parts), parts[0].shape[1], joined(kept))
 
@@ -141,6 +145,12 @@ QUANTISERS: dict[str, Callable[[torch.Tensor], Fp8Matrix | PackedIntMatrix]] = {
 }
 OF_EXPERTS: dict[str, Callable[[torch.Tensor], PackedIntMatrix]] = {"fp8": to_int8, "int4": to_int4, "int8": to_int8}
 """Experts have no products with fp8 matrices: they take 8 bits with a scale for every 32 columns instead."""
+
+
+def _stacked_fp8(matrices: Sequence[Fp8Matrix]) -> LinearWeight:
+    values = torch.cat([one.values for one in matrices])
+    scales = torch.cat([one.scales for one in matrices])
+    return LinearWeight(len(values), values.shape[1], Fp8Matrix(values, scales))
 
 
 def _whole(matrix: torch.Tensor) -> LinearWeight:

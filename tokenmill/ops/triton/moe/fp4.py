@@ -39,21 +39,21 @@ def _add_chunk(sums, words, scales, rights, HAS_PTX: tl.constexpr):
 
 @kernel
 def _grouped_fp4(
-    x, words, scales, bias, out, order, offsets, shares, num_out, num_in, num_experts, scale_stride,
+    x, words, scales, bias, out, order, offsets, weights, num_out, num_in, num_experts, scale_stride,
     K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, IS_GATHERED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_PTX: tl.constexpr,
 ) -> None:  # fmt: skip
     """KIND: the activation, where a matrix has gates above as many ups. IS_GATHERED: rows of x are tokens, rows of out
-    sorted pairs; else x has sorted pairs, and out pairs times shares. Rows and pairs beyond the last are read as
+    sorted pairs; else x has sorted pairs, and out pairs times their weights. Rows and pairs beyond the last are read as
     others, so that no load is masked by them."""
     expert, first, end = expert_of_tile(offsets, num_experts, TILE)
     if first < end:
         IS_GATED: tl.constexpr = KIND != ""
-        places = first + tl.arange(0, TILE)
-        is_pair = places < end
-        stands = tl.minimum(places, end - 1)
-        pairs = tl.load(order + stands)
-        sources = pairs // K if IS_GATHERED else stands
+        indices = first + tl.arange(0, TILE)
+        is_pair = indices < end
+        clamped = tl.minimum(indices, end - 1)
+        pairs = tl.load(order + clamped)
+        sources = pairs // K if IS_GATHERED else clamped
         row_words, lanes = num_in // 4, tl.arange(0, LANES)
         own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         num_rows = 2 * num_out if IS_GATED else num_out
@@ -86,9 +86,9 @@ def _grouped_fp4(
         if IS_GATED:
             sums = gated(sums, ups, KIND)
         if IS_GATHERED:
-            targets = places
+            targets = indices
         else:
-            sums *= tl.load(shares + pairs)[None, :]
+            sums *= tl.load(weights + pairs)[None, :]
             targets = pairs
         out_rows = out + targets.to(tl.int64)[None, :] * num_out + own[:, None]
         tl.store(out_rows, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & (own < num_out)[:, None])
@@ -117,7 +117,7 @@ def grouped_fp4(
     out = x.new_empty(num_pairs, num_out)
     _grouped_fp4[(num_pairs // tile + num_experts, cdiv(num_out, 64))](
         x, matrix.words, matrix.scales, x if bias is None else bias.contiguous(), out, pairs.order, pairs.offsets,
-        pairs.shares, num_out, matrix.num_columns, num_experts, matrix.scales.stride(0),
+        pairs.weights, num_out, matrix.num_columns, num_experts, matrix.scales.stride(0),
         pairs.k, tile, 64, activation or "", is_gathered, bias is not None, has_ptx(),
         num_warps=4, num_stages=4,
     )  # fmt: skip
@@ -209,17 +209,17 @@ def _gemv_fp4_down(
     targets = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     biases = tl.zeros((ROWS,), tl.float32)
     for choice in tl.static_range(K):
-        share = tl.load(weights + token * K + choice, cache_modifier=".cg")
+        expert_weight = tl.load(weights + token * K + choice, cache_modifier=".cg")
         if HAS_BIAS:
             own = bias + expert * hidden + targets
-            biases += share * tl.load(own, mask=targets < hidden, other=0.0).to(tl.float32)
+            biases += expert_weight * tl.load(own, mask=targets < hidden, other=0.0).to(tl.float32)
         next_part, next_found = part, found
         if choice + 1 < K:
             expert = tl.load(chosen + choice + 1, cache_modifier=".cg")
             next_part = tl.load(source + expert * hidden * row_words, mask=is_chunk[:, None], other=0)
             next_found = tl.load(at + expert * hidden, mask=is_chunk, other=0)
         parts = _row_parts(inner + (token * K + choice) * inter, chunks, is_chunk)
-        sums += _products(part, found, parts, HAS_PTX) * share
+        sums += _products(part, found, parts, HAS_PTX) * expert_weight
         part, found = next_part, next_found
     total = tl.sum(tl.reshape(tl.sum(sums, axis=1), (ROWS, CHUNKS)), axis=1) + biases
     tl.store(out + token * hidden + targets, total.to(out.dtype.element_ty), mask=targets < hidden)

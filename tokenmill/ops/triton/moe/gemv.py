@@ -35,7 +35,7 @@ from tokenmill.ops.triton.quant.fp16x2 import SMALLER, as_pair, times_weighed
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
-LINES = 2  # of down that a program computes
+ROWS = 2  # of down that a program computes
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _fetch_shared(gate_up, expert, is_shared, first, last, hidden, inter, THREAD
 
 @kernel
 def _moe_gemv_up(
-    x, choices, gate_up, bias, out, hidden, inter, num_experts, lines_each,
+    x, choices, gate_up, bias, out, hidden, inter, num_experts, rows_each,
     K: tl.constexpr, SHARED: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ARE_IDS: tl.constexpr, HAS_BIAS: tl.constexpr, THREADS: tl.constexpr, FETCHES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -59,8 +59,8 @@ def _moe_gemv_up(
     with those that every token has among them. FETCHES: a program's rows are whole parts for each of its threads."""
     pair = tl.program_id(0)
     token, choice = pair // (K + SHARED), pair % (K + SHARED)
-    first = tl.program_id(1) * lines_each
-    last = tl.minimum(first + lines_each, inter)
+    first = tl.program_id(1) * rows_each
+    last = tl.minimum(first + rows_each, inter)
     if OVERLAPS and FETCHES and SHARED > 0:
         _fetch_shared(gate_up, num_experts + choice - K, choice >= K, first, last, hidden, inter, THREADS)
     wait_for_previous(OVERLAPS)
@@ -79,17 +79,17 @@ def _moe_gemv_up(
     source = gate_up + (expert * 2 * inter + first) * hidden + columns
     gate = tl.load(source, mask=inside, other=0.0)
     up = tl.load(source + inter * hidden, mask=inside, other=0.0)
-    for line in range(first, last):
+    for row in range(first, last):
         source += hidden
-        is_next = inside & (columns * 0 + line + 1 < last)
+        is_next = inside & (columns * 0 + row + 1 < last)
         next_gate = tl.load(source, mask=is_next, other=0.0)
         next_up = tl.load(source + inter * hidden, mask=is_next, other=0.0)
         gates = tl.sum(gate.to(tl.float32) * factors, axis=0)
         ups = tl.sum(up.to(tl.float32) * factors, axis=0)
         if HAS_BIAS:
-            gates += tl.load(bias + expert * 2 * inter + line).to(tl.float32)
-            ups += tl.load(bias + expert * 2 * inter + inter + line).to(tl.float32)
-        tl.store(out + pair * inter + line, gated(gates, ups, KIND).to(out.dtype.element_ty))
+            gates += tl.load(bias + expert * 2 * inter + row).to(tl.float32)
+            ups += tl.load(bias + expert * 2 * inter + inter + row).to(tl.float32)
+        tl.store(out + pair * inter + row, gated(gates, ups, KIND).to(out.dtype.element_ty))
         gate, up = next_gate, next_up
 
 
@@ -105,17 +105,17 @@ def _next_down(left, num_experts, NUMBER: tl.constexpr, SHARED: tl.constexpr, BL
 @kernel
 def _moe_gemv_down(
     inner, logits, down, out, hidden, inter, num_experts,
-    K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr,
+    K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, hidden], LINES of one token a program; the first experts' are on their way before `inner` is known"""
+    """out [T, hidden], ROWS of one token a program; the first experts' are on their way before `inner` is known"""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
     columns = tl.arange(0, WIDTH)
     inside = columns < inter
-    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    is_there = (lines < hidden)[:, None] & inside[None, :]
-    source = down + lines[:, None] * inter + columns[None, :]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_there = (rows < hidden)[:, None] & inside[None, :]
+    source = down + rows[:, None] * inter + columns[None, :]
     COUNT: tl.constexpr = K + SHARED
     ordered = ordered_logits(logits, token, num_experts, BLOCK)
     highest = logit_of(tl.max(ordered, axis=0))
@@ -126,70 +126,70 @@ def _moe_gemv_down(
         expert, second_logit, left = _next_down(left, num_experts, 1, SHARED, BLOCK)
         second = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
     wait_for_previous(OVERLAPS)
-    sums = tl.zeros((LINES, WIDTH), tl.float32)
-    always = tl.zeros((LINES,), tl.float32)
+    sums = tl.zeros((ROWS, WIDTH), tl.float32)
+    always = tl.zeros((ROWS,), tl.float32)
     whole = 0.0
     for number in tl.static_range(COUNT):
         third, third_logit = second, second_logit
         if number + 2 < COUNT:
             expert, third_logit, left = _next_down(left, num_experts, number + 2, SHARED, BLOCK)
             third = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
-        place = K + number if number < SHARED else number - SHARED
-        row = inner + (token * COUNT + place) * inter
+        index = K + number if number < SHARED else number - SHARED
+        row = inner + (token * COUNT + index) * inter
         factors = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
         if number < SHARED:
             sums += part.to(tl.float32) * factors[None, :]
             if number + 1 == SHARED:
                 always = tl.sum(sums, axis=1)
-                sums = tl.zeros((LINES, WIDTH), tl.float32)
+                sums = tl.zeros((ROWS, WIDTH), tl.float32)
         else:
-            share = tl.exp(logit - highest)
-            whole += share
-            sums += part.to(tl.float32) * (factors * share)[None, :]
+            expert_weight = tl.exp(logit - highest)
+            whole += expert_weight
+            sums += part.to(tl.float32) * (factors * expert_weight)[None, :]
         part, logit, second, second_logit = second, second_logit, third, third_logit
     if not RENORMALIZE:
-        shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
-        whole = tl.sum(shares, axis=0)
+        expert_weights = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
+        whole = tl.sum(expert_weights, axis=0)
     total = tl.sum(sums, axis=1) / whole + always
-    tl.store(out + token * hidden + lines, total.to(out.dtype.element_ty), mask=lines < hidden)
+    tl.store(out + token * hidden + rows, total.to(out.dtype.element_ty), mask=rows < hidden)
 
 
 @kernel
 def _moe_gemv_down_of(
     inner, ids, weights, down, bias, out, hidden, inter,
-    K: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """The same where experts and their weights, [T, K] each, are known"""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
     columns = tl.arange(0, WIDTH)
     inside = columns < inter
-    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    is_there = (lines < hidden)[:, None] & inside[None, :]
-    source = down + lines[:, None] * inter + columns[None, :]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_there = (rows < hidden)[:, None] & inside[None, :]
+    source = down + rows[:, None] * inter + columns[None, :]
     chosen = ids + token * K
     part = tl.load(source + tl.load(chosen, cache_modifier=".cg") * hidden * inter, mask=is_there, other=0.0)
     second = part
     if K > 1:
         second = tl.load(source + tl.load(chosen + 1, cache_modifier=".cg") * hidden * inter, mask=is_there, other=0.0)
     wait_for_previous(OVERLAPS)
-    sums = tl.zeros((LINES, WIDTH), tl.float32)
+    sums = tl.zeros((ROWS, WIDTH), tl.float32)
     for choice in tl.static_range(K):
         third = second
         if choice + 2 < K:
             expert = tl.load(chosen + choice + 2, cache_modifier=".cg")
             third = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
-        share = tl.load(weights + token * K + choice, cache_modifier=".cg")
+        expert_weight = tl.load(weights + token * K + choice, cache_modifier=".cg")
         factors = tl.load(inner + (token * K + choice) * inter + columns, mask=inside, other=0.0)
-        sums += part.to(tl.float32) * (factors.to(tl.float32) * share)[None, :]
+        sums += part.to(tl.float32) * (factors.to(tl.float32) * expert_weight)[None, :]
         part, second = second, third
     total = tl.sum(sums, axis=1)
     if HAS_BIAS:
         for choice in tl.static_range(K):
-            own = bias + tl.load(chosen + choice, cache_modifier=".cg") * hidden + lines
-            share = tl.load(weights + token * K + choice, cache_modifier=".cg")
-            total += share * tl.load(own, mask=lines < hidden, other=0.0).to(tl.float32)
-    tl.store(out + token * hidden + lines, total.to(out.dtype.element_ty), mask=lines < hidden)
+            own = bias + tl.load(chosen + choice, cache_modifier=".cg") * hidden + rows
+            expert_weight = tl.load(weights + token * K + choice, cache_modifier=".cg")
+            total += expert_weight * tl.load(own, mask=rows < hidden, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + rows, total.to(out.dtype.element_ty), mask=rows < hidden)
 
 
 def moe_gemv_chosen(
@@ -202,8 +202,8 @@ def moe_gemv_chosen(
         return gemv_fp4(x, weights, ids, packed, activation)
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
     inner, out, wide = _gate_up(x, ids, packed, k, 0, activation), torch.empty_like(x), next_power_of_2(inter)
-    _moe_gemv_down_of[(cdiv(hidden, LINES), num_tokens)](
-        inner, ids, weights, down, down if packed.down_bias is None else packed.down_bias, out, hidden, inter, k, LINES,
+    _moe_gemv_down_of[(cdiv(hidden, ROWS), num_tokens)](
+        inner, ids, weights, down, down if packed.down_bias is None else packed.down_bias, out, hidden, inter, k, ROWS,
         wide, packed.has_bias, num_warps=_warps_for(wide, 1024), **launch_options(),
     )  # fmt: skip
     return out
@@ -250,8 +250,8 @@ def moe_gemv(
     (num_tokens, hidden), inter, shared, num_routed = x.shape, down.shape[2], packed.num_shared, logits.shape[1]
     inner, out = _gate_up(x, logits, packed, num_active, shared, activation), torch.empty_like(x)
     wide = next_power_of_2(inter)
-    _moe_gemv_down[(cdiv(hidden, LINES), num_tokens)](
-        inner, logits, down, out, hidden, inter, num_routed, num_active, shared, renormalize, LINES, wide,
+    _moe_gemv_down[(cdiv(hidden, ROWS), num_tokens)](
+        inner, logits, down, out, hidden, inter, num_routed, num_active, shared, renormalize, ROWS, wide,
         next_power_of_2(num_routed), num_warps=_warps_for(wide, 1024), **launch_options(),
     )  # fmt: skip
     return out
@@ -299,16 +299,16 @@ def _warps_for(width: int, each: int) -> int:
     return max(1, min(8, width // each))
 
 
-LINES_TOGETHER = 8  # of gates and ups, of which a program has a multiple: their scales are neighbours
+ROWS_TOGETHER = 8  # of gates and ups, of which a program has a multiple: their scales are neighbours
 
 
 @triton.jit
-def _row_pairs(row, pieces, num_in, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr):
-    """What the pieces' words are multiplied by, zeros beyond the row: int32 [pieces, PIECE] each"""
+def _row_pairs(row, chunks, num_in, CHUNK: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr):
+    """What the chunks' words are multiplied by, zeros beyond the row: int32 [chunks, CHUNK] each"""
     values_each: tl.constexpr = 32 // BITS
-    parts: tl.constexpr = SPAN // PIECE
-    first = pieces // parts * (SPAN * values_each) + pieces % parts * PIECE
-    columns = first[:, None] + tl.arange(0, PIECE)[None, :]
+    parts: tl.constexpr = SPAN // CHUNK
+    first = chunks // parts * (SPAN * values_each) + chunks % parts * CHUNK
+    columns = first[:, None] + tl.arange(0, CHUNK)[None, :]
     is_inside = columns < num_in
     found = ()
     for i in tl.static_range(values_each // 2):
@@ -319,128 +319,128 @@ def _row_pairs(row, pieces, num_in, PIECE: tl.constexpr, SPAN: tl.constexpr, BIT
 
 
 @triton.jit
-def _place_of(line, SPAN: tl.constexpr, BITS: tl.constexpr):
+def _index_of(row, SPAN: tl.constexpr, BITS: tl.constexpr):
     """Where a column lies among the halves of its row's pairs"""
     half_span: tl.constexpr = SPAN * 16 // BITS
-    return line // (2 * half_span) * (2 * half_span) + line % half_span * 2 + line // half_span % 2
+    return row // (2 * half_span) * (2 * half_span) + row % half_span * 2 + row // half_span % 2
 
 
 @triton.jit
-def _pairs_from(row, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr):
-    """The same of a row that has been stored in pairs: int32 [rows, PIECE] each"""
-    parts: tl.constexpr = SPAN // PIECE
-    first = pieces // parts * (SPAN * 16 // BITS) + pieces % parts * PIECE
-    places = first[:, None] + tl.arange(0, PIECE)[None, :]
+def _pairs_from(row, chunks, is_there, CHUNK: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """The same of a row that has been stored in pairs: int32 [rows, CHUNK] each"""
+    parts: tl.constexpr = SPAN // CHUNK
+    first = chunks // parts * (SPAN * 16 // BITS) + chunks % parts * CHUNK
+    indices = first[:, None] + tl.arange(0, CHUNK)[None, :]
     found = ()
     for i in tl.static_range(16 // BITS):
-        found = found + (tl.load(row + places + i * SPAN, mask=is_there[:, None], other=0),)  # type: ignore[assignment]
+        found = found + (tl.load(row + indices + i * SPAN, mask=is_there[:, None], other=0),)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
 def _scales(
-    lines, stride, pieces, is_there, PIECE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
+    rows, stride, chunks, is_there, CHUNK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Load the scales of the first, second ... group of each piece, [rows] each; `lines` points at first scales."""
-    parts: tl.constexpr = SPAN // PIECE
-    groups: tl.constexpr = PIECE * 32 // BITS // GROUP
-    first = pieces // parts * (groups * parts) + pieces % parts
-    found = (tl.load(lines + first * stride, mask=is_there, other=0),)
+    """Load the scales of the first, second ... group of each chunk, [rows] each; `rows` points at first scales."""
+    parts: tl.constexpr = SPAN // CHUNK
+    groups: tl.constexpr = CHUNK * 32 // BITS // GROUP
+    first = chunks // parts * (groups * parts) + chunks % parts
+    found = (tl.load(rows + first * stride, mask=is_there, other=0),)
     for i in tl.static_range(1, groups):
-        found = found + (tl.load(lines + (first + i * parts) * stride, mask=is_there, other=0),)  # type: ignore[assignment]
+        found = found + (tl.load(rows + (first + i * parts) * stride, mask=is_there, other=0),)  # type: ignore[assignment]
     return found
 
 
 @kernel
 def _moe_gemv_int_up(
-    x, logits, words, scales, out, hidden, inter, num_experts, lines_each,
-    K: tl.constexpr, KIND: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr,
+    x, logits, words, scales, out, hidden, inter, num_experts, rows_each,
+    K: tl.constexpr, KIND: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
     GROUP: tl.constexpr, BITS: tl.constexpr, DOWN_SPAN: tl.constexpr, DOWN_BITS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T * K, inter] = act(gate x) * up x, made smaller, in the pairs that downs are multiplied by. A program has
-    some lines of gate and the same of up, one at a time"""
+    some rows of gate and the same of up, one at a time"""
     wait_for_previous(OVERLAPS)
     launch_dependents(OVERLAPS)  # not before the logits are there: the next kernel reads them without waiting
     pair = tl.program_id(0)
     token, choice = pair // K, pair % K
-    pieces = tl.arange(0, PIECES)
-    row_words, stride = tl.multiple_of(hidden * BITS // 32, PIECE), num_experts * 2 * inter
-    pairs = _row_pairs(x + token * hidden, pieces, hidden, PIECE, SPAN, BITS, HAS_PTX)
+    chunks = tl.arange(0, CHUNKS)
+    row_words, stride = tl.multiple_of(hidden * BITS // 32, CHUNK), num_experts * 2 * inter
+    pairs = _row_pairs(x + token * hidden, chunks, hidden, CHUNK, SPAN, BITS, HAS_PTX)
     expert = choice_of(logits, token, choice, num_experts, K, BLOCK)
-    first = tl.program_id(1) * lines_each
-    last = tl.minimum(first + lines_each, inter)
-    is_piece = pieces * PIECE < row_words
+    first = tl.program_id(1) * rows_each
+    last = tl.minimum(first + rows_each, inter)
+    is_chunk = chunks * CHUNK < row_words
     begin = expert * 2 * inter + first
-    source = words + begin * row_words + (pieces * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
-    line_scales = scales + begin
+    source = words + begin * row_words + (chunks * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
+    row_scales = scales + begin
     to_up = inter * row_words
-    gate = tl.load(source, mask=is_piece[:, None], other=0)
-    up = tl.load(source + to_up, mask=is_piece[:, None], other=0)
-    gate_scales = _scales(line_scales, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
-    up_scales = _scales(line_scales + inter, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
-    for line in range(first, last):
+    gate = tl.load(source, mask=is_chunk[:, None], other=0)
+    up = tl.load(source + to_up, mask=is_chunk[:, None], other=0)
+    gate_scales = _scales(row_scales, stride, chunks, is_chunk, CHUNK, SPAN, GROUP, BITS)
+    up_scales = _scales(row_scales + inter, stride, chunks, is_chunk, CHUNK, SPAN, GROUP, BITS)
+    for row in range(first, last):
         source += row_words
-        line_scales += 1
-        is_next = is_piece & (pieces * 0 + line + 1 < last)
+        row_scales += 1
+        is_next = is_chunk & (chunks * 0 + row + 1 < last)
         next_gate = tl.load(source, mask=is_next[:, None], other=0)
         next_up = tl.load(source + to_up, mask=is_next[:, None], other=0)
-        next_gate_scales = _scales(line_scales, stride, pieces, is_next, PIECE, SPAN, GROUP, BITS)
-        next_up_scales = _scales(line_scales + inter, stride, pieces, is_next, PIECE, SPAN, GROUP, BITS)
-        gates = times_weighed(gate, pairs, gate_scales, PIECE, GROUP, BITS, HAS_PTX)
-        ups = times_weighed(up, pairs, up_scales, PIECE, GROUP, BITS, HAS_PTX)
+        next_gate_scales = _scales(row_scales, stride, chunks, is_next, CHUNK, SPAN, GROUP, BITS)
+        next_up_scales = _scales(row_scales + inter, stride, chunks, is_next, CHUNK, SPAN, GROUP, BITS)
+        gates = times_weighed(gate, pairs, gate_scales, CHUNK, GROUP, BITS, HAS_PTX)
+        ups = times_weighed(up, pairs, up_scales, CHUNK, GROUP, BITS, HAS_PTX)
         gates, ups = tl.sum(tl.sum(gates, axis=1), axis=0) / SMALLER, tl.sum(tl.sum(ups, axis=1), axis=0) / SMALLER
         value = gated(gates, ups, KIND) * SMALLER
-        tl.store(out + pair * inter + _place_of(line, DOWN_SPAN, DOWN_BITS), value.to(tl.float16))
+        tl.store(out + pair * inter + _index_of(row, DOWN_SPAN, DOWN_BITS), value.to(tl.float16))
         gate, up, gate_scales, up_scales = next_gate, next_up, next_gate_scales, next_up_scales
 
 
 @kernel
 def _moe_gemv_int_down(
     inner, logits, words, scales, out, hidden, inter, num_experts,
-    K: tl.constexpr, RENORMALIZE: tl.constexpr, LINES: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    K: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, HAS_PTX: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """inner: pairs, int32 [T * K, inter / 2]; out [T, hidden], LINES of one token a program, one after the other in a
-    tile's pieces. The first experts' are on their way before `inner` is known."""
+    """inner: pairs, int32 [T * K, inter / 2]; out [T, hidden], ROWS of one token a program, one after the other in a
+    tile's chunks. The first experts' are on their way before `inner` is known."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
-    all_pieces = tl.arange(0, LINES * PIECES)
-    lines, pieces = tl.program_id(0) * LINES + all_pieces // PIECES, all_pieces % PIECES
-    row_words, stride = tl.multiple_of(inter * BITS // 32, PIECE), num_experts * hidden
-    is_piece = (pieces * PIECE < row_words) & (lines < hidden)
-    source = words + (lines * row_words + pieces * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+    all_chunks = tl.arange(0, ROWS * CHUNKS)
+    rows, chunks = tl.program_id(0) * ROWS + all_chunks // CHUNKS, all_chunks % CHUNKS
+    row_words, stride = tl.multiple_of(inter * BITS // 32, CHUNK), num_experts * hidden
+    is_chunk = (chunks * CHUNK < row_words) & (rows < hidden)
+    source = words + (rows * row_words + chunks * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
     ordered = ordered_logits(logits, token, num_experts, BLOCK)
     expert, highest, left = next_choice(ordered, BLOCK)
     logit = highest
-    part = tl.load(source + expert * hidden * row_words, mask=is_piece[:, None], other=0)
-    begins = scales + lines
-    part_scales = _scales(begins + expert * hidden, stride, pieces, is_piece, PIECE, SPAN, GROUP, BITS)
+    part = tl.load(source + expert * hidden * row_words, mask=is_chunk[:, None], other=0)
+    begins = scales + rows
+    part_scales = _scales(begins + expert * hidden, stride, chunks, is_chunk, CHUNK, SPAN, GROUP, BITS)
     expert, second_logit, left = next_choice(left, BLOCK)
-    is_second = is_piece & (K > 1)
+    is_second = is_chunk & (K > 1)
     second = tl.load(source + expert * hidden * row_words, mask=is_second[:, None], other=0)
-    second_scales = _scales(begins + expert * hidden, stride, pieces, is_second, PIECE, SPAN, GROUP, BITS)
+    second_scales = _scales(begins + expert * hidden, stride, chunks, is_second, CHUNK, SPAN, GROUP, BITS)
     wait_for_previous(OVERLAPS)
-    sums = tl.zeros((LINES * PIECES, PIECE), tl.float32)
+    sums = tl.zeros((ROWS * CHUNKS, CHUNK), tl.float32)
     whole = 0.0
     for choice in range(K):
         expert, third_logit, left = next_choice(left, BLOCK)
-        is_third = is_piece & (all_pieces * 0 + choice + 2 < K)
+        is_third = is_chunk & (all_chunks * 0 + choice + 2 < K)
         third = tl.load(source + expert * hidden * row_words, mask=is_third[:, None], other=0)
-        third_scales = _scales(begins + expert * hidden, stride, pieces, is_third, PIECE, SPAN, GROUP, BITS)
-        share = tl.exp(logit - highest)
-        whole += share
+        third_scales = _scales(begins + expert * hidden, stride, chunks, is_third, CHUNK, SPAN, GROUP, BITS)
+        expert_weight = tl.exp(logit - highest)
+        whole += expert_weight
         row = inner + tl.multiple_of((token * K + choice) * (inter // 2), 4)
-        pairs = _pairs_from(row, pieces, is_piece, PIECE, SPAN, BITS)
-        sums += times_weighed(part, pairs, part_scales, PIECE, GROUP, BITS, HAS_PTX) * share
+        pairs = _pairs_from(row, chunks, is_chunk, CHUNK, SPAN, BITS)
+        sums += times_weighed(part, pairs, part_scales, CHUNK, GROUP, BITS, HAS_PTX) * expert_weight
         part, part_scales, logit = second, second_scales, second_logit
         second, second_scales, second_logit = third, third_scales, third_logit
     if not RENORMALIZE:
-        shares = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
-        whole = tl.sum(shares, axis=0)
-    total = tl.sum(tl.reshape(tl.sum(sums, axis=1), (LINES, PIECES)), axis=1) / (whole * SMALLER)
-    targets = tl.program_id(0) * LINES + tl.arange(0, LINES)
+        expert_weights = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
+        whole = tl.sum(expert_weights, axis=0)
+    total = tl.sum(tl.reshape(tl.sum(sums, axis=1), (ROWS, CHUNKS)), axis=1) / (whole * SMALLER)
+    targets = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(out + token * hidden + targets, total.to(out.dtype.element_ty), mask=targets < hidden)
 
 
@@ -460,24 +460,24 @@ def moe_gemv_int(
     block, pairs = next_power_of_2(num_experts), num_tokens * num_active
     inner, out = x.new_empty(pairs, inter, dtype=torch.float16), torch.empty_like(x)
     programs = capabilities_of(x.device).tuning.moe_gemv_programs
-    each = cdiv(cdiv(inter, max(1, programs // pairs)), LINES_TOGETHER) * LINES_TOGETHER
+    each = cdiv(cdiv(inter, max(1, programs // pairs)), ROWS_TOGETHER) * ROWS_TOGETHER
     _moe_gemv_int_up[(pairs, cdiv(inter, each))](
         x, logits, gate_up.words, gate_up.scales, inner, hidden, inter, num_experts, each, num_active, activation,
         *_layout(gate_up), down.interleave, down.bits, block, has_ptx(),
         num_warps=_int_warps_for(hidden), **launch_options(),
     )  # fmt: skip
-    _moe_gemv_int_down[(cdiv(hidden, LINES), num_tokens)](
+    _moe_gemv_int_down[(cdiv(hidden, ROWS), num_tokens)](
         inner.view(torch.int32), logits, down.words, down.scales, out, hidden, inter, num_experts, num_active,
-        renormalize, LINES, *_layout(down), block, has_ptx(),
-        num_warps=_int_warps_for(inter * LINES), **launch_options(),
+        renormalize, ROWS, *_layout(down), block, has_ptx(),
+        num_warps=_int_warps_for(inter * ROWS), **launch_options(),
     )  # fmt: skip
     return out
 
 
 def _layout(matrix: PackedIntMatrix) -> tuple[int, int, int, int, int]:
-    """Pieces of a line, words of a piece, words of a span, columns that share a scale, bits"""
-    piece = min(matrix.interleave, matrix.group)
-    return next_power_of_2(matrix.words.shape[1] // piece), piece, matrix.interleave, matrix.group, matrix.bits
+    """Chunks of a row, words of a chunk, words of a span, columns that share a scale, bits"""
+    chunk = min(matrix.interleave, matrix.group)
+    return next_power_of_2(matrix.words.shape[1] // chunk), chunk, matrix.interleave, matrix.group, matrix.bits
 
 
 def _int_warps_for(num_columns: int) -> int:

@@ -43,58 +43,58 @@ class GroupedConfig(NamedTuple):
 
 @kernel
 def _moe_grouped_gemm_int(
-    x, words, scales, bias, out, order, offsets, shares, num_out, num_in, num_experts,
-    K: tl.constexpr, TILE: tl.constexpr, STRIP: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+    x, words, scales, bias, out, order, offsets, weights, num_out, num_in, num_experts,
+    K: tl.constexpr, TILE: tl.constexpr, BLOCK_ROWS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, IS_GATHERED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PTX: tl.constexpr,
 ) -> None:  # fmt: skip
-    """IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out pairs times shares.
-    Lines and pairs beyond the last are read as others, so that no load is masked by them."""
+    """IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out weighted pairs.
+    Rows and pairs beyond the last are read as others, so that no load is masked by them."""
     expert, first, end = expert_of_tile(offsets, num_experts, TILE)
     if first < end:
         row_words = num_in * BITS // 32
-        places = first + tl.arange(0, TILE)
-        is_pair = places < end
-        stands = tl.minimum(places, end - 1)
-        pairs = tl.load(order + stands)
-        sources = pairs // K if IS_GATHERED else stands
+        indices = first + tl.arange(0, TILE)
+        is_pair = indices < end
+        clamped = tl.minimum(indices, end - 1)
+        pairs = tl.load(order + clamped)
+        sources = pairs // K if IS_GATHERED else clamped
         columns = tl.arange(0, WORDS)
-        lines = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
-        rows = tl.cast(expert, tl.int64) * num_out + lines % num_out
+        matrix_rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        rows = tl.cast(expert, tl.int64) * num_out + matrix_rows % num_out
         sums = packed_tile_sums(
             words + rows[:, None] * row_words + columns[None, :],
             x + sources.to(tl.int64)[:, None] * num_in + columns[None, :],
-            scales + rows, num_experts * num_out, 0, row_words, TILE, STRIP, WORDS, GROUP, BITS, HAS_PTX,
+            scales + rows, num_experts * num_out, 0, row_words, TILE, BLOCK_ROWS, WORDS, GROUP, BITS, HAS_PTX,
         )  # fmt: skip
         if HAS_BIAS:
             sums += tl.load(bias + rows)[:, None]
         if IS_GATHERED:
-            targets = places
+            targets = indices
         else:
-            sums *= tl.load(shares + pairs)[None, :]
+            sums *= tl.load(weights + pairs)[None, :]
             targets = pairs
-        out_lines = out + targets.to(tl.int64)[None, :] * num_out + lines[:, None]
-        tl.store(out_lines, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & (lines < num_out)[:, None])
+        out_ptrs = out + targets.to(tl.int64)[None, :] * num_out + matrix_rows[:, None]
+        tl.store(out_ptrs, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & (matrix_rows < num_out)[:, None])
 
 
 def moe_grouped_gemm_int(
     x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, *, is_gathered: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """All experts' lines one below the other → [pairs, num_out]"""
+    """All experts' rows one below the other → [pairs, num_out]"""
     num_experts, num_pairs = pairs.num_experts, len(pairs.order)
     num_out = len(matrix.words) // num_experts
-    tile, strip, warps, stages = pick_grouped_int_config(num_pairs / num_experts)
+    tile, block_rows, warps, stages = pick_grouped_int_config(num_pairs / num_experts)
     out = x.new_empty(num_pairs, num_out)
-    _moe_grouped_gemm_int[(num_pairs // tile + num_experts, cdiv(num_out, strip))](
-        x, matrix.words, matrix.scales, x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.shares,
-        num_out, matrix.num_columns, num_experts, pairs.k, tile, strip, matrix.interleave, matrix.group, matrix.bits,
-        is_gathered, bias is not None, has_ptx(),
+    _moe_grouped_gemm_int[(num_pairs // tile + num_experts, cdiv(num_out, block_rows))](
+        x, matrix.words, matrix.scales, x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.weights,
+        num_out, matrix.num_columns, num_experts, pairs.k, tile, block_rows, matrix.interleave, matrix.group,
+        matrix.bits, is_gathered, bias is not None, has_ptx(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
 
 def pick_grouped_int_config(pairs_each: float) -> tuple[int, int, int, int]:
-    """Pairs, lines, warps and stages: most experts' pairs are one tile, so that their matrices are expanded once."""
+    """Pairs, matrix rows, warps and stages: mostly one tile an expert, so that its matrices are expanded once."""
     if pairs_each <= 4:
         return 8, 64, 4, 3
     return (32, 64, 4, 3) if pairs_each <= 16 else (64, 128, 8, 2)
@@ -102,42 +102,42 @@ def pick_grouped_int_config(pairs_each: float) -> tuple[int, int, int, int]:
 
 @kernel_unspecialized("num_experts")
 def _grouped(
-    x, matrices, bias, out, order, offsets, shares, num_out, num_in, num_experts,
+    x, matrices, bias, out, order, offsets, weights, num_out, num_in, num_experts,
     K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     IS_GATHERED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, IS_PART: tl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of sorted pairs times their expert's matrix [num_out, num_in].
 
-    IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out pairs times shares.
+    IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out weighted pairs.
     """
     expert, first, end = expert_of_tile(offsets, num_experts, TILE, IS_PART)
     if first < end:
-        places = first + tl.arange(0, TILE)
-        is_pair = places < end
-        pairs = tl.load(order + places, mask=is_pair, other=0)
-        sources = pairs // K if IS_GATHERED else places
+        indices = first + tl.arange(0, TILE)
+        is_pair = indices < end
+        pairs = tl.load(order + indices, mask=is_pair, other=0)
+        sources = pairs // K if IS_GATHERED else indices
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns < num_out
         strides = tl.arange(0, STRIDE)
         matrix = matrices + tl.cast(expert, tl.int64) * num_out * num_in
-        x_lines = x + sources.to(tl.int64)[:, None] * num_in + strides[None, :]
-        lines = matrix + columns[:, None] * num_in + strides[None, :]
+        x_ptrs = x + sources.to(tl.int64)[:, None] * num_in + strides[None, :]
+        matrix_rows = matrix + columns[:, None] * num_in + strides[None, :]
         sums = tl.zeros((TILE, COLUMNS), tl.float32)
         for start in range(0, num_in, STRIDE):
             inside = (start + strides < num_in)[None, :]
-            left = tl.load(x_lines + start, mask=is_pair[:, None] & inside, other=0.0)
-            right = tl.load(lines + start, mask=is_column[:, None] & inside, other=0.0)
+            left = tl.load(x_ptrs + start, mask=is_pair[:, None] & inside, other=0.0)
+            right = tl.load(matrix_rows + start, mask=is_column[:, None] & inside, other=0.0)
             sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
         if HAS_BIAS:
             own = bias + tl.cast(expert, tl.int64) * num_out
             sums += tl.load(own + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if IS_GATHERED:
-            targets = places
+            targets = indices
         else:
-            sums *= tl.load(shares + pairs, mask=is_pair, other=0.0)[:, None]
+            sums *= tl.load(weights + pairs, mask=is_pair, other=0.0)[:, None]
             targets = pairs
-        out_lines = out + targets.to(tl.int64)[:, None] * num_out + columns[None, :]
-        tl.store(out_lines, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
+        out_ptrs = out + targets.to(tl.int64)[:, None] * num_out + columns[None, :]
+        tl.store(out_ptrs, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 
 
 def experts(
@@ -171,7 +171,7 @@ def sorted_experts(
 
 Packed = PackedIntMatrix | Fp4Matrix
 Matrices = torch.Tensor | Packed | tuple[torch.Tensor | Packed, ...]
-"""Of all experts: plain [experts, num_out, num_in], words with their lines one below the other, or, where gates and ups
+"""Of all experts: plain [experts, num_out, num_in], words with their rows one below the other, or, where gates and ups
 are not of one form, both apart"""
 
 
@@ -221,17 +221,17 @@ def _multiply_expanded(
     num_out = len(matrix.words) // pairs.num_experts
     out = x.new_empty(len(pairs.order), num_out)
     for first in range(0, pairs.num_experts, count):
-        lines = slice(first * num_out, (first + count) * num_out)
-        some = _expanded(matrix, lines, x.dtype).view(-1, num_out, matrix.num_columns)
+        matrix_rows = slice(first * num_out, (first + count) * num_out)
+        some = _expanded(matrix, matrix_rows, x.dtype).view(-1, num_out, matrix.num_columns)
         own = None if bias is None else bias[first:]
         _launch(x, some, out, pairs._replace(offsets=pairs.offsets[first:]), tile, own, is_gathered=is_gathered)
     return out
 
 
-def _expanded(matrix: Packed, lines: slice, dtype: torch.dtype) -> torch.Tensor:
+def _expanded(matrix: Packed, matrix_rows: slice, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(matrix, Fp4Matrix):
-        return dequantize_fp4(matrix, lines, dtype)
-    return dequantized_rows(matrix, lines, dtype)
+        return dequantize_fp4(matrix, matrix_rows, dtype)
+    return dequantized_rows(matrix, matrix_rows, dtype)
 
 
 def _launch(
@@ -248,7 +248,7 @@ def _launch(
     num_experts, num_out, num_in = matrices.shape
     grid = (len(pairs.order) // tile.pairs + num_experts, cdiv(num_out, tile.columns))
     _grouped[grid](
-        x, matrices, x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.shares, num_out, num_in,
+        x, matrices, x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.weights, num_out, num_in,
         num_experts, pairs.k, tile.pairs, tile.columns, tile.stride, is_gathered, bias is not None, precision_of(x),
         num_experts < pairs.num_experts,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -110,12 +110,12 @@ def _gated(gate, up, KIND: gl.constexpr):
 
 @kernel_unspecialized("num_experts", jit=gluon.jit)
 def _hopper_grouped_fp4(
-    x, words, scales, bias, out, order, offsets, shares, num_out, num_in, num_experts, scale_stride,
+    x, words, scales, bias, out, order, offsets, weights, num_out, num_in, num_experts, scale_stride,
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
     KIND: gl.constexpr, IS_SHARED_OUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ) -> None:  # fmt: skip
     """num_out: of the result, so half an expert's matrix rows where there are gates (KIND). IS_SHARED_OUT: results are
-    multiplied by their shares, and stand at their pairs' places, not in the order of the experts."""
+    multiplied by their weights, and stand at their pairs' indices, not in the order of the experts."""
     expert, row, end = _expert_of_tile(offsets, num_experts, ROWS)
     if row < end:
         IS_GATED: gl.constexpr = KIND != ""
@@ -154,22 +154,22 @@ def _hopper_grouped_fp4(
         if HAS_BIAS:
             own = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
             if IS_GATED:
-                places = expert * 2 * num_out + (first_row + own % OWN) % num_out + own // OWN * num_out
+                indices = expert * 2 * num_out + (first_row + own % OWN) % num_out + own // OWN * num_out
             else:
-                places = expert * num_out + (first_row + own) % num_out
-            sums += gl.expand_dims(gl.load(bias + places).to(gl.float32), 1)
+                indices = expert * num_out + (first_row + own) % num_out
+            sums += gl.expand_dims(gl.load(bias + indices).to(gl.float32), 1)
         if IS_GATED:
             gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OWN, ROWS)), (1, 2, 0)))
             sums = _gated(gate, up, KIND)
         OUT: gl.constexpr = gl.BlockedLayout([8, 1], [OWN // 8, 256 // OWN], [1, WARPS], [0, 1])
         columns = gl.expand_dims(first_row + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT)), 1)
-        stands = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
-        is_pair = stands < end
-        targets = stands.to(gl.int64)
+        positions = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+        is_pair = positions < end
+        targets = positions.to(gl.int64)
         result = gl.convert_layout(sums, OUT)
         if IS_SHARED_OUT:
-            targets = gl.load(order + stands, mask=is_pair, other=0)
-            result *= gl.expand_dims(gl.load(shares + targets, mask=is_pair, other=0.0), 0)
+            targets = gl.load(order + positions, mask=is_pair, other=0)
+            result *= gl.expand_dims(gl.load(weights + targets, mask=is_pair, other=0.0), 0)
         place = out + gl.expand_dims(targets * num_out, 0) + columns
         gl.store(place, result.to(out.dtype.element_ty), mask=gl.expand_dims(is_pair, 0) & (columns < num_out))
 
@@ -193,7 +193,7 @@ def hopper_grouped_fp4(
     own = config.tile_n // 2 if activation else config.tile_n
     _hopper_grouped_fp4[(num_pairs // config.rows + num_experts, cdiv(num_out, own))](
         TensorDescriptor.from_tensor(tokens, [config.rows, 64], TILES), matrix.words, matrix.scales,
-        x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.shares, num_out, matrix.num_columns,
+        x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.weights, num_out, matrix.num_columns,
         num_experts, matrix.scales.stride(0), config.rows, config.tile_n, config.ring, config.warps, config.ahead,
         activation or "", not is_gathered, bias is not None,
         num_warps=config.warps,

@@ -59,13 +59,13 @@ def _sort_pairs(ids, order, offsets, num_pairs, num_experts, CHUNK: tl.constexpr
 class SortedPairs(NamedTuple):
     order: torch.Tensor  # int64 [P]: pairs in the order of their experts
     offsets: torch.Tensor  # int64 [experts + 1]: where each expert's begin
-    shares: torch.Tensor  # float32 [T, k]: how much each pair counts
+    weights: torch.Tensor  # float32 [T, k]: how much each pair counts
     num_experts: int
 
     @property
     def k(self) -> int:
         """Choices of a token"""
-        return self.shares.shape[1]
+        return self.weights.shape[1]
 
 
 def sort_pairs(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> SortedPairs:

@@ -20,8 +20,8 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 def _scores(logits, SCORE: tl.constexpr):
     """What experts are weighted by, from float32 logits [BLOCK]; -inf where there is no expert"""
     if SCORE == "softmax":
-        shares = tl.exp(logits - tl.max(logits, axis=0))
-        scores = shares / tl.sum(shares, axis=0)
+        exps = tl.exp(logits - tl.max(logits, axis=0))
+        scores = exps / tl.sum(exps, axis=0)
     elif SCORE == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:  # the square root of softplus, which for large numbers is the number itself
@@ -42,7 +42,7 @@ def _best_groups(
 ):  # fmt: skip
     """`wanted` with -inf for the experts of groups that are not among the best"""
     numbers = experts // group_size
-    group_scores = tl.full((BLOCK,), float("-inf"), tl.float32)  # at the place of each group's number
+    group_scores = tl.full((BLOCK,), float("-inf"), tl.float32)  # at the index that is the group's number
     for group in tl.static_range(GROUPS):
         members = tl.where(numbers == group, wanted, float("-inf"))
         score, first = _best_of(members, experts, BLOCK)
@@ -68,7 +68,7 @@ def _route(
     wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
-    places = tl.arange(0, K_PADDED)
+    indices = tl.arange(0, K_PADDED)
     is_expert = experts < num_experts
     values = tl.load(logits + token * num_experts + experts, mask=is_expert, other=float("-inf"))
     scores = _scores(values.to(tl.float32), SCORE)
@@ -80,23 +80,23 @@ def _route(
         wanted = _best_groups(wanted, experts, group_size, BLOCK, GROUPS, KEPT, TWO_BEST)
     chosen = tl.zeros((K_PADDED,), tl.float32)
     chosen_ids = tl.zeros((K_PADDED,), tl.int64)
-    for place in tl.static_range(K):
+    for index in tl.static_range(K):
         _, expert = _best_of(wanted, experts, BLOCK)
         score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
-        chosen = tl.where(places == place, score, chosen)
-        chosen_ids = tl.where(places == place, expert.to(tl.int64), chosen_ids)
+        chosen = tl.where(indices == index, score, chosen)
+        chosen_ids = tl.where(indices == index, expert.to(tl.int64), chosen_ids)
         wanted = tl.where(experts == expert, float("-inf"), wanted)
     if RENORMALIZE:
         chosen = chosen / (tl.sum(chosen, axis=0) + epsilon)
     chosen *= scale
     if HAS_SCALES:
-        chosen *= tl.load(expert_scales + chosen_ids, mask=places < K, other=0.0)
+        chosen *= tl.load(expert_scales + chosen_ids, mask=indices < K, other=0.0)
     if SHARED:
-        chosen = tl.where(places < K, chosen, 1.0)
-        chosen_ids = tl.where(places < K, chosen_ids, (num_experts + places - K).to(tl.int64))
-    is_place = places < K + SHARED
-    tl.store(weights + token * (K + SHARED) + places, chosen, mask=is_place)
-    tl.store(ids + token * (K + SHARED) + places, chosen_ids, mask=is_place)
+        chosen = tl.where(indices < K, chosen, 1.0)
+        chosen_ids = tl.where(indices < K, chosen_ids, (num_experts + indices - K).to(tl.int64))
+    is_choice = indices < K + SHARED
+    tl.store(weights + token * (K + SHARED) + indices, chosen, mask=is_choice)
+    tl.store(ids + token * (K + SHARED) + indices, chosen_ids, mask=is_choice)
 
 
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,8 +7,8 @@ fp8     e4m3 values, one float32 scale a row; half the bytes of bfloat16
 int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter of the bytes
 int8    values of -127 to 127 in groups of 32 columns, which is Q8_0; half the bytes
 
-A checkpoint's own quantised blocks become packed integers without being rounded again (`packed_from_blocks`;
-`arch/packed_formats.py` says which formats are kept).
+A checkpoint's own quantised blocks become packed integers without being rounded again (`packed_from_blocks`), and its
+fp8 numbers stay what they are (`fp8_from_blocks`); `arch/packed_formats.py` says which formats are kept.
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ def to_fp8(matrix: torch.Tensor) -> Fp8Matrix:
     for part in _parts(len(matrix)):
         values[part] = (matrix[part].float() / scales[part, None]).clamp_(-448, 448).to(FP8)
     return Fp8Matrix(values, scales)
+
+
+def fp8_from_blocks(blocks: torch.Tensor) -> Fp8Matrix:
+    """uint8 [rows, bytes] of F8 blocks, whose scales are the same along a row"""
+    each = blocks.view(len(blocks), -1, BLOCK_TYPES["F8"].block_bytes)
+    return Fp8Matrix(each[:, :, 4:].flatten(1).view(FP8), each[:, 0, :4].contiguous().view(torch.float32).view(-1))
 
 
 def to_int4(matrix: torch.Tensor) -> PackedIntMatrix:

@@ -58,8 +58,9 @@ class HeldWeights:
 
 def shard_of(spec: ModelSpec, group: RankGroup, weights: WeightReader) -> tuple[ModelSpec, RankWeights, Shard]:
     """One rank's spec, weights and shard."""
-    cuts = Cuts(group.rank, group.size, cut_model(spec, group.size))
-    return cut_spec(spec, group.size, group.rank), RankWeights(HeldWeights(weights), cuts), Shard(group, cuts)
+    cuts, layers = Cuts(group.rank, group.size, cut_model(spec, group.size)), range(spec.num_layers)
+    source = RankWeights(HeldWeights(weights), cuts, layers)
+    return cut_spec(spec, group.size, group.rank), source, Shard(group, cuts, layers)
 
 
 def torch_logits(

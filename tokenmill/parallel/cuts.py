@@ -19,8 +19,8 @@ for mixers of other kinds, each rank computes the whole mixer from gathered proj
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -29,6 +29,7 @@ from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.regions import Experts, Feed, GatedMlp, Matrices, SideBySide, layer_regions
 from tokenmill.arch.spec import Gqa, LayerSpec, ModelSpec
 from tokenmill.arch.tensors import tensors_of
+from tokenmill.parallel.experts import Owners, place_experts
 
 PANEL = 16  # rows that native kernels compute together, two panels at a time
 Span = tuple[int, int]
@@ -68,6 +69,7 @@ class Cuts:
     rank: int
     size: int
     matrices: Mapping[str, MatrixCut]
+    experts: Mapping[str, Owners] = field(default_factory=dict)  # by matrix, where ranks have whole ones
 
     def find(self, name: str) -> MatrixCut | None:
         return self.matrices.get(name)
@@ -77,10 +79,16 @@ class Cuts:
         cut = self.matrices.get(tensor.removesuffix(".weight").removesuffix(".bias"))
         return None if cut is None else cut.rows.spans[self.rank]
 
+    def own_experts(self, tensor: str) -> list[int] | None:
+        """The experts of a tensor [experts, ...] that this rank has; None: all of them, or it is no such tensor."""
+        owners = self.experts.get(tensor.removesuffix(".weight").removesuffix(".bias"))
+        return None if owners is None else [expert for expert, ranks in enumerate(owners) if self.rank in ranks]
+
     @cached_property
     def recipe(self) -> str:
         """A text that changes whenever this rank's rows do."""
-        return repr(sorted((name, cut.rows.spans[self.rank]) for name, cut in self.matrices.items()))
+        rows = sorted((name, cut.rows.spans[self.rank]) for name, cut in self.matrices.items())
+        return repr(rows) + (repr(sorted(self.experts.items())) if self.experts else "")
 
 
 def split_evenly(total: int, size: int, unit: int = 1) -> Cut:
@@ -225,6 +233,36 @@ def _mlp(
     yield from ((name, MatrixCut(inner, "activation")) for name in ups)
     inputs = inner if min(inner.widths) > 0 else None
     yield from ((name, MatrixCut(split_rows(rows[name], size), inputs=inputs)) for name in downs)
+
+
+def spread_experts(
+    spec: ModelSpec, size: int, loads: Mapping[str, Sequence[float]], copies: int = 0
+) -> dict[str, Owners]:
+    """The experts of each matrix of experts, where ranks have whole ones. `loads`: tokens by expert, of some layers, by
+    the name of the layer's router."""
+    found: dict[str, Owners] = {}
+    for number, layer in enumerate(spec.layers):
+        feed = layer_regions(layer, number).feed
+        experts = feed.experts if isinstance(feed, SideBySide) else feed
+        if not isinstance(experts, Experts):
+            continue
+        (router,) = experts.router.names
+        owners = place_experts(experts.spec.num_experts, size, loads.get(router), copies)
+        names = (experts.gates, experts.ups, experts.downs)
+        found |= {name: owners for name in names if name is not None}
+    return found
+
+
+def shard_model(
+    spec: ModelSpec, size: int, rank: int, *, ep: bool = False, loads: Mapping[str, Sequence[float]] | None = None,
+    copies: int = 0,
+) -> Cuts:  # fmt: skip
+    """What one rank has. `ep`: whole experts instead of rows of each."""
+    if size == 1:
+        return Cuts(rank, size, {})
+    experts = spread_experts(spec, size, loads or {}, copies) if ep else {}
+    matrices = {name: cut for name, cut in cut_model(spec, size).items() if name not in experts}
+    return Cuts(rank, size, matrices, experts)
 
 
 def cut_spec(spec: ModelSpec, size: int, rank: int) -> ModelSpec:

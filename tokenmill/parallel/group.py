@@ -4,7 +4,9 @@ A collective moves numbers and never adds any: what ranks have computed comes to
 rank goes on with the same bits. All ranks call the same collectives in the same order; a wait that a rank's death
 would make endless ends with `PeerDied`.
 
+    alone.py     one rank, which has all rows
     threads.py   ranks that are threads of this process (tests)
+    turns.py     threads of which one runs at a time: several ranks on one GPU
     shared.py    processes or threads of one host, over shared memory
     gloo.py      processes of any hosts, over TCP
 """
@@ -18,6 +20,7 @@ from typing import Protocol
 import torch
 
 from tokenmill.parallel.cuts import Cut, Cuts, MatrixCut
+from tokenmill.parallel.experts import Owners
 
 
 class RankGroup(Protocol):
@@ -78,10 +81,13 @@ class GatherRows:
 
     def __call__(self, numbers: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """The rows that this rank has found under its own numbers, [T, W] → those of their owners."""
-        ends = torch.tensor([stop for _, stop in self.rows.spans], device=numbers.device)
-        owners = torch.bucketize(numbers, ends, right=True)
         pieces = self.group.all_gather(found, [found.shape[-1]] * self.group.size)
-        return torch.stack(pieces)[owners, torch.arange(len(numbers), device=numbers.device)]
+        rows = pieces[0]
+        for piece, (start, _) in zip(pieces[1:], self.rows.spans[1:], strict=True):
+            rows = torch.where(
+                (numbers >= start)[:, None], piece, rows
+            )  # without a copy from the host: graphs capture it
+        return rows
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class Shard:
 
     group: RankGroup
     cuts: Cuts
+    layers: range  # of the whole model's: those of this rank's stage
 
     def gather_outputs(self, names: Sequence[str]) -> Gather | None:
         """For a product with stacked matrices; None where each rank goes on with its own part, or has all of it."""
@@ -106,6 +113,15 @@ class Shard:
     def gather_rows(self, name: str) -> GatherRows | None:
         cut: MatrixCut | None = self.cuts.find(name)
         return None if cut is None else GatherRows(self.group, cut.rows)
+
+    def experts(self, name: str) -> Owners | None:
+        """The ranks that have each expert of a matrix as a whole; None: ranks have rows of all of them."""
+        return self.cuts.experts.get(name)
+
+    def whole_rows(self, names: Sequence[str]) -> int:
+        """The rows of some stacked matrices on all ranks together; 0 where this rank has all of them."""
+        cuts = [self.cuts.find(name) for name in names]
+        return sum(max(stop for _, stop in cut.rows.spans) for cut in cuts if cut is not None)
 
     @property
     def rank(self) -> int:

@@ -43,8 +43,9 @@ def steady_load(roofline: Roofline, concurrency: int, input_len: int, output_len
     prefill = roofline.prefill_s(input_len)
     decode_tok_s = roofline.decode_tok_s(concurrency, input_len + output_len // 2)
     step = concurrency / decode_tok_s
-    rate = 1.0 / (prefill + output_len / decode_tok_s)
-    busy = rate * prefill
+    prompt = roofline.prefill_busy_s(input_len)
+    rate = 1.0 / (prompt + output_len / decode_tok_s)
+    busy = rate * prompt
     wait = busy * prefill / (2 * (1 - busy)) if concurrency > 1 else 0.0
     tpot = step / (1 - busy) if concurrency > 1 else step
     return Load(concurrency, rate, prefill + wait, tpot, rate * output_len)

@@ -14,12 +14,12 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.machine import Machine, probe_machine
 from tokenmill.hardware.measured import measure_cpu
 from tokenmill.hardware.peaks import DevicePeaks, PeakDType, Vendor, device_names, find_device
+from tokenmill.planner.links import Link, find_link
 
 DEFAULT_MFU = {"gpu": 0.5, "accelerator": 0.4, "cpu": 0.5}
 DEFAULT_MBU = {"gpu": 0.7, "accelerator": 0.6, "cpu": 0.8}
-FAST_LINK_BYTES_S = 300e9  # one direction, what collectives reach over NVLink or Infinity Fabric
-SLOW_LINK_BYTES_S = 20e9  # over PCIe 4 x16
 FAST_LINKED = ("SXM", "NVL", "H20", "GH200", "B200", "B300", "MI300", "MI325", "MI35", "MI250", "TPU", "Gaudi")
+PCIE5 = ("PRO 6000", "RTX 50", "H100 PCIe", "H100 NVL")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PlanDevice:
     mfu: float
     mbu: float
     source: str  # "listed" or "measured"
+    linked_by: Link | None = None  # None: as such devices usually are
 
     @property
     def name(self) -> str:
@@ -49,8 +50,15 @@ class PlanDevice:
         return self.backend.devices[0]
 
     @property
-    def link_bytes_s(self) -> float:
-        return FAST_LINK_BYTES_S if any(mark in self.name for mark in FAST_LINKED) else SLOW_LINK_BYTES_S
+    def link(self) -> Link:
+        """How several of them reach each other: as asked, or as they usually do."""
+        if self.linked_by is not None:
+            return self.linked_by
+        if self.is_cpu:
+            return find_link("shared")
+        if any(mark in self.name for mark in FAST_LINKED):
+            return find_link("nvlink")
+        return find_link("pcie5" if any(mark in self.name for mark in PCIE5) else "pcie4")
 
     def peak_flops(self, weight_dtype: str) -> float:
         return self.peaks.flops_for(compute_dtype(weight_dtype, on_cpu=self.is_cpu))

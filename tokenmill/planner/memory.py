@@ -4,7 +4,7 @@ The KV pool is sized by the functions the engine allocates with (`runner/memory.
 estimate equals the allocation. A split over devices divides it:
 
     tensor split t    every matrix and the KV heads in t parts (at least one KV head per device)
-    pipeline split p  the layers in p stages; the largest stage must fit
+    pipeline split p  the layers in p stages, parted as the engine does; the largest stage must fit
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from math import ceil
 
 from tokenmill.arch.cost import WeightParts, kv_bytes, kv_bytes_per_token
 from tokenmill.arch.outline import Model, ModelOutline, outline_of
+from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.parallel.cuts import cut_spec
+from tokenmill.parallel.stages import head_cost, layer_costs, split_layers, stage_limits, stage_share
 from tokenmill.planner.device import PlanDevice
 from tokenmill.runner.memory import (
     RunnerLimits,
@@ -43,11 +46,31 @@ class Split:
         """Return the share of the layers in the fullest stage."""
         return ceil(spec.num_layers / self.pipeline) / spec.num_layers
 
-    def kv_share(self, spec: Model) -> float:
-        heads = max(layer.num_kv_heads for layer in outline_of(spec).layers)
-        return ceil(heads / self.tensor) / heads * self.layers(spec)
+    def stages(self, spec: ModelSpec) -> list[range]:
+        return split_layers(spec, self.pipeline)
+
+    def slowest_stage(self, spec: Model) -> float:
+        """Return the share of a token's work that the slowest stage does."""
+        if isinstance(spec, ModelOutline):
+            return self.layers(spec)
+        costs, head = layer_costs(spec), head_cost(spec)
+        slowest = max(sum(costs[number] for number in stage) + head * (stage.start == 0) for stage in self.stages(spec))
+        return slowest / (sum(costs) + head)
+
+    def kv_share(self, outline: ModelOutline) -> float:
+        heads = max(layer.num_kv_heads for layer in outline.layers)
+        return ceil(heads / self.tensor) / heads * self.layers(outline)
+
+    def kv_layout(self, spec: ModelSpec, dtypes: CacheDtypes, block_size: int) -> KVLayout:
+        """Return what the device with most of the KV cache keeps, as the engine lays it out."""
+        whole = KVLayout.from_spec(cut_spec(spec, self.tensor, 0), dtypes)
+        if self.pipeline == 1:
+            return whole
+        return max((whole.of_layers(stage) for stage in self.stages(spec)), key=lambda one: one.block_bytes(block_size))
 
     def check(self, spec: Model) -> None:
+        if self.pipeline > 1 and isinstance(spec, ModelSpec) and (why := stage_limits(spec, self.pipeline)) is not None:
+            raise InvalidConfig(why, param="pp")
         heads = max(layer.num_heads for layer in outline_of(spec).layers)
         if self.tensor < 1 or heads % self.tensor:
             raise InvalidConfig(f"{heads} heads can't be split over {self.tensor} devices", param="tp")
@@ -130,7 +153,10 @@ def plan_memory(
 
 
 def device_weight_bytes(spec: Model, parts: WeightParts, split: Split) -> int:
-    """Return the weights on the fullest stage: its share of the layers, and the embedding (or the head)."""
+    """Return the weights on the fullest stage: its layers, and of the first one embedding and head."""
+    if isinstance(spec, ModelSpec):
+        share = max(stage_share(spec, stage) for stage in split.stages(spec)) if split.pipeline > 1 else 1.0
+        return int(parts.total * share / split.tensor)
     return int((parts.embedding + parts.tables + (parts.experts + parts.rest) * split.layers(spec)) / split.tensor)
 
 
@@ -181,9 +207,9 @@ class PoolPlan:
 def _pool(spec: Model, kv_dtype: str, device: PlanDevice, split: Split, limits: Limits, free: int) -> PoolPlan:
     if isinstance(spec, ModelOutline):
         return _outline_pool(spec, kv_dtype, device, split, limits, free)
-    layout = KVLayout.from_spec(spec, CacheDtypes(kv_dtype, _compute_dtype(device, limits)))
-    share, size = split.kv_share(spec), limits.block_size
-    block_bytes = ceil(layout.block_bytes(size) * share)
+    size = limits.block_size
+    layout = split.kv_layout(spec, CacheDtypes(kv_dtype, _compute_dtype(device, limits)), size)
+    block_bytes = layout.block_bytes(size)
     per_request = blocks_for_context(layout, limits.context, size, limits.token_budget)
     fraction = limits.memory_fraction or device.runs_on.memory_fraction
     try:
@@ -203,14 +229,13 @@ def _pool(spec: Model, kv_dtype: str, device: PlanDevice, split: Split, limits: 
             block_size=size,
             num_blocks=blocks,
             max_rows=limits.max_running,
-            share=share,
         )
     except InvalidConfig:
         return PoolPlan(0, block_bytes, per_request)
     if not layout.is_recurrent:
         return PoolPlan(blocks, block_bytes, per_request)
-    taken = recurrent_bytes(layout, states, size, limits.max_running, share)
-    return PoolPlan(blocks, block_bytes, per_request, states, ceil(layout.state_bytes * share), taken)
+    taken = recurrent_bytes(layout, states, size, limits.max_running)
+    return PoolPlan(blocks, block_bytes, per_request, states, layout.state_bytes, taken)
 
 
 def _compute_dtype(device: PlanDevice, limits: Limits) -> str:

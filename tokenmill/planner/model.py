@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenmill.arch.cost import DTYPE_BYTES, WeightParts, weight_parts
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
+from tokenmill.arch.gguf_mixes import MIXES, mixed_parts
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
 from tokenmill.arch.packed_formats import Stored, configured_formats
@@ -32,7 +33,7 @@ from tokenmill.store.catalog import find_entry
 
 GPU_DTYPE = "bfloat16"  # of activations beside weights that stay quantised
 PLAIN_DTYPES = ("float32", "bfloat16", "float16")
-_QUANTISED = re.compile(r"[.-]((?:Q\d_(?:K|\d)|F16|BF16))(?:_[SML])?\.GGUF$")
+_QUANTISED = re.compile(r"[.-](((?:Q\d_(?:K|\d)|F16|BF16))(?:_[SML])?)\.GGUF$")
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,12 @@ def known_model(name: str) -> PlannedModel | None:
         return None
     model = _from_config(dict(config), name if entry is None else entry.name)
     quantised = None if entry is None else _QUANTISED.search(entry.file.upper())
-    if quantised is None or quantised[1] not in GGML_TYPE_BY_NAME:
+    if entry is None or quantised is None or quantised[2] not in GGML_TYPE_BY_NAME:
         return model
-    return replace(model, stored_dtype=quantised[1])
+    if not isinstance(model.spec, ModelSpec) or (quantised[1] not in MIXES and quantised[1] not in GGML_TYPE_BY_NAME):
+        return replace(model, stored_dtype=quantised[2])
+    parts = mixed_parts(model.spec, quantised[1], repeats_head=entry.repeats_head)
+    return replace(model, stored_dtype=quantised[2], stored=parts, kept=parts)
 
 
 @cache

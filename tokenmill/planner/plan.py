@@ -27,6 +27,7 @@ from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
 from tokenmill.planner.model import PLAIN_DTYPES, PlannedModel, require_known
 from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
+from tokenmill.report.units import counted
 
 TERA = 1e12
 
@@ -277,10 +278,6 @@ def _warnings(plan: Plan) -> Iterator[str]:
             f"memory holds {counted(memory.max_concurrency, 'request')} of {q.context:,} tokens, fewer than the "
             f"{q.max_running} that may run; more will wait or be preempted"
         )
-
-
-def counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _why_not(plan: Plan) -> str:

@@ -8,10 +8,10 @@ from html import escape
 from typing import Any
 
 from tokenmill.planner.capacity import READERS, readers_kept_up_with
-from tokenmill.planner.plan import Plan, counted
+from tokenmill.planner.plan import Plan
 from tokenmill.report.charts import Axis, Series, line_chart, stacked_bars
 from tokenmill.report.page import Heading, charts, page, table, today
-from tokenmill.report.units import duration
+from tokenmill.report.units import counted, duration
 
 GB = 1e9
 
@@ -178,6 +178,15 @@ def reading_rows(tpot_s: float) -> list[list[str]]:
     ]
 
 
+def _readers_of(plans: Sequence[Plan]) -> list[list[str]]:
+    """Kinds of readers, and of each plan whether it keeps up with them."""
+    by_plan = [[row[-1] for row in reading_rows(plan.tpot_s)] for plan in plans]
+    return [
+        [r.who, f"{r.words_per_minute}", f"{r.tpot_s * 1e3:.0f} ms", *kept]
+        for r, *kept in zip(READERS, *by_plan, strict=True)
+    ]
+
+
 def html_page(plans: Sequence[Plan], command: Sequence[str] = ()) -> str:
     """A page of one plan, or of several side by side."""
     names = short_labels(plans)
@@ -217,7 +226,7 @@ def html_page(plans: Sequence[Plan], command: Sequence[str] = ()) -> str:
         + "</details>"
         for plan in plans
     ]
-    readers = table(("a reader who", "words/min", "needs TPOT, ms", "kept up with"), reading_rows(plans[0].tpot_s))
+    readers = table(("a reader who", "words/min", "needs TPOT", *names), _readers_of(plans))
     side_by_side = [table(*compared_by_row(plans))] if len(plans) > 1 else []
     sections = [*side_by_side, charts(drawn), "<h2>Details</h2>", *details, "<h2>Reading speed</h2>", readers]
     return page(_heading(plans, command), sections)
@@ -235,4 +244,5 @@ def _heading(plans: Sequence[Plan], command: Sequence[str]) -> Heading:
         ("date", today()),
     ]
     shown = f"tokenmill {shlex.join(command)}" if command else ""
-    return Heading(f"Plan: {models} on {devices}", about, shown, verdict(plans[0]) if len(plans) == 1 else "")
+    said = verdict(plans[0]) if len(plans) == 1 else fit_verdict(plans)
+    return Heading(f"Plan: {models} on {devices}", about, shown, said)

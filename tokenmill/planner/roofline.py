@@ -3,6 +3,9 @@
     prefill   FLOPs / (peak FLOP/s × MFU)        of one prompt, or its bytes if it is very short
     decode    bytes / (peak bandwidth × MBU)     of the weights read once and the KV of every sequence, or its FLOPs
 
+Split over devices, a step takes a tensor split's part of that, and what devices exchange (`links.py`). The stages of a
+pipeline compute the lanes of a batch at the same time; the slowest one sets the pace.
+
 For a calibrated machine, measured at several batch sizes, the two parts add up (`overlap=False`), as fits to real steps
 show: no kernel overlaps them fully.
 """
@@ -10,14 +13,15 @@ show: no kernel overlaps them fully.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 from tokenmill.arch.cost import WeightParts, decode_step_bytes, decode_step_flops, prefill_flops, weights_read_bytes
 from tokenmill.arch.outline import Model
 from tokenmill.planner.device import PlanDevice
+from tokenmill.planner.links import pipeline_share
 from tokenmill.planner.memory import Split
 
-ALL_REDUCE_S = 8e-6  # the latency of one collective; two a layer
 STEP_S = {True: 1e-3, False: 3e-4}  # host time per step: on a CPU; on a GPU, where the host runs ahead
 
 
@@ -49,6 +53,16 @@ class Roofline:
     split: Split
     speeds: Speeds
 
+    def prefill_busy_s(self, num_tokens: int) -> float:
+        """Return the time that a prompt takes from all others: stages compute several prompts at the same time."""
+        return self.prefill_s(num_tokens) / self.split.pipeline / self.stage_share
+
+    @cached_property
+    def stage_share(self) -> float:
+        """The part of the time that a stage computes, 1 where there is one: stages have uneven work, and wait."""
+        stages = self.split.pipeline
+        return 1.0 if stages == 1 else pipeline_share(stages) / (stages * self.split.slowest_stage(self.spec))
+
     def prefill_s(self, num_tokens: int, *, batch: int = 1) -> float:
         """Return the time to the first token of `batch` prompts computed together."""
         flops = batch * prefill_flops(self.spec, num_tokens, causal=False)
@@ -65,19 +79,23 @@ class Roofline:
         flops = decode_step_flops(self.spec, share, context)
         memory = moved / self.speeds.bandwidth_bytes_s / self.split.tensor
         compute = flops / self.speeds.decode_flops_s / self.split.tensor
-        return self.speeds.combine(compute, memory) + self._exchange_s(share) + self.speeds.step_s
+        own_s = self.speeds.combine(compute, memory) + self.speeds.step_s
+        waits = batch >= self.split.pipeline  # until then a lane finds every stage free
+        return own_s / (self.stage_share if waits else 1.0) + self._exchange_s(share)
 
     def decode_tok_s(self, batch: int, context: int) -> float:
         """Return the tokens per second of all sequences together."""
         return batch / self.decode_s(batch, context)
 
     def _exchange_s(self, num_tokens: int) -> float:
-        """Return the time of two all-reduces per layer: latency, and each device sends nearly twice its activations."""
-        t = self.split.tensor
-        if t == 1:
-            return 0.0
-        moved = 2 * (t - 1) / t * num_tokens * self.spec.hidden_size * 2
-        return self.spec.num_layers * 2 * (ALL_REDUCE_S + moved / self.device.link_bytes_s)
+        """Return the time of what devices exchange in a step: two sums a layer, and the stream from stage to stage."""
+        link, split, stream = self.device.link, self.split, num_tokens * self.spec.hidden_size * 2
+        sums_s = self.spec.num_layers * 2 * link.sum_s(stream, split.tensor)
+        return sums_s + (split.pipeline * link.send_s(stream) if split.pipeline > 1 else 0.0)
+
+    def exchange_share(self, batch: int, context: int) -> float:
+        """The part of a decode step that devices exchange in."""
+        return self._exchange_s(ceil(batch / self.split.pipeline)) / self.decode_s(batch, context)
 
 
 def quick_flops(num_active_parameters: int, num_tokens: int) -> float:

@@ -17,6 +17,7 @@ from tokenmill.planner.device import PlanDevice, plan_device
 from tokenmill.planner.memory import Split
 from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.plan import Plan, Question, make_plan
+from tokenmill.report.units import duration
 
 SIZES = (1, 2, 4, 8)
 
@@ -84,7 +85,7 @@ def _row(option: Option) -> tuple[str, ...]:
     prices = ("–",) * 3 if price is None else (
         f"{price.usd_per_hour:.2f}", f"{price.usd_per_million_input:.3f}", f"{price.usd_per_million_output:.3f}",
     )  # fmt: skip
-    speeds = (f"{best.requests_s:.2f}", f"{best.ttft_s * 1e3:,.0f} ms", f"{best.tpot_s * 1e3:.1f} ms")
+    speeds = (f"{best.requests_s:.2f}", duration(best.ttft_s), duration(best.tpot_s))
     return (f"{plan.question.split.num_devices} × {option.device}", *prices, *speeds, str(best.concurrency))
 
 

@@ -11,8 +11,8 @@ So only rank 0 samples; the others compute their part of the logits and go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -31,7 +31,6 @@ class RankFailure(msgspec.Struct, frozen=True):
     """A follower's last word: why it could not compute a step."""
 
     rank: int
-    step: int
     error: str
 
 
@@ -40,13 +39,64 @@ _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 _failure_decoder = msgspec.msgpack.Decoder(RankFailure)
 
 
+def encode_plan(plan: StepPlan) -> bytes:
+    return _encoder.encode(plan)
+
+
+def decode_plan(data: bytes) -> StepPlan:
+    return _plan_decoder.decode(data)
+
+
+class Followers:
+    """The connections of rank 0 to ranks 1 and up, in order."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = connections
+
+    def send(self, data: bytes, first: int | None = None) -> None:
+        """`first`: to so many of them only."""
+        try:
+            for follower in self._connections[:first]:
+                follower.send_bytes(data)
+        except OSError as error:
+            raise PeerDied(f"a rank can't be reached: {error}") from None
+
+    def ask(self, question: bytes) -> list[bytes]:
+        """The answer of each."""
+        self.send(question)
+        try:
+            return [follower.recv_bytes() for follower in self._connections]
+        except (EOFError, OSError):
+            raise PeerDied("a rank has closed its connection") from None
+
+    def raise_failure(self) -> None:
+        """Raise what a follower has said, or that it has gone; without waiting."""
+        for follower in self._connections:
+            try:
+                if follower.poll(0):
+                    failure = _failure_decoder.decode(follower.recv_bytes())
+                    raise PeerDied(f"rank {failure.rank} failed: {failure.error}")
+            except (EOFError, OSError):
+                raise PeerDied("a rank has closed its connection") from None
+
+
+@contextmanager
+def reported(group: RankGroup, followers: Followers) -> Iterator[None]:
+    """Rank 0's part in a step. Where it fails, others may wait in the middle of the step: no other can follow it."""
+    try:
+        yield
+    except Exception as error:
+        group.abort()
+        followers.raise_failure()  # a follower that failed says why before it ends the group's waits
+        raise PeerDied(f"a step on several ranks failed: {error}") from error
+
+
 class RankedRunner:
     """Runs each step on all ranks; to its core it is a runner like any other."""
 
     depth = 1
 
-    def __init__(self, own: ModelRunner, group: RankGroup, followers: Sequence[Connection]) -> None:
-        """`followers`: the connections to ranks 1 and up, in order."""
+    def __init__(self, own: ModelRunner, group: RankGroup, followers: Followers) -> None:
         self._own = own
         self._group = group
         self._followers = followers
@@ -64,37 +114,16 @@ class RankedRunner:
         self._own.draw(ticket, masks)
 
     def collect(self, ticket: int) -> StepResult:
-        self._raise_failure()
-        self._send(_encoder.encode(self._plans.pop(ticket)))
-        try:
+        self._followers.raise_failure()
+        self._followers.send(encode_plan(self._plans.pop(ticket)))
+        with reported(self._group, self._followers):
             return self._own.collect(ticket)
-        except Exception as error:  # the others may wait in the middle of this step: no other can follow it
-            self._group.abort()
-            self._raise_failure()  # a follower that failed says why before it ends the group's waits
-            raise PeerDied(f"a step on several ranks failed: {error}") from error
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
         self._own.run_largest_step(token_budget, step_bytes, while_compiling)
 
     def next_idle_task(self) -> bool:
         return self._own.next_idle_task()
-
-    def _send(self, data: bytes) -> None:
-        try:
-            for follower in self._followers:
-                follower.send_bytes(data)
-        except OSError as error:
-            raise PeerDied(f"a rank can't be reached: {error}") from None
-
-    def _raise_failure(self) -> None:
-        """Raise what a follower has said, or that it has gone; without waiting."""
-        for follower in self._followers:
-            try:
-                if follower.poll(0):
-                    failure = _failure_decoder.decode(follower.recv_bytes())
-                    raise PeerDied(f"rank {failure.rank} failed in step {failure.step}: {failure.error}")
-            except (EOFError, OSError):
-                raise PeerDied("a rank has closed its connection") from None
 
 
 class FollowingSampler(Sampler):
@@ -107,19 +136,24 @@ class FollowingSampler(Sampler):
         return [[] for _ in rows]
 
 
-def follow(runner: ModelRunner, group: RankGroup, leader: Connection) -> None:
-    """Run the plans of rank 0 until it closes the connection. A plan that fails ends the whole group's waits."""
+def follow(run: Callable[[bytes], bytes | None], rank: int, group: RankGroup, leader: Connection) -> None:
+    """Run what rank 0 sends until it closes the connection. What fails ends the whole group's waits."""
     while True:
         try:
-            plan = _plan_decoder.decode(leader.recv_bytes())
+            message = leader.recv_bytes()
         except (EOFError, OSError):
             return
         try:
-            runner.collect(runner.launch(plan))
+            answer = run(message)
+            if answer is not None:
+                leader.send_bytes(answer)
         except Exception as error:
             with suppress(OSError):  # rank 0 may be gone
-                leader.send_bytes(
-                    _encoder.encode(RankFailure(group.rank, plan.step, f"{type(error).__name__}: {error}"))
-                )
+                leader.send_bytes(_encoder.encode(RankFailure(rank, f"{type(error).__name__}: {error}")))
             group.abort()
             raise
+
+
+def run_plan(runner: ModelRunner, message: bytes) -> None:
+    """A step of rank 0, on this rank."""
+    runner.collect(runner.launch(decode_plan(message)))

@@ -30,7 +30,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.lora.adapter import Adapter
 from tokenmill.models.pooling import Pooler
 from tokenmill.models.protocol import DirectModel, Model
-from tokenmill.ops.batch import DrawingRows, DrawParams
+from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import MAX_HOST_LOGITS
 from tokenmill.sampling.logprobs import prompt_logprobs
@@ -106,7 +106,7 @@ class RowTable:
 
 
 @dataclass(frozen=True)
-class _Task:
+class RowTask:
     """One row of a step and what is wanted of it; `wanted` are offsets into its fed tokens."""
 
     plan: RowPlan
@@ -119,7 +119,7 @@ class _Task:
 class RowsForward:
     """Rows whose forward pass was started: what is left is to draw, score and pool."""
 
-    tasks: list[_Task]
+    tasks: list[RowTask]
     hidden: torch.Tensor  # [L, H]: the wanted states of all tasks, one task after another
 
 
@@ -233,12 +233,16 @@ class ModelRunner:
 
     def start_rows(self, plans: Sequence[RowPlan]) -> RowsForward:
         """Start the forward pass of rows that may want anything."""
+        tasks, batch = self.prepare_rows(plans)
+        return RowsForward(tasks, self.model.forward(batch, self.storage))
+
+    def prepare_rows(self, plans: Sequence[RowPlan]) -> tuple[list[RowTask], ForwardBatch]:
+        """What is wanted of each row, and the inputs of their forward pass."""
         tasks = [self._task(plan) for plan in plans]
         wanted = [task.wanted for task in tasks]
         adapters = self.rows.adapters(plans)
         tables, block_size = self.rows.tables, self.storage.block_size
-        batch = build_batch(plans, wanted, tables, block_size, self.storage.device, adapters)
-        return RowsForward(tasks, self.model.forward(batch, self.storage))
+        return tasks, build_batch(plans, wanted, tables, block_size, self.storage.device, adapters)
 
     def finish_rows(self, started: RowsForward, masks: StepMasks | None) -> list[RowResult]:
         """Draw, score and pool."""
@@ -246,18 +250,18 @@ class ModelRunner:
         drawn = self._draw(started.tasks, parts, masks)
         return [self._result(task, part, drawn) for task, part in zip(started.tasks, parts, strict=True)]
 
-    def _task(self, plan: RowPlan) -> _Task:
+    def _task(self, plan: RowPlan) -> RowTask:
         row = self.rows[plan.row]
         fed = len(plan.token_ids)
         if row.pooler is not None:
-            return _Task(plan, row.pooler, [], row.pooler.wanted(plan.start, fed))
+            return RowTask(plan, row.pooler, [], row.pooler.wanted(plan.start, fed))
         targets = [] if plan.num_prompt_logprobs is None else scored_tokens(plan, row.prompt_token_ids)
         # These never score the prompt: what follows them is not known yet.
         drawing = range(fed - 1 - plan.num_drafts, fed) if plan.sample else ()
-        return _Task(plan, None, targets, [*range(len(targets)), *drawing])
+        return RowTask(plan, None, targets, [*range(len(targets)), *drawing])
 
     def _draw(
-        self, tasks: Sequence[_Task], parts: Sequence[torch.Tensor], masks: StepMasks | None
+        self, tasks: Sequence[RowTask], parts: Sequence[torch.Tensor], masks: StepMasks | None
     ) -> dict[int, list[Sample]]:
         """The sampled tokens by row, for the rows that draw."""
         drawing = [
@@ -289,7 +293,7 @@ class ModelRunner:
         lines = [slot for slot, plan in zip(slots, plans, strict=True) for _ in range(1 + plan.num_drafts)]
         return torch.tensor(lines, dtype=torch.int32).to(self.storage.device)
 
-    def _result(self, task: _Task, hidden: torch.Tensor, drawn: dict[int, list[Sample]]) -> RowResult:
+    def _result(self, task: RowTask, hidden: torch.Tensor, drawn: dict[int, list[Sample]]) -> RowResult:
         if task.pooler is not None:
             return _pooled(task.plan, task.pooler, hidden)
         scores = self._scores(task, hidden)
@@ -297,7 +301,7 @@ class ModelRunner:
             return RowResult(row=task.plan.row, error=NOT_FINITE)
         return drawn_result(task.plan.row, drawn.get(task.plan.row, []), scores)
 
-    def _scores(self, task: _Task, hidden: torch.Tensor) -> list[TokenLogprobs] | None:
+    def _scores(self, task: RowTask, hidden: torch.Tensor) -> list[TokenLogprobs] | None:
         """Logprobs of the task's targets; None where none are asked for, or the logits are not finite."""
         num = task.plan.num_prompt_logprobs
         if num is None:

@@ -1,0 +1,74 @@
+"""How the stream of a step goes from stage to stage: a ring of connections between processes of one host, or threads.
+
+    rank of stage 0 ──► stage 1 ──► … ──► last stage ──► rank of stage 0
+
+Each rank sends to the one of the next stage in the same place. Whoever sends may wait until the other reads; that no
+wait goes round the ring, the first stage reads in a thread of its own whatever comes back. A rank that ends closes its
+connections, which ends the waits of its neighbours.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import torch
+
+from tokenmill.errors import PeerDied
+
+GONE = "the rank of another stage has ended"
+
+
+class StageLink:
+    def __init__(self, before: Connection, behind: Connection, *, reads_ahead: bool) -> None:
+        """`before`: what this rank reads from; `behind`: what it writes to. `reads_ahead`: in a thread."""
+        self._before, self._behind = before, behind
+        self._arrived: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._reads_ahead = reads_ahead
+        self.num_bytes = 0  # sent so far
+        if reads_ahead:
+            threading.Thread(target=self._read, name="stage-results", daemon=True).start()
+
+    def send(self, x: torch.Tensor) -> None:
+        """Send a matrix to the next stage."""
+        values = x.contiguous().view(-1).view(torch.uint8).numpy()
+        try:
+            self._behind.send_bytes(f"{str(x.dtype).removeprefix('torch.')} {x.shape[0]} {x.shape[1]}".encode())
+            if values.size:
+                self._behind.send_bytes(values.data)
+        except (OSError, ValueError):
+            raise PeerDied(GONE) from None
+        self.num_bytes += values.size
+
+    def receive(self) -> torch.Tensor:
+        """Wait for the next matrix of the stage before."""
+        found = self._arrived.get() if self._reads_ahead else self._next()
+        if found is None:
+            raise PeerDied(GONE)
+        return found
+
+    def close(self) -> None:
+        """Let the neighbours know that nothing comes any more. A thread that reads ends with the stage before."""
+        with suppress(OSError):
+            self._behind.close()
+        if not self._reads_ahead:
+            self._before.close()
+
+    def _read(self) -> None:
+        while (found := self._next()) is not None:
+            self._arrived.put(found)
+        self._arrived.put(None)
+        self._before.close()
+
+    def _next(self) -> torch.Tensor | None:
+        """None: the stage before is gone."""
+        try:
+            dtype, rows, columns = self._before.recv_bytes().decode().split()
+            shape = int(rows), int(columns)
+            values = bytearray(self._before.recv_bytes()) if shape[0] * shape[1] else bytearray()
+        except (EOFError, OSError, ValueError):
+            return None
+        kind: torch.dtype = getattr(torch, dtype)
+        return torch.frombuffer(values, dtype=kind).view(shape) if values else torch.empty(shape, dtype=kind)

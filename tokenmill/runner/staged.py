@@ -1,0 +1,124 @@
+"""A step on the stages of a pipeline: several are in flight at a time, each on another stage.
+
+    core: launch(k+1)  plan ──► all ranks    stage 0: layers of k+1 ──► stage 1 ──► … ──► last stage ─┐
+          collect(k)                         stage 0: head of k, sample  ◄────────────────────────────┘
+
+    stage 0  [ 1 ][ 2 ]  head 1 [ 3 ]  head 2 [ 4 ]
+    stage 1       [ 1 ]         [ 2 ]         [ 3 ]        rows of 1, 3, 5 … and of 2, 4, 6 … are others: lanes
+
+`launch` computes the first stage's layers, `collect` waits for what the last stage has made of them. Ranks of the first
+stage that share its matrices (tensor parallel) do both in the order in which rank 0 does; ranks of later stages run
+each plan when its stream arrives. A sequence whose next token depends on a step in flight is not planned meanwhile, so
+steps in flight have different sequences, or chunks of the same prompt, which follow each other through the stages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from tokenmill.guided.masks import StepMasks
+from tokenmill.lora.adapter import Adapter
+from tokenmill.models.protocol import StagedModel
+from tokenmill.parallel.group import RankGroup
+from tokenmill.parallel.stage_link import StageLink
+from tokenmill.runner.ranked import Followers, decode_plan, encode_plan, reported
+from tokenmill.runner.runner import ModelRunner, RowsForward, RowTask
+from tokenmill.types import RowInit, StepPlan, StepResult
+
+PLAN, COLLECT, SECONDS = b"p", b"c", b"s"  # first byte of a message
+
+
+class StageRunner:
+    """The part of a rank in each step: its stage's layers, and on the first stage what follows the last layer."""
+
+    def __init__(self, rows: ModelRunner, model: StagedModel, link: StageLink, *, is_first: bool) -> None:
+        """`rows`: a runner of the same model, which knows what rows want; it computes no step itself."""
+        self._rows = rows
+        self._model = model
+        self._link = link
+        self._is_first = is_first
+        self._started: dict[int, tuple[float, list[RowTask]]] = {}
+        self.busy_s = 0.0  # spent computing, not waiting for other stages
+
+    def launch(self, plan: StepPlan) -> None:
+        """Run this stage's layers. Of a step without rows there is no stream."""
+        began_s = time.perf_counter()
+        self._rows.apply_changes(plan)
+        self._rows.sampler.observe(plan.rows)
+        tasks: list[RowTask] = []
+        waited_s = 0.0
+        if plan.rows:
+            tasks, batch = self._rows.prepare_rows(plan.rows)
+            wait_s = time.perf_counter()
+            entering = None if self._is_first else self._link.receive()
+            waited_s = time.perf_counter() - wait_s
+            self._link.send(self._model.forward(batch, self._rows.storage, entering))
+        if self._is_first:
+            self._started[plan.step] = began_s, tasks
+        self.busy_s += time.perf_counter() - began_s - waited_s
+
+    def collect(self, step: int, masks: StepMasks | None) -> StepResult:
+        """Wait for the last stage, then compute logits and sample."""
+        launched_s, tasks = self._started.pop(step)
+        hidden = self._link.receive() if tasks else None
+        began_s = time.perf_counter()
+        rows = [] if hidden is None else self._rows.finish_rows(RowsForward(tasks, hidden), masks)
+        ended_s = time.perf_counter()
+        self.busy_s += ended_s - began_s
+        return StepResult(step=step, rows=rows, step_s=ended_s - launched_s)
+
+
+class PipelineRunner:
+    """Runs steps on all stages; to its core it is a runner like any other, with several steps in flight."""
+
+    def __init__(self, own: StageRunner, group: RankGroup, followers: Followers, beside: int, depth: int) -> None:
+        """`beside`: how many of the followers, the first ones, compute the first stage with this rank."""
+        self._own = own
+        self._group = group
+        self._followers = followers
+        self._beside = beside
+        self._masks: dict[int, StepMasks] = {}
+        self.depth = depth
+        self.adapters: Mapping[str, Adapter] = {}  # none can be loaded
+
+    def stage_seconds(self) -> list[float]:
+        """Seconds that rank 0 and each follower have computed so far; between steps only."""
+        return [self._own.busy_s, *map(float, self._followers.ask(SECONDS))]
+
+    def continues(self, new: RowInit) -> bool:
+        """Tell whether a row can feed a token before the host has seen it: another stage's tokens come through here."""
+        return False
+
+    def launch(self, plan: StepPlan) -> int:
+        self._followers.raise_failure()
+        self._followers.send(PLAN + encode_plan(plan))
+        with reported(self._group, self._followers):
+            self._own.launch(plan)
+        return plan.step
+
+    def draw(self, ticket: int, masks: StepMasks) -> None:
+        self._masks[ticket] = masks
+
+    def collect(self, ticket: int) -> StepResult:
+        self._followers.raise_failure()
+        self._followers.send(COLLECT + str(ticket).encode(), self._beside)
+        with reported(self._group, self._followers):
+            return self._own.collect(ticket, self._masks.pop(ticket, None))
+
+    def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
+        """Nothing to take beforehand."""
+
+    def next_idle_task(self) -> bool:
+        return False
+
+
+def run_message(runner: StageRunner, message: bytes) -> bytes | None:
+    """What rank 0 asks of another rank, and the answer, if it wants one."""
+    if message[:1] == PLAN:
+        runner.launch(decode_plan(message[1:]))
+    elif message[:1] == COLLECT:
+        runner.collect(int(message[1:]), None)
+    else:
+        return str(runner.busy_s).encode()
+    return None

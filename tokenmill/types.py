@@ -194,6 +194,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tokenized: TokenizedParams = TokenizedParams()
     adapter: str = ""  # the digest of one; empty: the model alone
     given: list[Given] = []  # by sequence, where another engine has begun with it; empty: it is new
+    fetch_from: str = ""  # the address of another engine that may have computed some of its blocks
 
 
 # ── one step ───────────────────────────────────────────────────────────────────────────────────────────
@@ -329,6 +330,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     error_param: str | None = None  # the parameter to blame
     retry_after_s: float = 0.0  # with an error that is over after so long
     queue_s: float = 0.0  # on the first output: time between arrival and first being scheduled
+    device_s: float = 0.0  # its request's part of the time of steps so far; on the first, the last, and some
     num_drafted: int = 0  # draft tokens of this sequence that were computed so far
     num_accepted: int = 0  # ... and accepted
     mirostat_mu: float | None = None  # mirostat's limit after the last token, for an engine that resumes the sequence
@@ -353,6 +355,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int = 0  # draft tokens of speculative decoding
     accepted_tokens: int = 0  # ... that were accepted
     reasoning_tokens: int = 0  # completion tokens that were thought, markers included
+    device_s: float = 0.0  # its part of the time of the engine's steps, as the last output told
 
 
 class TokenInfo(msgspec.Struct, frozen=True):

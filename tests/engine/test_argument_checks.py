@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tokenmill
 from tokenmill import LLM, AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.config.by_name import engine_config
@@ -46,7 +51,7 @@ def test_settings_find_their_part() -> None:
         (None, {}, "a name, a path or an EngineConfig, got None"),
         ("m", {"max_contxt": 1}, "did you mean max_context"),
         ("m", {"max_model_len": 5, "max_context": 5}, "says the same as max_context"),
-        ("m", {"pipeline_parallel_size": 2}, "--tp"),
+        ("m", {"data_parallel_size": 2}, "--tp"),
         ("m", {"trust_remote_code": True}, "never run"),
         ("m", {"seed": 1}, "SamplingParams"),
         ("m", {"threads": "two"}, "threads must be an integer or None, got 'two'"),
@@ -61,13 +66,20 @@ def test_wrong_settings(model: Any, settings: dict[str, Any], words: str) -> Non
         engine_config(model, settings)
 
 
-@pytest.mark.parametrize("given", [5, None, b"abc", {"prompt": "x"}, {"x"}, b""])
+@pytest.mark.parametrize("given", [5, None, b"abc", {"x"}, b""])
 def test_what_are_no_prompts(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="a prompt is a string or a list of token ids"):
         prompts_in(given)
 
 
-@pytest.mark.parametrize("given", [3, [1, "x"], ["b"], None])
+def test_prompts_of_vllm_are_dicts() -> None:
+    (one,) = prompts_in({"prompt": "x"})  # type: ignore[arg-type]  # which the types do not propose
+    assert prompt_from(one) == "x" and prompt_from({"prompt": None, "prompt_token_ids": [1, 2]}) == [1, 2]
+    with pytest.raises(InvalidRequest, match="multi_modal_data"):
+        prompt_from({"prompt": "x", "multi_modal_data": {"image": 1}})
+
+
+@pytest.mark.parametrize("given", [3, [1, "x"], ["b"], None, {}, {"prompt": 3}])
 def test_what_is_no_prompt(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="a prompt is a string or a list of token ids"):
         prompt_from(given)
@@ -142,3 +154,42 @@ def test_help_explains(kind: type) -> None:
     methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
     undocumented = [name for name in methods if not getattr(kind, name).__doc__]
     assert undocumented == []
+
+
+# ── what editors see ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tab_completion_sees_public_names_and_settings() -> None:
+    assert {"LLM", "AsyncEngine", "SamplingParams", "Guided", "RequestOutput"} <= set(dir(tokenmill))
+    settings = inspect.signature(tokenmill.LLM).parameters
+    assert settings["max_context"].default is None and settings["threads"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert {"temperature", "max_tokens", "guided"} <= set(inspect.signature(tokenmill.SamplingParams).parameters)
+
+
+PROGRAM = """\
+from tokenmill import LLM, AsyncEngine, SamplingParams
+
+llm = LLM("m", max_context=2048, max_model_len=4, dtype="half", quantization=None)
+LLM("m", max_contxt=1)
+LLM("m", threads="two")
+SamplingParams(temprature=0)
+text: str = llm.generate(["x"], SamplingParams(temperature=0))[0].outputs[0].text
+number: int = llm.chat([{"role": "user", "content": "x"}])[0].outputs[0].text
+
+
+async def start() -> AsyncEngine:
+    return await AsyncEngine.start("m", max_runing=3)
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_know_settings_parameters_and_outputs(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    root = str(Path(tokenmill.__file__).parents[1])
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "c")]
+    done = subprocess.run([*command, "program.py"], cwd=tmp_path, env={**os.environ, "MYPYPATH": root},
+                          capture_output=True, text=True, timeout=280)  # fmt: skip
+    faults = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if ": error:" in line}
+    assert set(faults) == {4, 5, 6, 8, 12}, done.stdout + done.stderr
+    for line, words in ((4, "max_context"), (5, '"int | None"'), (6, "temperature"), (8, '"str"'), (12, "max_running")):
+        assert words in faults[line], faults[line]

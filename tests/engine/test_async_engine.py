@@ -22,7 +22,7 @@ from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine import core_supervisor, text_workers
 from tokenmill.engine.core_client import CoreClient, ProcessCoreClient
-from tokenmill.engine.core_process import CoreProcess, own_python
+from tokenmill.engine.core_process import FOLDER_PREFIX, CoreProcess, own_python
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor
 from tokenmill.engine.messages import Abort
@@ -233,12 +233,14 @@ def test_leaving_while_a_prompt_is_prepared_submits_nothing(stories_dir: Path, m
     run(scenario())
 
 
-def test_a_killed_core_comes_back_and_its_requests_go_on(stories_dir: Path) -> None:
-    tries = iter([None, OSError(errno.ENOMEM, "no memory"), None])
+def test_a_killed_core_comes_back_and_its_requests_go_on(stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_supervisor, "FIRST_RESTART_DELAY_S", 0.01)
+    monkeypatch.setattr(core_supervisor, "MAX_RESTART_DELAY_S", 0.02)
+    tries = iter([None, *[OSError(errno.EMFILE, "no descriptors")] * 8, None])
     config = EngineConfig(ModelConfig(model=str(stories_dir)), ops=OpsConfig(threads=1))
 
     def make_client() -> CoreClient:
-        if (problem := next(tries)) is not None:  # the first restart has no memory for a process
+        if (problem := next(tries)) is not None:  # for a while there is nothing to start a process with
             raise problem
         return ProcessCoreClient(config, stories_dir)
 
@@ -254,7 +256,7 @@ def test_a_killed_core_comes_back_and_its_requests_go_on(stories_dir: Path) -> N
             with pytest.raises(EngineDead):
                 engine.submit(story(LONG))
             assert first.text + "".join([event.text for event in await collect(stream)]) == before
-            assert engine.core.pid != pid and engine.stats().restarts == 2
+            assert engine.core.pid != pid and engine.stats().restarts == 1
             assert await text_of(engine, story(LONG)) == before
         finally:
             await engine.close()
@@ -376,3 +378,27 @@ def test_a_core_imports_nothing_from_where_the_user_stands(tmp_path: Path, monke
     core.stop()
     monkeypatch.chdir(Path(tokenmill.__file__).parents[1])  # `python -m tokenmill` in a source tree
     assert own_python() == [sys.executable]
+
+
+def test_a_core_that_dies_while_no_descriptor_is_free_comes_back(
+    stories_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dead one's folder can't be removed then, and none be made for the next."""
+    opened = os.open
+
+    def exhausted(path: Any, *rest: Any, **more: Any) -> int:
+        if FOLDER_PREFIX in str(path):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, *rest, **more)
+
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=False) as engine:
+            pid = engine.core.pid
+            with monkeypatch.context() as full:
+                full.setattr(os, "open", exhausted)
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda: "Too many open files" in engine.health().detail)
+            await until(lambda: engine.health().state == "ready" and engine.core.pid != pid)
+            assert await text_of(engine, story(LONG))
+
+    run(scenario())

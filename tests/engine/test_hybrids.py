@@ -51,7 +51,7 @@ def hybrid(shared_dir: Path, name: str = "qwen3_5", backend: str = "reference", 
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *((name, "reference") for name in (*MODELS, "kimi_linear")),
+        *((name, "reference") for name in MODELS),
         *(pytest.param(name, "cpu", marks=native) for name in MODELS),
     ],
 )

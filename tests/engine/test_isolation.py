@@ -8,7 +8,7 @@ import torch
 
 from tests.support.scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor, run, scripted_core, tokens_of
 from tokenmill import SamplingParams
-from tokenmill.engine.core import MAX_FAILED_STEPS_IN_A_ROW
+from tokenmill.engine.core import MAX_FAILED_IN_A_ROW
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch
@@ -104,15 +104,48 @@ class FailingModel(ContextModel):
         return super().forward(batch, storage)
 
 
-def test_a_failed_step_ends_its_requests_and_the_next_ones_run() -> None:
-    core = scripted_core(FailingModel({2}))
-    first = run(core, GOOD[:2])
-    assert {outputs[-1].finish_reason for outputs in first.values()} == {"error"}
+def test_a_step_that_fails_once_hurts_nobody() -> None:
+    core = scripted_core(FailingModel({2, 5}))
+    assert {name: tokens_of(outputs) for name, outputs in run(core, GOOD).items()} == expected()
     assert core.stats().kv_blocks_used == 0
-    second = run(core, GOOD[2:])
-    assert {name: tokens_of(outputs) for name, outputs in second.items()} == {
-        name: tokens for name, tokens in expected().items() if name in second
-    }
+
+
+class PoisonedModel(ContextModel):
+    """Raises whenever a chosen token is fed, whoever is in the batch beside it."""
+
+    def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+        if POISON in batch.token_ids.tolist():
+            raise RuntimeError("this token breaks the device")
+        return super().forward(batch, storage)
+
+
+@pytest.mark.parametrize("num_poisoned", [1, 2])
+def test_a_request_that_makes_steps_fail_ends_alone(num_poisoned: int) -> None:
+    core = scripted_core(PoisonedModel(VOCAB))
+    names = [f"poisoned{number}" for number in range(num_poisoned)]
+    poisoned = [PromptRequest(prompt=[7, POISON, 8], request_id=name) for name in names]
+    outputs = run(core, [*GOOD[:1], *poisoned, *GOOD[1:]])
+    for name in names:
+        assert outputs[name][-1].error is not None and "breaks the device" in outputs[name][-1].error
+    reference = {name: tokens for name, tokens in expected().items() if POISON not in tokens}
+    assert len(reference) >= 3, "the script must leave something to compare"
+    assert {name: tokens_of(outputs[name]) for name in reference} == reference
+    assert core.stats().kv_blocks_used == 0
+
+
+class SmallModel(ContextModel):
+    """Can't compute two rows at a time."""
+
+    def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+        if len(batch.context_lens) > 1:
+            raise RuntimeError("out of memory")
+        return super().forward(batch, storage)
+
+
+def test_requests_that_pass_alone_and_fail_together_are_not_tried_for_ever() -> None:
+    core = scripted_core(SmallModel(VOCAB))
+    outputs = run(core, GOOD)
+    assert {one[-1].finish_reason for one in outputs.values()} == {"error"}
 
 
 def test_a_step_that_fails_before_all_rows_are_taken_hurts_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +160,16 @@ def test_a_step_that_fails_before_all_rows_are_taken_hurts_no_later_one(monkeypa
     core = scripted_core()
     unlucky = PromptRequest(prompt=[7, 8], request_id="unlucky", params=SamplingParams(seed=13))
     first = run(core, [unlucky, *GOOD[:2]])
-    assert {outputs[-1].finish_reason for outputs in first.values()} == {"error"}
+    assert first.pop("unlucky")[-1].finish_reason == "error"
+    assert {name: tokens_of(outputs) for name, outputs in first.items()} == {
+        name: tokens for name, tokens in expected().items() if name in first
+    }
     assert {name: tokens_of(outputs) for name, outputs in run(core, GOOD).items()} == expected()
 
 
 def test_an_engine_that_keeps_failing_gives_up() -> None:
     core = scripted_core(FailingModel(set(range(1, 100))))
-    for _ in range(MAX_FAILED_STEPS_IN_A_ROW - 1):
+    for _ in range(MAX_FAILED_IN_A_ROW - 1):
         run(core, GOOD[:1])
     with pytest.raises(RuntimeError, match="out of memory"):
         run(core, GOOD[:1])

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -131,8 +132,12 @@ def test_a_call_that_breaks_off_leaves_nothing_behind(stories: LLM, monkeypatch:
     assert stories.generate("Lily", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
-def test_ctrl_c_waits_for_the_end_of_a_step(stories: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_waits_for_the_end_of_a_step(
+    stories: LLM, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """What a step has finished is not lost, and what a step has begun is not left half done."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits deafness
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
     step, num_steps = stories.core.step, iter(range(1, 1000))
 
     def pressed() -> list[SequenceOutput]:

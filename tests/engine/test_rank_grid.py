@@ -11,6 +11,8 @@ import pytest
 from tests.support.hybrids import story
 from tests.support.real_models import fetched_model
 from tokenmill import LLM, SamplingParams
+from tokenmill.arch.read import read_spec
+from tokenmill.errors import InvalidConfig
 from tokenmill.ops.cpu import is_available
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not is_available()[0], reason=is_available()[1])]
@@ -19,6 +21,11 @@ FAMILIES = (
     "granitemoehybrid", "lfm2", "lfm2_moe", "llama4", "minimax_m2", "mixtral", "nemotron_h", "olmo3", "qwen3_5_moe",
     "qwen3_moe", "qwen3_next", "smollm3",
 )  # fmt: skip
+TOPOLOGIES: tuple[dict[str, Any], ...] = (
+    {"tp": 2}, {"tp": 3}, {"tp": 4}, {"pp": 2}, {"pp": 3}, {"tp": 2, "pp": 2},
+    {"tp": 2, "ep": True}, {"tp": 4, "ep": True},
+)  # fmt: skip
+WITHOUT_STAGES = ("gemma4",)  # its layers have embeddings of their own
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
 PARAMS = (
     SamplingParams(**GREEDY),
@@ -44,8 +51,14 @@ def test_every_family_says_the_same_on_any_number_of_ranks(shared_dir: Path, nam
     path = str(shared_dir / "goldens" / "tiny" / name)
     prompts = [story(length, seed=length) for length in (5, 17, 70)]
     expected = digest(LLM(path, **SETTINGS), prompts)
-    for tp in (2, 3, 4):
-        assert digest(LLM(path, tp=tp, link="threads", **SETTINGS), prompts) == expected, f"{tp} ranks"
+    for ranks in TOPOLOGIES:
+        if "pp" in ranks and name in WITHOUT_STAGES:
+            with pytest.raises(InvalidConfig, match="pp"):
+                LLM(path, link="threads", **ranks, **SETTINGS)
+            continue
+        if "ep" in ranks and not read_spec(Path(path)).experts:
+            continue
+        assert digest(LLM(path, link="threads", **ranks, **SETTINGS), prompts) == expected, str(ranks)
 
 
 @pytest.mark.parametrize(("model", "kv_dtype"), [("smollm2", "auto"), ("smollm2", "int8"), ("gemma3", "auto")])
@@ -54,6 +67,8 @@ def test_real_models_say_the_same_on_any_number_of_ranks(shared_dir: Path, model
     prompts = ["The capital of France is", "def fibonacci(n):"]
     settings = {**SETTINGS, "kv_dtype": kv_dtype}
     expected = digest(LLM(path, **settings), prompts, num_params=2)
-    for tp, link in ((2, "shared"), (3, "threads"), (4, "shared")):
-        found = digest(LLM(path, tp=tp, link=link, **settings), prompts, num_params=2)
-        assert found == expected, f"{tp} ranks, {link}"
+    several: tuple[dict[str, Any], ...] = (
+        {"tp": 2}, {"tp": 3, "link": "threads"}, {"tp": 4}, {"pp": 2}, {"pp": 3, "link": "threads"}, {"tp": 2, "pp": 2},
+    )  # fmt: skip
+    for ranks in several:
+        assert digest(LLM(path, **ranks, **settings), prompts, num_params=2) == expected, str(ranks)

@@ -44,17 +44,23 @@ def expected(stories_dir: Path) -> str:
     return said(LLM(str(stories_dir), **SETTINGS))
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_ranks_in_threads_say_what_one_rank_says(stories_dir: Path, expected: str, tp: int) -> None:
-    assert said(LLM(str(stories_dir), tensor_parallel_size=tp, link="threads", **SETTINGS)) == expected
+@pytest.mark.parametrize(
+    "ranks",
+    [{"tensor_parallel_size": 2}, {"tp": 3}, {"tp": 4}, {"pipeline_parallel_size": 2}, {"pp": 3, "lanes": 5},
+     {"pp": 2, "tp": 2}, {"pp": 2, "lanes": 1}],
+    ids=str,
+)  # fmt: skip
+def test_ranks_in_threads_say_what_one_rank_says(stories_dir: Path, expected: str, ranks: dict[str, Any]) -> None:
+    assert said(LLM(str(stories_dir), link="threads", **ranks, **SETTINGS)) == expected
 
 
 def test_torch_ranks_say_what_one_rank_says(stories_dir: Path) -> None:
     """Only ids are compared: the last bits of a library's product may depend on its number of columns."""
     settings = {**SETTINGS, "backend": "reference"}
-    models = [LLM(str(stories_dir), **settings), LLM(str(stories_dir), tp=2, link="gloo", **settings)]
+    several = {"tp": 2, "link": "gloo"}, {"pp": 2, "tp": 2, "link": "threads"}
+    models = [LLM(str(stories_dir), **settings), *(LLM(str(stories_dir), **ranks, **settings) for ranks in several)]
     said = [[one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS[0], progress=False)] for llm in models]
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -70,8 +76,11 @@ def rank_processes() -> list[int]:
     return [int(pid) for pid in children if b"rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_ranks_in_processes_say_what_one_rank_says_and_end_with_their_model(stories_dir: Path, expected: str) -> None:
-    llm = LLM(str(stories_dir), tp=2, **SETTINGS)
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_in_processes_say_what_one_rank_says_and_end_with_their_model(
+    stories_dir: Path, expected: str, ranks: dict[str, Any]
+) -> None:
+    llm = LLM(str(stories_dir), **ranks, **SETTINGS)
     (child,) = rank_processes()
     assert said(llm) == expected
     os.kill(child, signal.SIGKILL)
@@ -82,8 +91,9 @@ def test_ranks_in_processes_say_what_one_rank_says_and_end_with_their_model(stor
 
 @pytest.mark.parametrize(
     "settings",
-    [{"adapter_slots": 1}, {"link": "gloo"}, {"tp": 100}, {"device": "cuda"}],
-)
+    [{"adapter_slots": 1}, {"link": "gloo"}, {"tp": 100}, {"device": "cuda"}, {"lanes": 2}, {"pp": 6}, {"pp": 40},
+     {"pp": 2, "speculate": "ngram"}],
+)  # fmt: skip
 def test_what_ranks_cannot_do_yet_is_refused_by_name(stories_dir: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
         LLM(str(stories_dir), **{**SETTINGS, "tp": 2, **settings})

@@ -236,12 +236,12 @@ def test_wrong_modes_are_refused(mode: str, stories_dir: Path) -> None:
 
 
 def test_a_gpu_speculates_not_and_says_why() -> None:
-    mode, reason = resolve_speculation("auto", overlaps_steps=True)
+    mode, reason = resolve_speculation("auto", overlaps="on a GPU")
     assert mode == "off" and "GPU" in reason
     for asked in ("ngram", "draft:x"):
         with pytest.raises(InvalidConfig, match="GPU"):
-            resolve_speculation(asked, overlaps_steps=True)
-    assert resolve_speculation("auto", overlaps_steps=False)[0] == "auto"
+            resolve_speculation(asked, overlaps="on a GPU")
+    assert resolve_speculation("auto", overlaps=None)[0] == "auto"
 
 
 # ── what a request sees ────────────────────────────────────────────────────────────────────────────────

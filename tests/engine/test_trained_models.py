@@ -71,7 +71,7 @@ def test_200_mixed_requests_together_and_alone(setting: str, trained_dir: Path) 
 def test_mixed_requests_on_the_reference(name: str, shared_dir: Path) -> None:
     """The same tokens alone and together, cut, preempted, after prefix hits and behind wrong drafts; torch's sums may
     differ in their last bits."""
-    folder, asks = str(shared_dir / "goldens" / "tiny" / name), make_asks(7, 40)
+    folder, asks = str(shared_dir / "goldens" / "tiny" / name), make_asks(7)
     common: dict[str, Any] = {"backend": "reference", "device": "cpu", "threads": 1}
     alone = run_together(LLM(folder, **common, prefix_caching=False, speculate="off"), asks, rng=None)
     for number, setting in enumerate(SETTINGS.values()):

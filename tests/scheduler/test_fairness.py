@@ -247,3 +247,18 @@ def test_a_flood_of_new_prompts_evicts_its_own_cached_blocks() -> None:
 
     assert cached_after("flood") >= 600
     assert cached_after("quiet") == 0, "one tenant's own prompts leave in the order of their last use"
+
+
+# ── what requests cost ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_time_of_steps_is_put_down_to_requests() -> None:
+    """All of it, to those that cause it: ten times the prompt costs more, and a neighbour's prompt costs nothing."""
+    server = VirtualServer(step_limit_s=None)
+    lives = [server.ask("a", prompt=size, output=20) for size in (50, 500, 50)]
+    costs: dict[str, float] = {}
+    server.on_output = lambda output: costs.update({output.request_id: output.device_s or costs[output.request_id]})
+    server.run()
+    small, large, other = (costs[life.request.request_id] for life in lives)
+    assert sum(costs.values()) == pytest.approx(server.busy_s)
+    assert large > 3 * small and other == pytest.approx(small, rel=0.1)

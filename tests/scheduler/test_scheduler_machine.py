@@ -14,7 +14,6 @@ from tests.support.integrity import check_in_flight, check_plan
 from tests.support.random_drafter import RandomDrafter
 from tests.support.simulated_runner import EOS, SimulatedRunner, expected_prompt_logprobs, expected_tokens, histories
 from tokenmill.config.engine import SchedulerConfig
-from tokenmill.engine.core import failed_step
 from tokenmill.errors import InvalidRequest
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
@@ -259,10 +258,10 @@ class Life(RuleBasedStateMachine):
             check_in_flight(self.scheduler, self.runner)
 
     def fail(self, plan: StepPlan) -> list[SequenceOutput]:
-        """A step that fails as a whole ends its requests; the steps behind it are collected and void."""
+        """A step that fails as a whole: some of its requests may end; the steps behind it are collected and void."""
         while self.in_flight:
             self.runner.collect(self.in_flight.popleft().step)
-        outputs = self.scheduler.apply_failure(failed_step(plan, "the device is gone"))
+        outputs = self.scheduler.apply_failure("the device is gone")
         assert self.scheduler.num_in_flight == 0
         ended = {output.request_id for output in outputs}
         self.dropped |= {(request_id, index) for request_id in ended for index in range(16)}

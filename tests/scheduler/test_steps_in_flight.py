@@ -10,7 +10,6 @@ import pytest
 from tests.support.integrity import check_in_flight
 from tests.support.simulated_runner import EOS, SimulatedRunner, expected_tokens
 from tokenmill.config.engine import SchedulerConfig
-from tokenmill.engine.core import failed_step
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, SamplingParams
 from tokenmill.scheduler import Scheduler
@@ -127,7 +126,7 @@ def test_a_failed_step_ends_its_requests_and_voids_the_steps_behind() -> None:
     assert lengths(second.rows) == [(16, 1), (0, 15)]
     for plan in (first, second):
         runner.collect(plan.step)
-    outputs = scheduler.apply_failure(failed_step(first, "the device is gone"))
+    outputs = scheduler.apply_failure("the device is gone")
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("r0", "error")]
     scheduler.check_integrity()
     assert scheduler.num_in_flight == 0 and scheduler.stats().waiting == 3, "the second waits again"

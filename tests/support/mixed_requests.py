@@ -14,6 +14,7 @@ from tokenmill.params import Watermark
 from tokenmill.types import PromptRequest
 
 NUM_REQUESTS = 200
+ALONE = {"token_budget": 512, "max_running": 4, "num_blocks": 200}  # room for one request and its samples
 
 
 Answers = dict[tuple[int, int], tuple[list[int], list[float]]]  # (request, choice) → tokens, logprobs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.support.simulated_runner import EOS, SimulatedRunner
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache
+from tokenmill.kv.names import Fetcher
 from tokenmill.params import SamplingParams
 from tokenmill.scheduler import Scheduler
 from tokenmill.types import Request, SequenceOutput, StepPlan
@@ -13,11 +14,15 @@ from tokenmill.types import Request, SequenceOutput, StepPlan
 class Bench:
     """A scheduler, its runner and a clock that ticks once a step."""
 
-    def __init__(self, num_blocks: int = 200, prefix_caching: bool = True, **config: object) -> None:
+    def __init__(
+        self, num_blocks: int = 200, prefix_caching: bool = True, fetcher: Fetcher | None = None, **config: object
+    ) -> None:
         self.cache = KVCache(windows=[None], num_blocks=num_blocks, block_size=4, prefix_caching=prefix_caching)
         self.now = 0.0
         settings = SchedulerConfig(**{"max_running": 8, "token_budget": 32, **config})  # type: ignore[arg-type]
-        self.scheduler = Scheduler(config=settings, cache=self.cache, max_rows=8, clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            config=settings, cache=self.cache, max_rows=8, clock=lambda: self.now, fetcher=fetcher
+        )
         self.runner = SimulatedRunner(self.cache)
         self.plans: list[StepPlan] = []
 

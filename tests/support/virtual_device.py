@@ -18,7 +18,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.scheduler import Scheduler
 from tokenmill.scheduler.scheduler import size_of
 from tokenmill.scheduler.step_time import StepSize
-from tokenmill.types import Request, RowResult, StepPlan, StepResult, Tenant
+from tokenmill.types import Request, RowResult, SequenceOutput, StepPlan, StepResult, Tenant
 
 VOCAB = 30_000
 
@@ -88,6 +88,7 @@ class VirtualServer:
         self.busy_s = 0.0
         self.steps: list[tuple[StepSize, float]] = []
         self.on_end: Callable[[Life], None] = lambda life: None
+        self.on_output: Callable[[SequenceOutput], None] = lambda output: None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
 
@@ -147,6 +148,7 @@ class VirtualServer:
         self.steps.append((size, seconds))
         rows = [RowResult(row=row.row, token_ids=[1] if row.sample else []) for row in plan.rows]
         for output in self.scheduler.apply(StepResult(step=plan.step, rows=rows, step_s=seconds)):
+            self.on_output(output)
             life = self.lives[output.request_id]
             life.token_times += [self.now] * len(output.token_ids)
             if output.finish_reason and life.ended_s is None and not self.scheduler.has(output.request_id):

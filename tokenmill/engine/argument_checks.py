@@ -36,7 +36,8 @@ CALL_HINT = '{"id": "call_1", "type": "function", "function": {"name": "…", "a
 
 def prompts_in(given: Prompt | Iterable[Prompt]) -> Iterable[Any]:
     """The prompts of a call, not checked yet: one, or those of an iterable; a list of token ids is one."""
-    if isinstance(given, str) or (_is_list(given) and given and all(isinstance(part, int) for part in given)):
+    is_ids = _is_list(given) and given and all(isinstance(part, int) for part in given)
+    if is_ids or isinstance(given, str | Mapping):
         return [given]
     if not _is_iterable(given):
         raise _no_prompt(given)
@@ -44,11 +45,23 @@ def prompts_in(given: Prompt | Iterable[Prompt]) -> Iterable[Any]:
 
 
 def prompt_from(given: Any) -> Prompt:
+    if isinstance(given, Mapping):
+        given = _prompt_in(given)
     if isinstance(given, str):
         return given
     if not _is_list(given) or not all(isinstance(part, int) for part in given):
         raise _no_prompt(given)
     return list(given)
+
+
+def _prompt_in(given: Mapping[str, Any]) -> Any:
+    """The text or the token ids in one of vLLM's prompts, which are dicts."""
+    said = {name: value for name, value in given.items() if value is not None}
+    ids, text = said.pop("prompt_token_ids", None), said.pop("prompt", None)
+    if said:
+        name = next(iter(said))
+        raise InvalidRequest(f"a prompt is text or token ids, and nothing is made of its {name!r}", param=name)
+    return text if ids is None else ids
 
 
 def conversations_in(given: Conversation | Iterable[Conversation]) -> Iterable[Any]:
@@ -80,6 +93,27 @@ def one_of_two(params: ParamsGiven, sampling_params: ParamsGiven) -> ParamsGiven
         problem = "sampling_params says the same as params; give one of them"
         raise InvalidRequest(problem, param="sampling_params")
     return params if sampling_params is None else sampling_params
+
+
+VLLM_METHODS = {  # which `LLM` does not have
+    "beam_search": "generate(prompts, SamplingParams(beam=BeamParams(width)))",
+    "encode": "embed(prompts, pooling=Pooling(…))",
+    "classify": "no classifier runs here yet; SamplingParams(guided=Guided.choice([…])) lets a model choose",
+    "score": "no reranker runs here yet; embed(texts) gives vectors to compare",
+    "reward": "no reward model runs here yet",
+    "sleep": "close() and a new LLM; a server unloads models by itself",
+    "wake_up": "a new LLM",
+    "get_metrics": "tokenmill bench offline measures; a server has /metrics",
+    "start_profile": "tokenmill bench offline measures",
+    "collective_rpc": "nothing runs in workers but the model",
+    "apply_model": "nothing runs in workers but the model",
+}
+
+
+def no_attribute(name: str) -> AttributeError:
+    """The error for something that `LLM` does not have; of vLLM's methods it says what to use."""
+    instead = f"; instead: {VLLM_METHODS[name]}" if name in VLLM_METHODS else ""
+    return AttributeError(f"LLM has no {name!r}{instead}", name=name)
 
 
 MISSING = object()

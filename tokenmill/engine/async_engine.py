@@ -15,10 +15,11 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.by_name import engine_config
+from tokenmill.config.setting_types import EngineSettings
 from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, ThreadCoreClient, own_core_process
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.core_supervisor import MakeClient
@@ -26,7 +27,8 @@ from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor, PreparedRequest
 from tokenmill.engine.messages import Abort, AdapterRead
 from tokenmill.engine.model_text import ModelText
-from tokenmill.engine.replicas import Replica, Replicas, RequestRun, Router
+from tokenmill.engine.replicas import FleetKeeper, Replica, Replicas, RequestRun, Router
+from tokenmill.engine.roles import Role
 from tokenmill.engine.served_adapters import ServedAdapters
 from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.engine.status import CoreInfo, EngineStats, Health, LoadedAdapter, ModelInfo, require_ready
@@ -54,11 +56,18 @@ class AsyncEngine:
         *,
         router: Router | None = None,
         spare: SpareCore | None = None,
+        keepers: Sequence[FleetKeeper] = (),
+        num_started: int | None = None,
+        roles: Sequence[Role] = (),
     ) -> None:
         """`make_client`: one for each core. `router`: chooses among several cores. `spare`: a process in reserve for
-        one that dies, which this engine fills up and ends."""
+        one that dies, which this engine fills up and ends. `keepers`: start with the cores and end with them, and may
+        start and stop cores between. `num_started`: cores that `open` starts, by default all. `roles`: what each core
+        is for."""
         self._frontend = frontend
         self._spare = spare
+        self._keepers = keepers
+        self._num_started = num_started
         self._replicas = Replicas(
             [make_client] if callable(make_client) else make_client,
             deliver=self._deliver,
@@ -67,6 +76,7 @@ class AsyncEngine:
             on_adapter=self._adapter_read,
             on_death=self._core_died,
             router=router,
+            roles=roles,
         )
         self._adapters = ServedAdapters(self._replicas.all, self._set_adapters)
         self._input_processor: InputProcessor | None = None
@@ -85,7 +95,7 @@ class AsyncEngine:
         in_process: bool = False,
         child: CoreProcess | None = None,
         frontend: ModelFrontend | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> AsyncEngine:
         """Load the model and return once it answers; model and settings are those of `LLM`.
 
@@ -112,7 +122,12 @@ class AsyncEngine:
         """Connect to a core and wait until it answers; `start` does this."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            await self._replicas.open()
+            for keeper in self._keepers:
+                await keeper.start(self._replicas)
+            num_all = len(self._replicas.all)
+            await self._replicas.open(num_all if self._num_started is None else self._num_started)
+            for keeper in self._keepers:
+                keeper.note_open()
             undo.pop_all()
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────
@@ -211,7 +226,7 @@ class AsyncEngine:
         known = [one.info.max_context for one in self._replicas.all if one.supervisor.info is not None]
         self._input_processor = self._frontend.input_processor(min(known))
         self._adapters.note_ready(replica, info)
-        if self._spare is not None and all(one.is_ready for one in self._replicas.all):
+        if self._spare is not None and all(one.is_ready or one.is_stopped for one in self._replicas.all):
             asyncio.get_running_loop().run_in_executor(None, self._spare.refill)
 
     def _core_died(self, replica: Replica, error: TokenmillError) -> None:
@@ -328,10 +343,20 @@ class AsyncEngine:
     async def restart_replicas(self, index: int | None = None) -> list[int]:
         """Start new cores in place of those that run, one after the other; by default all. No request fails: those of a
         core go on in others meanwhile, or wait for it where it is the only one."""
-        asked = self._replicas.all if index is None else [self._replica(index)]
+        started = [replica for replica in self._replicas.all if not replica.is_stopped]
+        asked = started if index is None else [self._replica(index)]
+        if any(replica.is_stopped for replica in asked):
+            raise InvalidRequest(f"replica {index} is stopped", param="replica")
         for replica in asked:
             await self._replicas.restart(replica)
         return [replica.index for replica in asked]
+
+    def scale_replicas(self, least: int, most: int) -> None:
+        """Let so many cores run from now on, as the load needs them."""
+        if not any([keeper.allow(least, most) for keeper in self._keepers]):
+            raise InvalidRequest(
+                "the number of this server's replicas is fixed", param="replicas", hint="start it with tokenmill up"
+            )
 
     def _replica(self, index: int) -> Replica:
         if not 0 <= index < len(self._replicas.all):
@@ -352,7 +377,11 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the cores; running requests fail."""
         self._workers.close()
+        for keeper in self._keepers:
+            await keeper.stop()
         await self._replicas.close()
+        for keeper in self._keepers:
+            await keeper.close()
         if self._spare is not None:
             await asyncio.to_thread(self._spare.discard)
 

@@ -46,7 +46,7 @@ from tokenmill.weights.locate import stored_bytes
 if TYPE_CHECKING:
     from tokenmill.engine.core import Runner
     from tokenmill.kv.storage import KVStorage
-    from tokenmill.models.protocol import Model
+    from tokenmill.models.protocol import Model, StagedModel
     from tokenmill.parallel.group import Shard
     from tokenmill.sampling.sampler import Sampler
     from tokenmill.weights.source import WeightSource
@@ -209,7 +209,7 @@ class KeptWeights:
 class BuildModel(Protocol):
     def __call__(
         self, config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
-    ) -> Model:
+    ) -> StagedModel:
         """`shard`: what this rank has of the model, where there are several; spec and source are its own."""
         ...
 
@@ -268,16 +268,23 @@ def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
     """Quantised matrices stay as the file has them, except in plain float32 and where sums have one order only."""
     quantization = request.quantization
     is_expanded = request.deterministic or (quantization == "none" and request.dtype == "float32")
-    formats = NOTHING_STORED if is_expanded else stored.formats
+    formats = NOTHING_STORED if is_expanded else _kept_formats(stored)
     parts = gpu_weight_parts(stored.spec, int(DTYPE_BYTES[request.dtype]), quantization, formats)
     kept = [one.quant for one in formats.values()]
     label = mode(kept) if kept else request.dtype if quantization == "none" else quantization
-    return KeptWeights(parts, label, expands_weights=bool(formats) or quantization in ("int4", "int8"))
+    has_integers = any(quant != "F8" for quant in kept) or quantization in ("int4", "int8")
+    return KeptWeights(parts, label, expands_weights=has_integers)
+
+
+def _kept_formats(stored: StoredWeights) -> Formats:
+    """Those of a file's formats that may stay as they are: fp8 only if this GPU multiplies such numbers"""
+    others = {name: one for name, one in stored.formats.items() if one.quant != "F8"}
+    return stored.formats if len(others) == len(stored.formats) or triton_kernels.has_fp8("cuda") else others
 
 
 def _build_with_triton(
     config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
-) -> Model:
+) -> StagedModel:
     from tokenmill.engine.model import build_decoder
     from tokenmill.ops.triton.build import build_ops
 
@@ -321,7 +328,9 @@ def _kept_by_native(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
     return KeptWeights(in_blocks, "int8") if is_smaller else KeptWeights(stored.parts, stored.dtype)
 
 
-def _build_native(config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None) -> Model:
+def _build_native(
+    config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
+) -> StagedModel:
     from tokenmill.engine.model import build_native_decoder
 
     return build_native_decoder(config, spec, source, shard)
@@ -363,7 +372,9 @@ def _kept_by_reference(stored: StoredWeights, request: ComputeRequest) -> KeptWe
     return KeptWeights(gpu_weight_parts(stored.spec, int(DTYPE_BYTES[request.dtype])), request.dtype)
 
 
-def _build_with_torch(config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None) -> Model:
+def _build_with_torch(
+    config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
+) -> StagedModel:
     from tokenmill.engine.model import build_decoder
     from tokenmill.ops.reference import REFERENCE_OPS
 

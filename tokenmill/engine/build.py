@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from tokenmill.config.promises import read_service_level
 from tokenmill.engine.adapters import AdapterStore
 from tokenmill.engine.backends import find_device
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
+from tokenmill.engine.kv_tiers import block_traffic, blocks_digest
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve import Resolved, resolve_model_config
 from tokenmill.engine.scripted import scripted_config
@@ -62,11 +64,13 @@ def build_core(
     fast_start: bool = False,
     while_compiling: Callable[[], None] = lambda: None,
     when_rank_dies: Callable[[str], None] = lambda _how: None,
+    block_address: str = "",
 ) -> EngineCore:
     """Load a model and build the core that serves it. `while_compiling` is called while a start waits for compilers, if
-    it does; `when_rank_dies` by another thread, where there are several ranks and one ends."""
+    it does; `when_rank_dies` by another thread, where there are several ranks and one ends. `block_address`: the socket
+    at which other cores may ask for its KV blocks; empty: none."""
     if is_scripted(config.model.model):
-        return build_scripted_core(config, model_path)
+        return build_scripted_core(config, model_path, block_address)
     started = time.monotonic()
     if fast_start:
         prestart_triton(config)
@@ -76,7 +80,7 @@ def build_core(
     config = resolved.config
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if resolved.backend.uses_torch_threads else 1)
-    if config.parallel.tp > 1:
+    if config.parallel.num_ranks > 1:
         return build_ranked_core(resolved, spec, model_path, started, when_rank_dies)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
@@ -92,6 +96,8 @@ def build_core(
         lambda: load_vocabulary_of(config, model_path),
         lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
         adapters=adapter_store(config, spec, model, source, resolved.slot_values),
+        digest=partial(blocks_digest, config, spec, model_path),
+        block_address=block_address,
     )
     run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
     return described(core, resolved, started)
@@ -111,14 +117,14 @@ def build_ranked_core(
     ranks = Ranks(config, model_path, when_rank_dies)
     with ExitStack() as unless_built:
         unless_built.callback(ranks.close)
-        model, storage = load_part(config, spec, model_path, ranks.group)
+        part = load_part(config, spec, model_path, 0, ranks.group, ranks.link)
         core = assemble(
             config,
-            model,
-            storage,
+            part.model,
+            part.storage,
             lambda: load_vocabulary_of(config, model_path),
             lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
-            make_runner=lambda *parts: ranks.make_runner(model, *parts),
+            make_runner=lambda _storage, sampler, *_limits: ranks.make_runner(part, sampler),
         )
         ranks.wait_until_loaded()
         unless_built.pop_all()
@@ -169,7 +175,7 @@ def base_weights(source: WeightSource) -> BaseWeight:
     return weight
 
 
-def build_scripted_core(config: EngineConfig, script_path: Path) -> EngineCore:
+def build_scripted_core(config: EngineConfig, script_path: Path, block_address: str = "") -> EngineCore:
     """The core of a model that says what a script tells it; all but the model is as usual."""
     from tokenmill.engine.frontend import eos_ids, spec_and_tokenizer
     from tokenmill.runner.script_runner import ScriptModel, ScriptRunner
@@ -190,6 +196,8 @@ def build_scripted_core(config: EngineConfig, script_path: Path) -> EngineCore:
         make_runner=lambda storage, sampler, max_rows, context: ScriptRunner(
             model, storage, sampler, max_rows, context
         ),
+        digest=partial(blocks_digest, config, spec, script_path),
+        block_address=block_address,
     )
     reason = f"a scripted model ({script_path}): it has no weights"
     core.info = msgspec.structs.replace(core.info, reasons=[reason], pid=os.getpid())
@@ -230,11 +238,15 @@ def assemble(
     load_draft: LoadDraft = no_draft,
     make_runner: MakeRunner | None = None,
     adapters: AdapterStore | None = None,
+    digest: Callable[[], bytes] = bytes,
+    block_address: str = "",
 ) -> EngineCore:
     """Put scheduler and runner over a model that is loaded already (a real one or a scripted one).
 
     `load_vocabulary` is called when the first request with a grammar arrives: the core needs text for nothing else.
-    `load_draft` is called where the config asks for a draft model. `make_runner`: by default the device's.
+    `load_draft` is called where the config asks for a draft model. `make_runner`: by default the device's. `digest`:
+    of all that blocks depend on, asked where they are kept beside the pool. `block_address`: the socket at which other
+    cores may ask for them; empty: none.
     """
     assert config.model.max_context is not None
     max_rows = config.scheduler.num_rows
@@ -248,6 +260,7 @@ def assemble(
         block_size=storage.block_size,
         prefix_caching=config.cache.prefix_caching,
     )
+    traffic = block_traffic(config, storage, cache, digest, block_address)
     device = find_device(storage.device.type)
     grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
     sampler = Sampler(model.vocab_size, max_rows, storage.device)
@@ -265,6 +278,8 @@ def assemble(
         num_adapter_slots=0 if adapters is None else config.model.adapter_slots or 0,
         step_limit_s=step_limit_s(config.scheduler, device.name),
         promised=read_service_level(config.scheduler.slo),
+        num_lanes=config.parallel.num_lanes,
+        fetcher=traffic,
     )
     if adapters is not None:
         runner.adapters = adapters.by_digest
@@ -276,8 +291,9 @@ def assemble(
         device=device.name,
         backend=config.ops.backend,
         kv_dtype=config.cache.kv_dtype,
+        block_address=block_address if traffic is not None else "",
     )
-    return EngineCore(scheduler, runner, info, grammars=grammars, adapters=adapters)
+    return EngineCore(scheduler, runner, info, grammars=grammars, adapters=adapters, traffic=traffic)
 
 
 def step_limit_s(scheduler: SchedulerConfig, device: str) -> float | None:

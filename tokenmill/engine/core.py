@@ -14,8 +14,8 @@ behind it feeds what it draws:
     host     launch 2  collect 1  apply 1  masks 2 ─► draw 2  launch 3  collect 2  apply 2  masks 3 ─► draw 3 ...
     device   [ step 2: forward .................. ][ draw 2 ][ step 3: forward ...................... ][ draw 3 ]
 
-Everything a request can do wrong ends in an output for that request alone; a step that fails as a whole ends the
-requests that were in it and nothing else.
+Everything a request can do wrong ends in an output for that request alone: where a step fails as a whole, its requests
+are tried again in parts until the one is found (`scheduler/suspects.py`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.kv.blocks import BlockNews
 from tokenmill.observe.buckets import STEP_TOKENS
 from tokenmill.scheduler import Scheduler
-from tokenmill.types import KVNews, Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
+from tokenmill.types import KVNews, Request, RowInit, SequenceOutput, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from tokenmill.kv.traffic import BlockTraffic
     from tokenmill.lora.adapter import Adapter
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,9 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_FAILED_STEPS_IN_A_ROW = 3
+MAX_FAILED_IN_A_ROW = 3
 IDLE_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for an adapter before it reads its mailbox
+FETCH_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for blocks before it reads its mailbox
 GRAMMAR_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for a grammar before it reads its mailbox
 
 
@@ -105,14 +107,16 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
         adapters: AdapterStore | None = None,
+        traffic: BlockTraffic | None = None,
     ) -> None:
         """`grammars`: None where there is no tokenizer, and so nothing that could be constrained. `adapters`: None
-        where the model can't have any."""
+        where the model can't have any. `traffic`: None where blocks are kept in the pool alone."""
         self.info = info
         self.adapters = adapters or no_adapters()
         self._grammars = grammars or Grammars(Compiler(no_vocabulary), 1, 1)
         self._scheduler = scheduler
         self._runner = runner
+        self._traffic = traffic
         self._clock = clock
         self._in_flight: deque[InFlight] = deque()
         self._refusals: list[SequenceOutput] = []
@@ -121,7 +125,7 @@ class EngineCore:
         self._busy_s = 0.0
         self._step_counts = [0] * (len(STEP_TOKENS) + 1)
         self._step_tokens = 0
-        self._failed_steps = 0
+        self._failed_in_a_row = 0  # requests to which a failed step was put down
 
     @property
     def runner(self) -> Runner:
@@ -193,6 +197,8 @@ class EngineCore:
             outputs += self._collect(oldest)
         elif self._grammars.num_waiting:
             self._grammars.wait(GRAMMAR_PATIENCE_S)
+        elif self._scheduler.is_fetching:
+            self._scheduler.wait_for_blocks(FETCH_PATIENCE_S)
         if self.adapters.has_retired:
             self.adapters.forget_unused(self._scheduler.uses_adapter)
         self._num_steps += 1
@@ -229,31 +235,35 @@ class EngineCore:
                 step.ticket = drawn
 
     def _collect(self, step: InFlight) -> list[SequenceOutput]:
-        """Wait for a step and apply it. One that raises fails its own rows; steps behind it are collected and void."""
+        """Wait for a step and apply it. Of one that raises, steps behind it are collected and void."""
         if step.lacks_masks:
             self._draw(step)
         plan, ticket = step.plan, step.ticket
         result = ticket if isinstance(ticket, Exception) else attempt(self._runner.collect, ticket)
         if isinstance(result, Exception):
             return self._fail(plan, result)
-        self._failed_steps = 0
+        self._failed_in_a_row = 0
         num_tokens = plan.num_tokens
         self._step_counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
         self._step_tokens += num_tokens
         return self._scheduler.apply(self._grammars.advance(plan, result))
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
-        """End the requests of a step that failed. An engine that keeps failing is not survivable."""
-        self._failed_steps += 1
-        if self._failed_steps >= MAX_FAILED_STEPS_IN_A_ROW or isinstance(error, PeerDied):
+        """End the request that made a step fail; until it is found, those of the step are tried in parts. An engine
+        that keeps failing is not survivable."""
+        if isinstance(error, PeerDied):
             raise error
-        log.error("a step failed; its %d requests end with an error", len(plan.rows), exc_info=error)
         while self._in_flight:
             behind = self._in_flight.popleft()
             if isinstance(behind.ticket, int):
                 attempt(self._runner.collect, behind.ticket)
-        failed = failed_step(plan, f"the step could not be computed: {error}")
-        return self._scheduler.apply_failure(self._grammars.advance(plan, failed))
+        outputs = self._scheduler.apply_failure(f"the step could not be computed: {error}")
+        self._failed_in_a_row += bool(outputs)
+        if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+            raise error
+        ended = len({output.request_id for output in outputs})
+        log.error("a step with %d rows failed; %d requests end with an error", len(plan.rows), ended, exc_info=error)
+        return outputs
 
     def _schedule_compiled(self) -> None:
         """Hand on requests whose grammars are compiled; let go of grammars whose requests are over."""
@@ -264,8 +274,14 @@ class EngineCore:
                 self._refuse(request, error)
         self._grammars.release(self._scheduler.has)
 
+    def close(self) -> None:
+        """Finish what goes on beside the steps: blocks that are being saved."""
+        if self._traffic is not None:
+            self._traffic.close()
+
     def stats(self) -> EngineStats:
         seen = self._scheduler.stats()
+        moved = None if self._traffic is None else self._traffic.counts
         return EngineStats(
             running=seen.running,
             waiting=seen.waiting + self._grammars.num_waiting,
@@ -275,6 +291,10 @@ class EngineCore:
             kv_blocks_total=seen.kv_blocks_total,
             prefix_hit_tokens=seen.prefix_hit_tokens,
             prefix_query_tokens=seen.prefix_query_tokens,
+            fetched_tokens=seen.fetched_tokens,
+            fetched_bytes=0 if moved is None else moved.fetched_bytes,
+            fetch_s=0.0 if moved is None else moved.fetch_s,
+            saved_bytes=0 if moved is None else moved.saved_bytes,
             preemptions=seen.preemptions,
             steps=self._num_steps,
             busy_s=self._busy_s,
@@ -307,7 +327,3 @@ def refusal(request_id: str, error: TokenmillError) -> SequenceOutput:
         error_param=error.param,
         retry_after_s=error.retry_after_s if isinstance(error, Overloaded) else 0.0,
     )
-
-
-def failed_step(plan: StepPlan, message: str) -> StepResult:
-    return StepResult(step=plan.step, rows=[RowResult(row=row.row, error=message) for row in plan.rows])

@@ -117,9 +117,13 @@ class ProcessCoreClient:
         """`child`: a core's process that waits for its start message already; by default one is started."""
         self._start = Start(config, str(model_path))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # Two pipes, since sending on a socket that the event loop watches can swallow its wake-up.
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._inbox = self._context.socket(zmq.PULL)
+        try:
+            # Two pipes, since sending on a socket that the event loop watches can swallow its wake-up.
+            self._outbox = self._context.socket(zmq.PUSH)
+            self._inbox = self._context.socket(zmq.PULL)
+        except zmq.ZMQError as problem:  # no descriptors are left
+            self._context.destroy(linger=0)
+            raise OSError(problem.errno, problem.strerror) from None
         self._child = child
         self._watching: asyncio.Task[None] | None = None
         self._num_received = 0
@@ -144,9 +148,12 @@ class ProcessCoreClient:
         self._watching = asyncio.create_task(self._watch(receive))
 
     def send(self, message: ToCore) -> None:
+        self.send_encoded(_encoder.encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
         # Without a high-water mark this never blocks; what a dead child leaves unread is dropped with the pipe.
         if not self._context.closed:  # tasks that are cancelled at a loop's end still abort their requests
-            self._outbox.send(_encoder.encode(message), zmq.DONTWAIT)
+            self._outbox.send(data, zmq.DONTWAIT)
 
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_s
@@ -182,9 +189,12 @@ class ProcessCoreClient:
                 return
             self._num_received += 1
             self._heard_s = time.monotonic()
-            message = _from_core.decode(data)
-            if not isinstance(message, Beat):
-                receive(message)
+            self._hand_on(data, receive)
+
+    def _hand_on(self, data: bytes, receive: Receive) -> None:
+        message = _from_core.decode(data)
+        if not isinstance(message, Beat):
+            receive(message)
 
     async def _watch(self, receive: Receive) -> None:
         """Report the child's end after its last messages, which may still lie in the pipe: they say why."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tokenmill.engine.core_process import PLAIN_START, STOP_SIGNAL, beats_from_core, from_core, to_core
+from tokenmill.engine.core_process import PLAIN_START, STOP_SIGNAL, beats_from_core, block_socket, from_core, to_core
 from tokenmill.engine.heartbeat import Heartbeat
 from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, Start, ToCore
@@ -98,7 +98,7 @@ def main() -> int:
     signal.signal(STOP_SIGNAL, lambda *_: sys.exit(0))
     mailbox = SocketMailbox(folder, parent_pid)
     try:
-        return _serve(mailbox, fast_start=is_fast_start())
+        return _serve(mailbox, folder, fast_start=is_fast_start())
     finally:
         mailbox.close()
         if os.getppid() != parent_pid:  # it was killed, so it can't remove its folder
@@ -109,7 +109,7 @@ def is_fast_start() -> bool:
     return PLAIN_START not in sys.argv[3:]
 
 
-def _serve(mailbox: SocketMailbox, *, fast_start: bool) -> int:
+def _serve(mailbox: SocketMailbox, folder: str, *, fast_start: bool) -> int:
     with torch_import(fast_start=fast_start):
         from tokenmill.engine.build import build_core  # torch is imported here, after the socket is open
     from tokenmill.observe.log import configure_logging
@@ -120,7 +120,11 @@ def _serve(mailbox: SocketMailbox, *, fast_start: bool) -> int:
         return 0
     try:
         core = build_core(
-            start.config, Path(start.model_path), fast_start=fast_start, when_rank_dies=lambda _how: os._exit(1)
+            start.config,
+            Path(start.model_path),
+            fast_start=fast_start,
+            when_rank_dies=lambda _how: os._exit(1),
+            block_address=block_socket(folder),
         )
     except TokenmillError as error:
         mailbox.send(Failed(error.message, error.hint, error.exit_code))

@@ -21,7 +21,7 @@ from types import MappingProxyType
 EXIT_TIMEOUT_S = 3.0
 STOP_SIGNAL = signal.SIGUSR1  # from a parent to a child that does not read its messages; SIGTERM comes from others too
 MAX_SOCKET_PATH = 70  # bytes: the folder's own name and the socket's take 29 more
-SECRETS = ("TOKENMILL_API_KEY",)  # the front's: a core knows no keys
+SECRETS = ("TOKENMILL_API_KEY", "TOKENMILL_CLUSTER_KEY")  # the front's: a core knows no keys
 FOLDER_PREFIX = "tokenmill-"
 LOCK = "owner"
 YOUNG_S = 60.0  # a folder of this age may be one whose owner is about to lock it
@@ -42,16 +42,21 @@ class CoreProcess:
         # Where its sockets lie; of mode 0700.
         place = socket_path(tempfile.gettempdir())
         remove_abandoned(place)
-        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=place)
-        self._lock: int | None = hold(self._folder.name)
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=place, ignore_cleanup_errors=True)
+        self._lock: int | None = None
         switch = [] if fast_start else [PLAIN_START]
-        # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
-        self._process = subprocess.Popen(
-            [*own_python(), *program, self._folder.name, str(os.getpid()), *switch],
-            env={**{name: value for name, value in os.environ.items() if name not in SECRETS}, **environment},
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
+        try:
+            self._lock = hold(self._folder.name)
+            # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
+            self._process = subprocess.Popen(
+                [*own_python(), *program, self._folder.name, str(os.getpid()), *switch],
+                env={**{name: value for name, value in os.environ.items() if name not in SECRETS}, **environment},
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+        except OSError:
+            self._clean_up()
+            raise
 
     @property
     def folder(self) -> str:
@@ -79,7 +84,7 @@ class CoreProcess:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        self._folder.cleanup()
+        self._folder.cleanup()  # if it can't be removed now: without a lock, whoever starts a core next does it
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -159,6 +164,11 @@ def from_core(folder: str) -> str:
 def beats_from_core(folder: str) -> str:
     """The address of the core's heartbeat, which a thread of its own sends."""
     return f"ipc://{folder}/beats"
+
+
+def block_socket(folder: str) -> str:
+    """The socket at which a core gives blocks of its KV cache to other cores."""
+    return f"{folder}/blocks"
 
 
 def describe_exit(code: int) -> str:

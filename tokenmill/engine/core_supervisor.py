@@ -2,7 +2,10 @@
 
 A core that gives no sign of life for some seconds is stalled: its requests wait, and go on if it comes back; after 40
 seconds it is killed. A core that dies is started again, at once if it had answered anything since its last start, and
-after ever longer pauses otherwise; one that dies again and again before it answers is given up.
+after ever longer pauses otherwise; one that dies again and again before it answers is given up. Where there is no
+memory, no descriptor or no disk for a process, that is tried again until there is.
+
+A fleet that grows and shrinks stops cores that it does not need, and opens them again later.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 300.0
 FIRST_RESTART_DELAY_S = 0.2
+MAX_RESTART_DELAY_S = 5.0  # between two tries while there is nothing to start a process with
 
 STALLED_S = 8.0  # without a sign of life
 GIVEN_UP_S = 40.0
@@ -41,10 +45,11 @@ class CoreSupervisor:
         on_outputs: Callable[[Outputs | AdapterRead], None],
         on_death: Callable[[TokenmillError], None],
     ) -> None:
-        self.health = Health("loading")
+        self.health = Health("stopped", "it was not started yet")
         self.info: CoreInfo | None = None
         self.is_given_up = False  # it is dead, and not started again
         self.is_closed = False
+        self.is_stopped = True
         self.num_restarts = 0
         self._make_client = make_client
         self._on_ready, self._on_outputs, self._on_death = on_ready, on_outputs, on_death
@@ -57,11 +62,33 @@ class CoreSupervisor:
         self._deaths: list[float] = []  # before an answer
 
     async def open(self) -> None:
-        """Start the first core and wait until it is ready; what keeps it from that is raised."""
+        """Start a core where none runs and wait until it is ready; what keeps it from that is raised."""
+        assert self.is_stopped, "it was opened already"
+        self.is_stopped = self.is_given_up = False
+        self.health = Health("loading")
+        self._deaths = []
         self._first_ready = asyncio.get_running_loop().create_future()
         await self._connect()
         await self._first_ready
-        self._life_checks = asyncio.create_task(self._check_life())
+        if self._life_checks is None:
+            self._life_checks = asyncio.create_task(self._check_life())
+
+    async def stop(self, why: str = "") -> None:
+        """End the core, ready or not; `open` starts another. Its requests should be elsewhere."""
+        if self.is_stopped or self.is_closed:
+            return
+        self.is_stopped, self.is_given_up = True, False
+        self.health = Health("stopped", why)
+        error = EngineDead("the engine process was stopped")
+        if self._first_ready is not None and not self._first_ready.done():
+            self._first_ready.set_exception(error)
+        self._on_death(error)
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
+        if self._dropping is not None:
+            await self._dropping
+        await self._drop_client()
 
     def send(self, message: ToCore) -> None:
         """Send to the core, if there is one at the moment: a dead one has forgotten its requests anyway."""
@@ -109,6 +136,8 @@ class CoreSupervisor:
                 self._core_died(message)
 
     def _become_ready(self, info: CoreInfo) -> None:
+        if self.is_stopped:  # it was told to end while it loaded
+            return
         self.info = info
         self.health = Health("ready")
         self._on_ready(info)
@@ -137,7 +166,7 @@ class CoreSupervisor:
             client.kill()
 
     def _core_died(self, failure: Failed) -> None:
-        if self.is_closed or self.is_given_up:
+        if self.is_closed or self.is_given_up or self.is_stopped:
             return
         error = EngineDead(failure.message, hint=failure.hint)
         self.health = Health("dead", failure.message)
@@ -175,14 +204,19 @@ class CoreSupervisor:
             await asyncio.shield(self._dropping)  # whoever closes meanwhile waits for it
 
     async def _restart_core(self) -> None:
-        await self._drop_client()
-        if self.is_given_up:
-            return
-        if self._deaths:
-            await asyncio.sleep(FIRST_RESTART_DELAY_S * 2 ** (len(self._deaths) - 1))
-        if self.health.state == "dead":
-            self.health = Health("loading", "starting again after a failure")
-        try:
-            await self._connect()
-        except OSError as problem:  # no memory or no disk for a process: perhaps the next time
-            self._core_died(Failed(f"the engine could not be started again: {problem.strerror or problem}"))
+        delay_s = FIRST_RESTART_DELAY_S * 2 ** (len(self._deaths) - 1) if self._deaths else 0.0
+        while True:
+            try:
+                await self._drop_client()
+                if self.is_given_up:
+                    return
+                await asyncio.sleep(delay_s)
+                if self.health.state == "dead":
+                    self.health = Health("loading", "starting again after a failure")
+                await self._connect()
+                return
+            except OSError as problem:
+                why = f"the engine could not be started again: {problem.strerror or problem}"
+                delay_s = min(MAX_RESTART_DELAY_S, max(FIRST_RESTART_DELAY_S, 2 * delay_s))
+                log.error("%s; trying again in %.1f s", why, delay_s)
+                self.health = Health("dead", why)

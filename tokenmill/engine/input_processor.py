@@ -247,7 +247,7 @@ class InputProcessor:
         if self._literal_content:
             allowed = () if speech is None else tuple(speech.control.values())
             messages, marks = self._literal.mark(asked.messages, allowed)
-            asked = msgspec.structs.replace(asked, messages=messages)
+            asked = msgspec.structs.replace(asked, messages=messages) if any(marks) else asked
         messages = history(asked, speech)
         if tools and (speech is None or speech.calls is None):
             raise InvalidRequest("this model calls no tools", param="tools", hint="see --tool-format")

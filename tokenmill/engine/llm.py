@@ -11,13 +11,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import msgspec
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.adapters import require_adapter_name
-from tokenmill.config.by_name import engine_config
+from tokenmill.config.by_name import engine_config, settings_signature
+from tokenmill.config.setting_types import EngineSettings
 from tokenmill.engine.argument_checks import (
     AskedRows,
     Conversation,
@@ -25,6 +26,7 @@ from tokenmill.engine.argument_checks import (
     Prompt,
     conversations_in,
     messages_from,
+    no_attribute,
     one_of_two,
     params_from,
     prompt_from,
@@ -96,7 +98,9 @@ class LLM:
     fetched if need be. Threads may share an `LLM`: their calls take turns, streams step by step.
     """
 
-    def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Any) -> None:
+    __signature__ = settings_signature()
+
+    def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Unpack[EngineSettings]) -> None:
         """Load a model. Settings are those of `tokenmill run --help` by name: `max_context=2048`, `threads=2` ..."""
         self.config = without_step_limit(engine_config(model, settings))
         fast_start = bool(self.config.ops.fast_start)  # this process is the program's: only where it asks
@@ -119,6 +123,11 @@ class LLM:
         self._lock = threading.RLock()  # held by the thread that steps the core
         self._output_processors: dict[str, OutputProcessor] = {}  # of running requests
         self._receivers: dict[str, Receive] = {}  # by request: who gets what a step brings it
+
+    if not TYPE_CHECKING:  # which knows all that there is
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(name)
 
     @property
     def core(self) -> EngineCore:
@@ -309,6 +318,7 @@ class LLM:
         with self._lock:
             for request_id in list(self._output_processors):
                 self._abort(request_id)
+            self._core.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The params of a call that gives none: the model's own (see `sampling_defaults` in the settings)."""

@@ -62,7 +62,7 @@ def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]
         messages = mailbox.take(0.0 if core.has_work else patience_s)
         for message in messages:
             if isinstance(message, Shutdown):
-                return
+                return core.close()
             handle_message(core, message)
         busy = core.has_work
         patience_s = QUIET_S if busy or messages else 0.0 if core.run_idle_task() else None

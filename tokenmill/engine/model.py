@@ -76,6 +76,7 @@ def build_native_decoder(
         num_adapter_slots=config.model.adapter_slots or 0,
         shard=shard,
         window=shared_window(shard),
+        layers=None if shard is None else shard.layers,
     )
     kept.finish()
     return decoder
@@ -83,7 +84,7 @@ def build_native_decoder(
 
 def shared_window(shard: Shard | None) -> Any:
     """The window over which native kernels of several ranks exchange; None for one rank."""
-    if shard is None:
+    if shard is None or shard.group.size == 1:
         return None
     assert isinstance(shard.group, SharedGroup), "see `resolve_parallel`"
     return shard.group.window
@@ -91,7 +92,7 @@ def shared_window(shard: Shard | None) -> Any:
 
 def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
     """Weights that an earlier start has packed; an empty cache where that is switched off or not worth it."""
-    rows = source.cuts.recipe if isinstance(source, RankWeights) else ""
+    rows = source.recipe if isinstance(source, RankWeights) else ""
     source = source.source if isinstance(source, RankWeights) else source
     if not config.model.packed_cache or not isinstance(source, CheckpointWeights):
         return PackedCache()
@@ -101,11 +102,13 @@ def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
     return open_cache(source_of(source.checkpoint.files, layout_digest(), recipe))
 
 
-def kv_storage(config: EngineConfig, spec: ModelSpec) -> KVStorage:
-    """The KV pool of a resolved config."""
+def kv_storage(config: EngineConfig, spec: ModelSpec, layers: range | None = None) -> KVStorage:
+    """The KV pool of a resolved config; `layers`: of those only, where others are computed elsewhere."""
     cache, device = config.cache, torch.device(config.ops.device)
     assert cache.num_blocks is not None
     layout = KVLayout.from_spec(spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
+    if layers is not None:
+        layout = layout.of_layers(layers)
     num_states = cache.num_states or 0
     num_cells = cells_for_states(layout, num_states, cache.block_size, config.scheduler.num_rows)
     return KVStorage(layout, cache.num_blocks, cache.block_size, device, num_cells=num_cells, num_states=num_states)

@@ -88,6 +88,7 @@ class OutputProcessor:
         self._make_reader = make_reader
         self._num_cached_tokens = 0
         self._queue_s = 0.0
+        self.device_s = 0.0  # what its engine has spent on it, as far as it has told
         self._is_first = True  # the next event is the request's first
         self._stopped: list[int] = []
         self._has_stops = bool(request.params.stop or request.params.stop_regex)
@@ -121,6 +122,7 @@ class OutputProcessor:
             return []
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         self._queue_s = self._queue_s or output.queue_s
+        self.device_s = output.device_s or self.device_s
         choice.last = output
         event = self._advance(choice, output)
         if event is None:
@@ -325,6 +327,7 @@ class OutputProcessor:
             drafted_tokens=sum(choice.num_drafted for choice in self._choices),
             accepted_tokens=sum(choice.num_accepted for choice in self._choices),
             reasoning_tokens=sum(choice.reader.num_reasoning_tokens for choice in self._choices if choice.reader),
+            device_s=self.device_s,
         )
 
     def _cumulative(self, choice: ChoiceState, output: SequenceOutput) -> float | None:

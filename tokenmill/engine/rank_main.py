@@ -27,7 +27,7 @@ def main() -> int:
     import torch
 
     from tokenmill.engine.backends import find_backend
-    from tokenmill.engine.ranks import RankStart, join_group, run_follower
+    from tokenmill.engine.ranks import RankStart, held_link, join_group, run_follower
     from tokenmill.observe.log import configure_logging
 
     configure_logging()
@@ -38,7 +38,7 @@ def main() -> int:
     config = start.config
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if find_backend(config.ops.backend).uses_torch_threads else 1)
-    run_follower(start, join_group(config, start.rank, start.descriptor), leader)
+    run_follower(start, join_group(config, start.rank, start.descriptor), held_link(start), leader)
     return 0
 
 

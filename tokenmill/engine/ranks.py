@@ -4,6 +4,9 @@
       ├── rank 1: a process (`rank_main.py`) or a thread, its part of the model
       └── ...
 
+Ranks of one stage (`parallel/stages.py`) form a group that gathers; between stages there is a ring of connections for
+each place in a stage.
+
 A rank that ends or is stopped takes its group with it: all waits end with `PeerDied`, and whoever started the core is
 told at once (`when_rank_dies`). Ranks in processes end by themselves when their core is gone.
 """
@@ -20,6 +23,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,20 +33,25 @@ import msgspec
 
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.tensors import tensors_of
 from tokenmill.config import EngineConfig
 from tokenmill.engine.backends import find_backend
 from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, own_python
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.errors import InvalidConfig, PeerDied, TokenmillError
 from tokenmill.kv.storage import KVStorage
-from tokenmill.models.protocol import Model
+from tokenmill.models.protocol import StagedModel
 from tokenmill.ops.cpu import is_available
-from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
+from tokenmill.parallel.alone import Alone
+from tokenmill.parallel.cuts import cut_spec, shard_model
 from tokenmill.parallel.group import RankGroup, Shard
 from tokenmill.parallel.shared import SharedGroup
+from tokenmill.parallel.stage_link import StageLink
+from tokenmill.parallel.stages import Mesh, split_layers
 from tokenmill.parallel.threads import ThreadGroup
-from tokenmill.runner.ranked import FollowingSampler, RankedRunner, follow
+from tokenmill.runner.ranked import Followers, FollowingSampler, RankedRunner, follow, run_plan
 from tokenmill.runner.runner import ModelRunner
+from tokenmill.runner.staged import PipelineRunner, StageRunner, run_message
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.weights.rank_weights import RankWeights
 
@@ -59,7 +69,52 @@ class RankStart(msgspec.Struct, frozen=True):
     config: EngineConfig  # resolved
     model_path: str
     rank: int
-    descriptor: int  # of a file without a name, by which ranks find each other or which they share
+    descriptor: int = -1  # of a file without a name, by which ranks of a stage find each other or which they share
+    before: int = -1  # descriptors of the connections to the stages before and behind, where there are several
+    behind: int = -1
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.config.parallel.tp, self.config.parallel.pp)
+
+    @property
+    def descriptors(self) -> tuple[int, int, int]:
+        return self.descriptor, self.before, self.behind
+
+
+class StageRing:
+    """Connections from each rank to the one of the next stage in the same place, before the ranks have them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        pipes = [Pipe(duplex=False) for _ in range(mesh.size)] if mesh.pp > 1 else []
+        self._readers = [reader for reader, _ in pipes]  # by who reads
+        self._writers = {mesh.before(rank): writer for rank, (_, writer) in enumerate(pipes)}  # by who writes
+
+    def descriptors(self, rank: int) -> tuple[int, int]:
+        if not self._readers:
+            return -1, -1
+        return self._readers[rank].fileno(), self._writers[rank].fileno()
+
+    def link(self, rank: int) -> StageLink | None:
+        if not self._readers:
+            return None
+        is_first = self._mesh.stage(rank) == 0
+        return StageLink(self._readers[rank], self._writers[rank], reads_ahead=is_first)
+
+    def close_others(self, own: int) -> None:
+        for rank in range(self._mesh.size if self._readers else 0):
+            if rank != own:
+                self._readers[rank].close()
+                self._writers[rank].close()
+
+
+def held_link(start: RankStart) -> StageLink | None:
+    """The link of a rank that is a process."""
+    if start.before < 0:
+        return None
+    is_first = start.mesh.stage(start.rank) == 0
+    return StageLink(Connection(start.before), Connection(start.behind), reads_ahead=is_first)
 
 
 class RankReady(msgspec.Struct, frozen=True):
@@ -73,29 +128,77 @@ class RankReady(msgspec.Struct, frozen=True):
 # ── one rank ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load_part(config: EngineConfig, spec: ModelSpec, model_path: Path, group: RankGroup) -> tuple[Model, KVStorage]:
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has: some layers of a model, and some rows of their matrices."""
+
+    config: EngineConfig
+    rank: int
+    layers: range
+    model: StagedModel
+    storage: KVStorage
+    link: StageLink | None  # None: there is one stage
+
+    def row_runner(self, sampler: Sampler) -> ModelRunner:
+        config = self.config
+        assert config.model.max_context is not None
+        rows, context = config.scheduler.num_rows, config.model.max_context
+        return ModelRunner(self.model, self.storage, sampler, rows, context)
+
+    def stage_runner(self, sampler: Sampler) -> StageRunner:
+        assert self.link is not None
+        return StageRunner(self.row_runner(sampler), self.model, self.link, is_first=self.layers.start == 0)
+
+
+def load_part(
+    config: EngineConfig, spec: ModelSpec, model_path: Path, rank: int, group: RankGroup, link: StageLink | None
+) -> RankPart:
     """One rank's part of a model, and of its KV cache."""
-    cuts = Cuts(group.rank, group.size, cut_model(spec, group.size))
-    source = RankWeights(open_source(config, model_path, spec), cuts)
+    mesh = Mesh(config.parallel.tp, config.parallel.pp)
+    layers = split_layers(spec, mesh.pp)[mesh.stage(rank)]
+    parallel = config.parallel
+    loads = {} if parallel.expert_loads is None else read_loads(Path(parallel.expert_loads), spec)
+    cuts = shard_model(spec, group.size, group.rank, ep=parallel.ep, loads=loads, copies=parallel.expert_copies)
+    source = RankWeights(open_source(config, model_path, spec), cuts, layers)
     own = cut_spec(spec, group.size, group.rank)
-    model = find_backend(config.ops.backend).build_model(config, own, source, Shard(group, cuts))
-    return model, kv_storage(config, own)
+    model = find_backend(config.ops.backend).build_model(config, own, source, Shard(group, cuts, layers))
+    return RankPart(config, rank, layers, model, kv_storage(config, own, layers), link)
 
 
-def run_follower(start: RankStart, group: RankGroup, leader: Connection) -> None:
+def read_loads(path: Path, spec: ModelSpec) -> dict[str, list[float]]:
+    """Tokens by expert, of each layer's router by name."""
+    sizes = {
+        name.removesuffix(".weight"): tensor.shape[0]
+        for name, tensor in tensors_of(spec).items()
+        if name.endswith("router.weight")
+    }
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, list[float]])
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidConfig(f"{path} has no loads of experts: {error}", param="expert_loads") from None
+    for name, loads in found.items():
+        if sizes.get(name) != len(loads) or min(loads) < 0:
+            raise InvalidConfig(f"{path}: {name} does not fit this model", param="expert_loads")
+    return found
+
+
+def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, leader: Connection) -> None:
     """Load a part of the model and follow rank 0 until it closes the connection."""
     config, path = start.config, Path(start.model_path)
     try:
-        model, storage = load_part(config, read_spec(path), path, group)
+        part = load_part(config, read_spec(path), path, start.rank, group, link)
     except TokenmillError as error:
         _answer(leader, RankReady(start.rank, error.message, error.hint))
         return
-    assert config.model.max_context is not None
-    max_rows = config.scheduler.num_rows
-    sampler = FollowingSampler(model.vocab_size, max_rows, storage.device)
-    runner = ModelRunner(model, storage, sampler, max_rows, config.model.max_context)
+    sampler = FollowingSampler(part.model.vocab_size, config.scheduler.num_rows, part.storage.device)
     _answer(leader, RankReady(start.rank))
-    follow(runner, group, leader)
+    if link is None:
+        follow(partial(run_plan, part.row_runner(sampler)), start.rank, group, leader)
+        return
+    try:
+        follow(partial(run_message, part.stage_runner(sampler)), start.rank, group, leader)
+    finally:
+        link.close()
 
 
 def _answer(leader: Connection, ready: RankReady) -> None:
@@ -114,27 +217,37 @@ class Ranks:
     ) -> None:
         """Start them: they load beside rank 0, which is the caller's. `config`: resolved."""
         self.group: RankGroup
+        self.link: StageLink | None = None
+        self._config = config
         self._when_rank_dies = when_rank_dies
         self._followers: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_closed = False
-        size, link = config.parallel.tp, config.parallel.link
-        self._descriptor = -1 if link == "threads" else shared_file(size, link)
+        self._descriptors: list[int] = []
+        mesh, link = Mesh(config.parallel.tp, config.parallel.pp), config.parallel.link
+        ring = StageRing(mesh)
         if link == "threads":
-            groups = thread_groups(config)
+            groups = [group for _ in range(mesh.pp) for group in thread_groups(config)]
+            for rank in range(1, mesh.size):
+                start = RankStart(config, str(model_path), rank)
+                self._start_thread(start, groups[rank], ring.link(rank))
             self.group = groups[0]
-            for group in groups[1:]:
-                self._start_thread(RankStart(config, str(model_path), group.rank, -1), group)
         else:
-            self.group = join_group(config, 0, self._descriptor)
-            for rank in range(1, size):
-                self._start_process(RankStart(config, str(model_path), rank, self._descriptor))
+            self._descriptors = [shared_file(mesh.tp, link) for _ in range(mesh.pp if mesh.tp > 1 else 0)]
+            for rank in range(1, mesh.size):
+                descriptor = self._descriptors[mesh.stage(rank)] if self._descriptors else -1
+                before, behind = ring.descriptors(rank)
+                self._start_process(RankStart(config, str(model_path), rank, descriptor, before, behind))
+            self.group = join_group(config, 0, self._descriptors[0] if self._descriptors else -1)
+        self.link = ring.link(0)
+        if link != "threads":
+            ring.close_others(0)  # only the ranks themselves hold them, so that a rank's end is its neighbours'
 
-    def _start_thread(self, start: RankStart, group: RankGroup) -> None:
+    def _start_thread(self, start: RankStart, group: RankGroup, link: StageLink | None) -> None:
         ours, theirs = Pipe()
         self._followers.append(ours)
         thread = threading.Thread(
-            target=run_follower, args=(start, group, theirs), name=f"rank-{start.rank}", daemon=True
+            target=run_follower, args=(start, group, link, theirs), name=f"rank-{start.rank}", daemon=True
         )
         thread.start()
 
@@ -146,7 +259,7 @@ class Ranks:
                 [*own_python(), "-m", "tokenmill.engine.rank_main", str(theirs.fileno()), str(os.getpid())],
                 env={name: value for name, value in os.environ.items() if name not in SECRETS},
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self._descriptor),
+                pass_fds=[theirs.fileno(), *(one for one in start.descriptors if one >= 0)],
                 process_group=0,
             )
         self._processes.append(process)
@@ -165,11 +278,15 @@ class Ranks:
             if ready.error is not None:
                 raise InvalidConfig(f"rank {ready.rank}: {ready.error}", hint=ready.hint)
 
-    def make_runner(
-        self, model: Model, storage: KVStorage, sampler: Sampler, max_rows: int, max_context: int
-    ) -> RankedRunner:
+    def make_runner(self, part: RankPart, sampler: Sampler) -> RankedRunner | PipelineRunner:
         """The runner of all ranks, with rank 0's part of the model; they end with it."""
-        runner = RankedRunner(ModelRunner(model, storage, sampler, max_rows, max_context), self.group, self._followers)
+        parallel, followers = self._config.parallel, Followers(self._followers)
+        runner: RankedRunner | PipelineRunner
+        if parallel.pp == 1:
+            runner = RankedRunner(part.row_runner(sampler), self.group, followers)
+        else:
+            own = part.stage_runner(sampler)
+            runner = PipelineRunner(own, self.group, followers, beside=parallel.tp - 1, depth=parallel.num_lanes)
         weakref.finalize(runner, self.close)
         return runner
 
@@ -188,8 +305,10 @@ class Ranks:
                 process.kill()
                 process.wait()
         self.group.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        if self.link is not None:
+            self.link.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         how = wait_for_trouble(process.pid)
@@ -215,8 +334,10 @@ class Ranks:
 
 
 def thread_groups(config: EngineConfig) -> Sequence[RankGroup]:
-    """A group of each rank, where ranks are threads; native kernels exchange within a step."""
+    """A group of each rank of a stage, where ranks are threads; native kernels exchange within a step."""
     size = config.parallel.tp
+    if size == 1:
+        return [Alone()]
     return SharedGroup.in_threads(size) if is_available()[0] else ThreadGroup.make(size)
 
 
@@ -229,12 +350,15 @@ def shared_file(size: int, link: str) -> int:
 
 
 def join_group(config: EngineConfig, rank: int, descriptor: int) -> RankGroup:
-    """The group of a rank that is a process."""
+    """The group of a rank that is a process, with the others of its stage."""
+    place = rank % config.parallel.tp
+    if config.parallel.tp == 1:
+        return Alone()
     if config.parallel.link == "shared":
-        return SharedGroup.over_file(descriptor, rank, config.parallel.tp)
+        return SharedGroup.over_file(descriptor, place, config.parallel.tp)
     from tokenmill.parallel.gloo import GlooGroup  # a second's import that others do without
 
-    return GlooGroup(rank, config.parallel.tp, Path(f"/proc/self/fd/{descriptor}"))
+    return GlooGroup(place, config.parallel.tp, Path(f"/proc/self/fd/{descriptor}"))
 
 
 def wait_for_trouble(pid: int) -> str:

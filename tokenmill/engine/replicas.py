@@ -27,6 +27,7 @@ import msgspec
 
 from tokenmill.engine.core_supervisor import CoreSupervisor, MakeClient
 from tokenmill.engine.messages import Abort, AdapterRead, Outputs, Submit, ToCore
+from tokenmill.engine.roles import LEAST_PREFILLED, Role, may_be_prefilled, prefill_request
 from tokenmill.engine.status import CoreInfo, EngineStats, Health
 from tokenmill.engine.stream import EventBuffer
 from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed, TokenmillError
@@ -34,6 +35,9 @@ from tokenmill.types import Request, SequenceOutput
 
 SUSPECT_DEATHS = 2  # without a token in between
 MOST_DEATHS = 3
+MOVE_S = 2.0  # that a core which is to end gives its requests' blocks to others
+MOVE_CHECK_S = 0.005
+ROLES: tuple[Role, ...] = ("any", "prefill", "decode")
 
 NOW = ("running", "waiting", "waiting_for_grammar", "kv_blocks_used", "kv_blocks_total")
 APART = (*NOW, "wait_s", "step_counts", "engine_pid", "restarts", "resumed")
@@ -52,6 +56,9 @@ class RequestRun:
     is_starting: bool = False  # nothing has come since it was placed
     num_deaths: int = 0  # of its cores, without a token in between
     num_given: int = 0  # tokens at the last of them
+    is_prefilling: bool = False  # its core computes the prompt alone (`roles.py`)
+    was_prefilled: bool = False
+    source: Replica | None = None  # the core that has computed what there is of it, and may still have its blocks
     num_placed: int = 0  # how often it was given to a core
     placed_s: float = 0.0  # when it was, the last time
 
@@ -65,24 +72,29 @@ class RequestRun:
         request_id = self.request.request_id
         return request_id if self.num_placed < 2 else f"{request_id}#{self.num_placed}"
 
-    def for_core(self) -> Request:
-        """The request with all that was given of it."""
+    def for_core(self, fetch_from: str) -> Request:
+        """The request with all that was given of it. `fetch_from`: the address of a core that may have its blocks."""
         request = self.buffer.output_processor.resumed_request()
-        return request if self.num_placed < 2 else msgspec.structs.replace(request, request_id=self.core_id)
+        if self.is_prefilling:
+            request = prefill_request(request, self.core_id)
+        if self.num_placed < 2 and not fetch_from:
+            return request
+        return msgspec.structs.replace(request, request_id=self.core_id, fetch_from=fetch_from)
 
     def note_death(self) -> None:
         num_given = self.buffer.output_processor.num_completion_tokens
         self.num_deaths = self.num_deaths + 1 if num_given == self.num_given else 1
         self.num_given = num_given
-        self.replica, self.is_starting = None, False
+        self.replica, self.source, self.is_starting, self.is_prefilling = None, None, False, False
 
 
 class Route(NamedTuple):
-    """A core for a request, why that one, and how much of the request it has to compute."""
+    """A core for a request, why that one, how much of the request it has to compute, and a core that has more of it."""
 
     replica: Replica
     why: str
     num_uncached: int = 0
+    source: Replica | None = None
 
 
 class Router(Protocol):
@@ -103,6 +115,31 @@ class Router(Protocol):
         ...
 
 
+class FleetKeeper(Protocol):
+    """What watches the cores of a model while they run: adds and ends some as the load asks for it, lets other machines
+    join."""
+
+    async def start(self, replicas: Replicas) -> None:
+        """The cores are about to be started."""
+        ...
+
+    def note_open(self) -> None:
+        """The first cores are ready."""
+        ...
+
+    async def stop(self) -> None:
+        """The cores are about to end."""
+        ...
+
+    async def close(self) -> None:
+        """The cores have ended."""
+        ...
+
+    def allow(self, least: int, most: int) -> bool:
+        """Let there be so many cores; False: that is not its business."""
+        ...
+
+
 class Replica:
     """One core of a model."""
 
@@ -117,6 +154,8 @@ class Replica:
         self.probation: RequestRun | None = None  # a suspect, which is alone here
         self.is_reserved = False  # for a suspect: it gets no other request
         self.is_kept_free = False  # as it was told: it gets no requests
+        self.role: Role = "any"
+        self.place = ""  # the machine that its core runs on, where there are several
         self.stats = EngineStats()
         self.supervisor = CoreSupervisor(
             make_client,
@@ -133,6 +172,10 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         return self.supervisor.health.state == "ready"
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.supervisor.is_stopped
 
     @property
     def info(self) -> CoreInfo:
@@ -184,21 +227,63 @@ class Replicas:
         on_adapter: Callable[[Replica, AdapterRead], None],
         on_death: Callable[[Replica, TokenmillError], None],
         router: Router | None = None,
+        roles: Sequence[Role] = (),
     ) -> None:
         """`makers`: one for each core. `deliver` and `fail` are told what comes of a request, the others what comes of
-        a core. `router`: None only where there is one core."""
+        a core. `router`: None only where there is one core. `roles`: of each core, by default any."""
         assert router is not None or len(makers) == 1
         self.all = [Replica(index, make_client, self) for index, make_client in enumerate(makers)]
+        for replica, role in zip(self.all, roles, strict=False):
+            replica.role = role
+        self._has_roles = any(replica.role != "any" for replica in self.all)
         self.num_resumed = 0
         self._deliver, self._fail = deliver, fail
         self._on_ready, self._on_adapter, self._on_death = on_ready, on_adapter, on_death
         self._router = router
+        # Called when a request waits that no core can take now. Whoever sets it starts cores that are stopped.
+        self.on_waiting: Callable[[], None] | None = None
+        self.on_arrival: Callable[[], None] | None = None  # called with each new request
         self._parked: list[RequestRun] = []  # without a core, in the order in which they are placed
         self._is_draining = False
 
-    async def open(self) -> None:
-        """Start all cores and wait until they are ready; what keeps one from that is raised."""
-        await asyncio.gather(*(replica.supervisor.open() for replica in self.all))
+    async def open(self, num_replicas: int) -> None:
+        """Start the first cores and wait until they are ready; what keeps one from that is raised."""
+        await asyncio.gather(*(replica.supervisor.open() for replica in self.all[:num_replicas]))
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for a core."""
+        return len(self._parked)
+
+    async def start(self, replica: Replica) -> None:
+        """Start a core that is stopped; what keeps it from that is raised. Requests that other cores have not begun
+        with are placed again once it is ready, since they were placed without it."""
+        try:
+            await replica.supervisor.open()
+        except (TokenmillError, OSError) as problem:
+            await replica.supervisor.stop(f"it could not be started: {problem}")
+            raise
+        self._spread()
+
+    async def stop(self, replica: Replica, why: str = "") -> None:
+        """End a core. Its requests go on in others, or wait for one."""
+        was_kept_free, replica.is_kept_free = replica.is_kept_free, True
+        try:
+            await self._empty(replica)
+            await replica.supervisor.stop(why)
+        finally:
+            replica.is_kept_free = was_kept_free
+
+    def _spread(self) -> None:
+        """Place requests again that wait behind others on their cores."""
+        waiting = []
+        for replica in self.all:
+            starting = sorted((run for run in replica.runs.values() if run.is_starting), key=lambda run: run.placed_s)
+            waiting += [(run.placed_s, replica, run) for run in starting[1:] if run is not replica.probation]
+        for _, replica, run in sorted(waiting, key=lambda one: one[0]):
+            self._withdraw(run, replica, tell_core=True)
+            self._parked.append(run)
+        self.place_parked()
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.supervisor.close() for replica in self.all))
@@ -221,27 +306,39 @@ class Replicas:
         one; return once it is ready."""
         was_kept_free, replica.is_kept_free = replica.is_kept_free, True
         try:
-            self._move_all(replica)
-            self.place_parked()
+            await self._empty(replica)
             await replica.supervisor.restart()
         finally:
             replica.is_kept_free = was_kept_free
             self.place_parked()
 
     def _move_all(self, replica: Replica) -> None:
-        """Take all requests from a core; each goes on with its next token wherever it is placed."""
+        """Take all requests from a core; each goes on with its next token wherever it is placed, with the blocks that
+        this core has computed, as long as it is there to give them."""
         for run in list(replica.runs.values()):
             self._withdraw(run, replica, tell_core=True)
             self._parked.append(run)
         replica.probation = None
+
+    async def _empty(self, replica: Replica) -> None:
+        """Take all requests from a core that is about to end, and wait a moment until others have their blocks."""
+        moved = list(replica.runs.values())
+        self._move_all(replica)
+        self.place_parked()
+        ends_s = asyncio.get_running_loop().time() + MOVE_S
+        while any(run.is_starting for run in moved) and asyncio.get_running_loop().time() < ends_s:
+            await asyncio.sleep(MOVE_CHECK_S)
 
     @property
     def health(self) -> Health:
         """Ready while one core is; otherwise the state of the one that is nearest to it."""
         if self._is_draining and not all(replica.supervisor.is_given_up for replica in self.all):
             return Health("draining", "finishing running requests")
-        order = ("ready", "stalled", "loading", "draining", "dead")
-        return min((replica.health for replica in self.all), key=lambda health: order.index(health.state))
+        order = ("ready", "stalled", "loading", "draining", "stopped", "dead")
+        best = min((replica.health for replica in self.all), key=lambda health: order.index(health.state))
+        if self.on_waiting is not None and best.state in ("loading", "stopped"):
+            return Health("ready", "requests wait until an engine process is started")
+        return best
 
     def stats(self) -> EngineStats:
         """Statistics of all cores together."""
@@ -257,6 +354,8 @@ class Replicas:
                 "state": replica.health.state,
                 "detail": replica.health.detail,
                 "is_drained": replica.is_kept_free,
+                "role": replica.role,
+                "place": replica.place,
                 "requests": len(replica.runs),
                 "prefill_tokens": replica.num_prefilling,
                 "num_placed": replica.num_placed,
@@ -269,8 +368,12 @@ class Replicas:
 
     def submit(self, run: RequestRun) -> None:
         """Give a request to a core, or let it wait for one."""
+        if self.on_arrival is not None:
+            self.on_arrival()
         if not self._place(run):
             self._parked.append(run)
+            if self.on_waiting is not None:
+                self.on_waiting()
 
     def forget(self, run: RequestRun, *, tell_core: bool) -> None:
         """Let go of a request that is over."""
@@ -296,7 +399,7 @@ class Replicas:
             replica.send(Abort(run.core_id))
         if run.is_starting:
             replica.num_prefilling -= run.num_uncached
-        run.replica, run.is_starting = None, False
+        run.replica, run.source, run.is_starting, run.is_prefilling = None, replica, False, False
 
     def place_parked(self) -> None:
         """Give waiting requests to cores that can take them, suspects first."""
@@ -321,7 +424,7 @@ class Replicas:
 
     def _place(self, run: RequestRun) -> bool:
         """Give a request to a core; False: none can take it now."""
-        route = self._route_of_suspect(run) if run.is_suspect else self._route(run.request)
+        route = self._route_of_suspect(run) if run.is_suspect else self._route_by_role(run)
         if route is None:
             return False
         replica = route.replica
@@ -333,15 +436,36 @@ class Replicas:
         replica.num_sequences += run.request.params.num_sequences
         replica.num_prefilling += route.num_uncached
         replica.runs[run.core_id] = run
-        self.num_resumed += run.num_placed > 1
-        replica.send(Submit(run.for_core()))
+        self.num_resumed += run.num_placed > 1 + run.was_prefilled
+        replica.send(Submit(run.for_core(self._block_address(run.source or route.source, replica))))
         return True
 
-    def _route(self, request: Request) -> Route | None:
+    def _block_address(self, source: Replica | None, replica: Replica) -> str:
+        """Where a core can get another one's blocks; empty: nowhere."""
+        if source is None or source is replica or not source.is_ready or source.place != replica.place:
+            return ""
+        return source.info.block_address
+
+    def _route_by_role(self, run: RequestRun) -> Route | None:
+        """A core for a request, or for its prompt alone, where it would be a long one for a core that decodes."""
+        if not self._has_roles:
+            return self._route(run.request)
+        route = self._route(run.request, ("any", "decode")) or self._route(run.request)
+        if route is None or route.replica.role != "decode" or route.num_uncached < LEAST_PREFILLED:
+            return route
+        if run.was_prefilled or not may_be_prefilled(run.request):
+            return route
+        prefilling = self._route(run.request, ("any", "prefill"))
+        if prefilling is None:
+            return route
+        run.is_prefilling = True
+        return prefilling._replace(why="prefill")
+
+    def _route(self, request: Request, roles: tuple[Role, ...] = ROLES) -> Route | None:
         if self._router is None:
             only = self.all[0]
             return Route(only, "only") if self._can_take(only, request) else None
-        able = [replica for replica in self.all if self._can_take(replica, request)]
+        able = [one for one in self.all if one.role in roles and self._can_take(one, request)]
         return self._router.choose(request, able) if able else None
 
     def _can_take(self, replica: Replica, request: Request) -> bool:
@@ -383,9 +507,21 @@ class Replicas:
             run = runs.get(output.request_id)
             if run is None:  # aborted meanwhile
                 continue
+            if run.is_prefilling:
+                self._note_prefilled(run, replica, output)
+                continue
             deliver(run, output)
             if run.is_starting:
                 self._note_started(run, replica)
+
+    def _note_prefilled(self, run: RequestRun, replica: Replica, output: SequenceOutput) -> None:
+        """A prompt is computed, or can't be: either way the request goes on to a core that answers it."""
+        if output.finish_reason is None:
+            return
+        self._withdraw(run, replica, tell_core=False)
+        run.was_prefilled = True
+        if not self._place(run):
+            self._parked.append(run)
 
     def _note_started(self, run: RequestRun, replica: Replica) -> None:
         """The first output of a request has come: it is no suspect any more, and makes room for the next one."""

@@ -27,6 +27,7 @@ from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.ops import cpu as native_kernels
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.parallel.cuts import cut_spec
+from tokenmill.parallel.stages import split_layers, stage_limits, stage_share
 from tokenmill.runner.memory import (
     RunnerBytes,
     RunnerLimits,
@@ -115,9 +116,9 @@ def resolve(
     reasons: list[str] = []
     device = choose_device(config.ops, machine, backends)
     backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
-    parallel = resolve_parallel(config, backend, reasons)
-    tp = parallel.tp
-    ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons, tp)
+    parallel = resolve_parallel(config, spec, backend, reasons)
+    require_usable_tiers(config, device.name)
+    ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons, parallel.num_ranks)
     free_bytes = machine.free_bytes[device.name]
     scheduler = _resolve_scheduler(config.scheduler, device, free_bytes, reasons)
     config = replace(config, ops=ops, parallel=parallel, scheduler=scheduler)
@@ -134,36 +135,99 @@ def resolve(
         problem = f"adapters with backend {backend.name} on {device.name}: its steps can't be captured with them"
         raise InvalidConfig(problem, param="adapter", hint="--backend triton")
     workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
-    layout = KVLayout.from_spec(cut_spec(spec, tp, 0), CacheDtypes(kv_dtype, config.model.dtype))
+    layout = KVLayout.from_spec(cut_spec(spec, parallel.tp, 0), CacheDtypes(kv_dtype, config.model.dtype))
     layout.rules(cache.block_size)  # refuses a block size that does not fit the model
-    if tp > 1:
-        kept = replace(kept, parts=WeightParts(*(part // tp for part in astuple(kept.parts))))
-    left_bytes = max(0, free_bytes - adapters.total_bytes) // tp  # ranks share the machine's memory
+    left_bytes = max(0, free_bytes - adapters.total_bytes)
+    if parallel.num_ranks > 1:
+        share, layout = _heaviest_rank(spec, parallel, layout, cache.block_size)
+        kept = replace(kept, parts=WeightParts(*(int(part * share) for part in astuple(kept.parts))))
+        left_bytes //= parallel.num_ranks  # ranks share the machine's memory
     cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons)
     model = _within_pool(config.model, cache, layout, reasons)
-    mode, reason = resolve_speculation(config.scheduler.speculate, overlaps_steps=device.overlaps_steps)
+    overlaps = "on a GPU" if device.overlaps_steps else "in a pipeline" if parallel.pp > 1 else None
+    mode, reason = resolve_speculation(config.scheduler.speculate, overlaps=overlaps)
     reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
     return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
 
 
-def resolve_parallel(config: EngineConfig, backend: Backend, reasons: list[str]) -> ParallelConfig:
+def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, reasons: list[str]) -> ParallelConfig:
     """How many ranks there are and how they reach each other; what they can't do yet is refused by name."""
     parallel = config.parallel
-    tp = parallel.tp
-    if tp == 1:
+    tp, pp = parallel.tp, parallel.pp
+    if parallel.lanes is not None and pp == 1:
+        raise InvalidConfig("lanes are those of a pipeline, and pp is 1", param="lanes")
+    _require_experts(parallel, spec, backend)
+    if parallel.num_ranks == 1:
         return parallel
+    if parallel.num_ranks > MAX_RANKS:
+        raise InvalidConfig(f"tp {tp} times pp {pp} is more than {MAX_RANKS} ranks", param="tp")
     if config.model.adapter or config.model.adapter_slots:
-        raise InvalidConfig(f"tp {tp} was asked for, but adapters are not cut for several ranks yet", param="tp")
+        raise InvalidConfig("adapters are not cut for several ranks yet", param="tp" if tp > 1 else "pp")
+    if pp > 1 and (limit := stage_limits(spec, pp)) is not None:
+        raise InvalidConfig(f"pp {pp} was asked for, but {limit}", param="pp")
     has_native = native_kernels.is_available()[0]
     link: Link = parallel.link if parallel.link != "auto" else "shared" if has_native else "gloo"
     if link == "gloo" and backend.name == "cpu":
         raise InvalidConfig("native kernels exchange over shared memory, not over gloo", param="link")
     if link == "shared" and not has_native:
         raise InvalidConfig("shared memory between ranks needs the native kernels", param="link", hint="--link gloo")
-    reasons.append(f"tensor parallel: {tp} ranks in {LINKS[link]}, each with its rows of every matrix")
+    if tp > 1:
+        reasons.append(f"tensor parallel: {tp} ranks in {LINKS[link]}, each with its rows of every matrix")
+    if parallel.ep:
+        copies = f", {parallel.expert_copies} of a layer on one more" if parallel.expert_copies else ""
+        reasons.append(f"expert parallel: each rank has whole experts{copies}")
+    if pp > 1:
+        layers = " + ".join(str(len(stage)) for stage in split_layers(spec, pp))
+        lanes = parallel.num_lanes
+        reasons.append(f"pipeline: {pp} stages of {layers} layers in {LINKS[link]}, {lanes} steps in flight")
     return replace(parallel, link=link)
+
+
+def _require_experts(parallel: ParallelConfig, spec: ModelSpec, backend: Backend) -> None:
+    """Refuse settings of experts that would do nothing, and what can't be done."""
+    if parallel.expert_copies and parallel.expert_loads is None:
+        raise InvalidConfig("which experts get copies is decided by expert_loads", param="expert_copies")
+    if not parallel.ep:
+        if parallel.expert_loads is not None:
+            raise InvalidConfig("expert_loads place whole experts on ranks: that is ep", param="expert_loads")
+        return
+    if parallel.tp == 1:
+        raise InvalidConfig("ep shares the experts out among the ranks of tp, and tp is 1", param="ep")
+    if not spec.experts:
+        raise InvalidConfig("ep was asked for, but this model has no experts", param="ep")
+    if min(experts.num_experts for experts in spec.experts) < parallel.tp:
+        raise InvalidConfig("ep was asked for, but there are more ranks than experts", param="ep")
+    if backend.name != "cpu":
+        raise InvalidConfig("whole experts on ranks need the native kernels", param="ep", hint="--backend cpu")
+
+
+def _heaviest_rank(
+    spec: ModelSpec, parallel: ParallelConfig, layout: KVLayout, block_size: int
+) -> tuple[float, KVLayout]:
+    """The largest share of the weights that a rank has, and the layout of the KV cache of the rank with most of it."""
+    stages = split_layers(spec, parallel.pp)
+    share = max(stage_share(spec, layers) for layers in stages) / parallel.tp
+    layouts = (layout.of_layers(layers) for layers in stages)
+    return share, max(layouts, key=lambda one: one.block_bytes(block_size))
+
+
+def require_usable_tiers(config: EngineConfig, device: str) -> None:
+    """Refuse tiers that could not work with the other settings."""
+    cache = config.cache
+    given = [name for name in ("kv_disk", "kv_disk_gb", "kv_host_gb") if getattr(cache, name)]
+    if not given:
+        return
+    asked = given[0]
+    if not cache.prefix_caching:
+        raise InvalidConfig(f"{asked} was given, but prefix_caching is off: no block is ever found again", param=asked)
+    if (num_ranks := config.parallel.num_ranks) > 1:
+        problem = f"{asked} was given with {num_ranks} ranks: blocks of several ranks are not kept elsewhere yet"
+        raise InvalidConfig(problem, param=asked)
+    if cache.kv_host_gb and device == "cpu":
+        problem = "kv_host_gb was given, but the pool is in host memory already"
+        raise InvalidConfig(problem, param="kv_host_gb", hint="on a CPU give the pool more blocks, or use --kv-disk")
 
 
 def _require_ranges(config: EngineConfig) -> None:
@@ -173,6 +237,8 @@ def _require_ranges(config: EngineConfig) -> None:
         ("num_blocks", config.cache.num_blocks, 2, 2**31),
         ("num_states", config.cache.num_states, 3, 2**31),
         ("memory_fraction", config.cache.memory_fraction, 0.001, 1.0),
+        ("kv_disk_gb", config.cache.kv_disk_gb, 0.001, 1e6),
+        ("kv_host_gb", config.cache.kv_host_gb, 0.0, 1e6),
         ("context_keep", config.cache.context_keep, 0, 2**31),
         ("max_running", config.scheduler.max_running, 1, 4096),
         ("token_budget", config.scheduler.token_budget, 1, 2**20),
@@ -180,6 +246,9 @@ def _require_ranges(config: EngineConfig) -> None:
         ("step_ms", config.scheduler.step_ms, 0.0, 3.6e6),
         ("threads", config.ops.threads, 1, 1024),
         ("tp", config.parallel.tp, 1, MAX_RANKS),
+        ("pp", config.parallel.pp, 1, MAX_RANKS),
+        ("lanes", config.parallel.lanes, 1, 2 * MAX_RANKS),
+        ("expert_copies", config.parallel.expert_copies, 0, 4096),
         ("adapter_slots", config.model.adapter_slots, 0, 1024),
         ("max_adapter_rank", config.model.max_adapter_rank, 1, MAX_RANK),
     ):
@@ -212,7 +281,7 @@ def _choose_backend(
             continue
         request = compute_request(config, spec, device, backend)
         refusal = backend.unsupported_reason(request)
-        if refusal is None and config.parallel.tp > 1:
+        if refusal is None and config.parallel.num_ranks > 1:
             refusal = backend.rank_limits(device)
         if refusal is None:
             if asked == "auto":
@@ -399,20 +468,20 @@ def longest_context(layout: KVLayout, cache: CacheConfig, limit: int) -> int:
     return min(limit, fitting * cache.block_size)
 
 
-def resolve_speculation(asked: str, *, overlaps_steps: bool) -> tuple[str, str]:
-    """The speculation to run, and why, in words."""
+def resolve_speculation(asked: str, *, overlaps: str | None) -> tuple[str, str]:
+    """The speculation to run, and why, in words; `overlaps`: where steps do, if they do."""
     if asked not in ("off", "auto", "ngram") and not asked.startswith(DRAFT_PREFIX):
         raise InvalidConfig(f"speculate must be {SPECULATIONS}, not {asked!r}", param="speculate")
     if asked == DRAFT_PREFIX:
         raise InvalidConfig("draft: needs a model", param="speculate", hint="--speculate draft:MODEL")
-    if overlaps_steps and asked not in ("off", "auto"):
+    if overlaps and asked not in ("off", "auto"):
         raise InvalidConfig(
-            f"speculate {asked} was asked for, but on a GPU steps overlap, and drafts can't be checked in time",
+            f"speculate {asked} was asked for, but {overlaps} steps overlap, and drafts can't be checked in time",
             param="speculate",
             hint="leave it at auto, which is off there",
         )
-    if overlaps_steps and asked == "auto":
-        return "off", "speculation off: on a GPU the next step starts before the tokens of this one are known"
+    if overlaps and asked == "auto":
+        return "off", f"speculation off: {overlaps} the next step starts before the tokens of this one are known"
     told = {
         "off": "speculation off",
         "auto": "speculation: draft tokens from earlier text, as many as pay off",

@@ -18,9 +18,9 @@ NUM_BLOCKS = 1 << 16  # of 16 tokens by default: a million in all, at 16 bytes e
 MAX_ROWS, TOKEN_BUDGET = 64, 8192
 WITHOUT_EFFECT = {
     "model": (ModelConfig, ("load_format", "dtype", "quantization", "seed")),
-    "cache": (CacheConfig, ("memory_fraction", "kv_dtype")),
+    "cache": (CacheConfig, ("memory_fraction", "kv_dtype", "kv_host_gb")),
     "ops": (OpsConfig, ("device", "backend", "activation_bits", "deterministic", "threads")),
-    "parallel": (ParallelConfig, ("tp", "link")),
+    "parallel": (ParallelConfig, ("tp", "pp", "lanes", "ep", "expert_loads", "expert_copies", "link")),
 }
 
 

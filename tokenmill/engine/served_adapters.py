@@ -37,8 +37,10 @@ class ServedAdapters:
         self._loading: dict[str, AdapterLoading] = {}
 
     def usable(self) -> list[LoadedAdapter]:
-        """Those that at least one core has."""
+        """Those that at least one core has, or would have that is stopped while all are."""
         wanted = (self._wanted or {}).values()
+        if all(replica.is_stopped for replica in self._replicas):
+            return list(wanted)
         return [one for one in wanted if any(r.adapters.get(one.name) == one.digest for r in self._replicas)]
 
     async def load(self, name: str, path: Path) -> LoadedAdapter:

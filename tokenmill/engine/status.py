@@ -12,7 +12,7 @@ from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import Draining, EngineDead
 from tokenmill.store.layout import Manifest
 
-EngineState = Literal["loading", "ready", "stalled", "draining", "dead"]
+EngineState = Literal["loading", "ready", "stalled", "draining", "stopped", "dead"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int = 0
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
+    fetched_tokens: int = 0  # prompt tokens whose blocks were brought from elsewhere; among `prefix_hit_tokens`
+    fetched_bytes: int = 0  # of blocks
+    fetch_s: float = 0.0  # that bringing them took
+    saved_bytes: int = 0  # of blocks that were kept elsewhere
     preemptions: int = 0
     steps: int = 0
     busy_s: float = 0.0  # time spent in steps
@@ -109,3 +113,4 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.0
     adapters: list[LoadedAdapter] = []  # those that the config names
     num_adapter_slots: int = 0
+    block_address: str = ""  # the socket at which other cores on its machine may ask for blocks; empty: none

@@ -122,6 +122,11 @@ class EventStream(AsyncIterator[Event]):
     def request_id(self) -> str:
         return self._buffer.output_processor.request_id
 
+    @property
+    def device_s(self) -> float:
+        """What the engine has spent on the request so far."""
+        return self._buffer.output_processor.device_s
+
     async def __anext__(self) -> Event:
         buffer = self._buffer
         while buffer.is_awaited:

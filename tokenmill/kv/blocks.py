@@ -18,6 +18,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
+from tokenmill.kv.names import Save
 from tokenmill.types import BlockTableUpdate, KVNews
 
 NULL_BLOCK = 0
@@ -289,6 +290,7 @@ class PrefixIndex:
         self._blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._hashes: dict[int, tuple[int, bytes]] = {}
         self.news: BlockNews | None = None  # None: nobody wants to know
+        self.save: Save | None = None  # told of each block that is registered, where blocks are kept elsewhere too
 
     def find(self, group: int, block_hash: bytes) -> int | None:
         return self._blocks[group].get(block_hash)
@@ -300,6 +302,13 @@ class PrefixIndex:
             self._hashes[block] = (group, block_hash)
             if self.news is not None:
                 self.news.note(group, block_hash, is_stored=True)
+            if self.save is not None:
+                self.save(block, self._hashes[block])
+
+    def registration(self, block: int) -> tuple[int, bytes] | None:
+        """What a block is registered as: the same object as long as nothing else was written into it. Threads that
+        copy a block look before and after."""
+        return self._hashes.get(block)
 
     def forget(self, block: int) -> None:
         if registered := self._hashes.pop(block, None):

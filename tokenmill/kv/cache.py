@@ -20,15 +20,18 @@ beginning find them: all, or those at multiples of 128, 256, ... tokens.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from tokenmill.arch.cache_parts import CHUNK, CacheKind
 from tokenmill.kv.blocks import NULL_BLOCK, BlockNews, BlockPool, BlockTable, HashChain, PrefixIndex, RowIds
 from tokenmill.kv.entries import REGIONS, EntryRule
+from tokenmill.kv.names import BlockName, ExpectedBlock
 
 Copies = list[tuple[int, int]]  # (from block, to block)
 NO_COPIES: Copies = []
+Has = Callable[[int, bytes], bool]  # whether a group's block of this hash can be had
 STATES = REGIONS.index("state")
 
 
@@ -125,10 +128,16 @@ class KVCache:
             return self.miss()
         num_blocks = min(limit, len(token_ids)) // self.block_size
         hashes = chain.extend(token_ids, num_blocks)
-        num_blocks = self._full_attention_run(hashes, num_blocks)
-        num_blocks = self._last_visible_block(hashes, num_blocks)
+        num_blocks = self._num_leading(hashes, num_blocks, self._is_here)
         groups = [self._hit_blocks(group, hashes, num_blocks) for group in range(len(self.rules))]
         return PrefixMatch(num_blocks * self.block_size, groups)
+
+    def _is_here(self, group: int, block_hash: bytes) -> bool:
+        return self.prefix.find(group, block_hash) is not None
+
+    def _num_leading(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
+        """The length of the longest prefix of which all that queries behind it see can be had."""
+        return self._last_visible_block(hashes, self._full_attention_run(hashes, num_blocks, has), has)
 
     def num_shared(self, hit: PrefixMatch, region: int = 0) -> int:
         """Count the blocks of a hit that running sequences hold already: they are not taken from the free ones."""
@@ -138,15 +147,15 @@ class KVCache:
     def miss(self) -> PrefixMatch:
         return PrefixMatch(0, [[] for _ in self.rules])
 
-    def _full_attention_run(self, hashes: list[bytes], num_blocks: int) -> int:
+    def _full_attention_run(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
         """Count the leading blocks that all groups without a window have: those need every block from the first on."""
         full = [group for group, rule in enumerate(self.rules) if rule.keeps_all]
         for index in range(num_blocks):
-            if any(self.prefix.find(group, hashes[index]) is None for group in full):
+            if not all(has(group, hashes[index]) for group in full):
                 return index
         return num_blocks
 
-    def _last_visible_block(self, hashes: list[bytes], num_blocks: int) -> int:
+    def _last_visible_block(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
         """The longest prefix of at most `num_blocks` of which everything is here that queries behind it see."""
         partial = [group for group, rule in enumerate(self.rules) if not rule.keeps_all]
         best = num_blocks if not partial else 0
@@ -156,7 +165,7 @@ class KVCache:
             for group in partial:
                 rule = self.rules[group]
                 entry = end // rule.tokens - 1
-                if rule.last_block(entry) == index and self.prefix.find(group, hashes[index]) is None:
+                if rule.last_block(entry) == index and not has(group, hashes[index]):
                     missing[group] = entry
             if all(missing[group] < self.first_visible_block(group, end) for group in partial):
                 best = index + 1
@@ -172,6 +181,66 @@ class KVCache:
         first = min(rule.first_visible(num_blocks * self.block_size), num_entries)
         found = (self.prefix.find(group, hashes[rule.last_block(entry)]) for entry in range(first, num_entries))
         return [NULL_BLOCK] * first + [block for block in found if block is not None]
+
+    # ── what others may have ───────────────────────────────────────────────────────────────────────────
+
+    def absent(self, hashes: list[bytes], start: int, end: int) -> list[BlockName]:
+        """The blocks of a prefix of `end` blocks that are not here, as far as queries from block `start` on see
+        them."""
+        names = []
+        for group, rule in enumerate(self.rules):
+            first = rule.first_visible(start * self.block_size)
+            for entry in range(first, end * self.block_size // rule.tokens):
+                block_hash = hashes[rule.last_block(entry)]
+                if self.prefix.find(group, block_hash) is None:
+                    names.append(BlockName(group, block_hash))
+        return names
+
+    def num_with(self, hashes: list[bytes], limit: int, found: Container[BlockName]) -> int:
+        """The blocks of the longest prefix that could be used with some blocks of others."""
+        return self._num_leading(
+            hashes, limit, lambda group, one: self._is_here(group, one) or BlockName(group, one) in found
+        )
+
+    def open_absent(
+        self, hashes: list[bytes], num_blocks: int, owner: str
+    ) -> tuple[BlockTable, list[ExpectedBlock]] | None:
+        """A table for a prefix of which some blocks come from others, and those blocks; None where the pool is
+        short."""
+        groups: list[list[int | None]] = []
+        for group, rule in enumerate(self.rules):
+            num_entries = num_blocks * self.block_size // rule.tokens
+            first = min(rule.first_visible(num_blocks * self.block_size), num_entries)
+            here = [self.prefix.find(group, hashes[rule.last_block(entry)]) for entry in range(first, num_entries)]
+            groups.append([*[NULL_BLOCK] * first, *here])
+        for region in self.regions:
+            of_region = (blocks for rule, blocks in zip(self.rules, groups, strict=True) if rule.region == region)
+            if not self._has_room(region, [block for blocks in of_region for block in blocks]):
+                return None
+        for blocks in groups:
+            for block in blocks:
+                if block is not None:
+                    self.pool.share(block)
+        targets: list[ExpectedBlock] = []
+        tables = [self._filled(group, blocks, hashes, targets) for group, blocks in enumerate(groups)]
+        return BlockTable(tables, [0] * len(tables), 0, self._row_ids, owner), targets
+
+    def _has_room(self, region: int, entries: list[int | None]) -> bool:
+        """Tell whether a region has free blocks for the missing entries of a prefix, beside those that are found."""
+        found = sum(one is not None and one != NULL_BLOCK and self.pool.refs[one] == 0 for one in entries)
+        return self.pool.free_in(region) >= found + entries.count(None)
+
+    def _filled(
+        self, group: int, blocks: list[int | None], hashes: list[bytes], targets: list[ExpectedBlock]
+    ) -> list[int]:
+        """Entries of a table with blocks for those that are to come, which are noted."""
+        rule, filled = self.rules[group], []
+        for entry, block in enumerate(blocks):
+            if block is None:
+                block = self._take(rule.region)
+                targets.append(ExpectedBlock(BlockName(group, hashes[rule.last_block(entry)]), block))
+            filled.append(block)
+        return filled
 
     # ── a table's life ─────────────────────────────────────────────────────────────────────────────────
 

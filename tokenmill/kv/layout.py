@@ -95,6 +95,14 @@ class KVLayout:
         mixers = (layer.mixer for layer in spec.layers if isinstance(layer.mixer, WindowedMqa))
         return cls(tuple(groups), lcm(*(mixer.compression.rate for mixer in mixers if mixer.compression)))
 
+    def of_layers(self, layers: range) -> KVLayout:
+        """The part that a stage with some of the layers keeps, under the same block ids. Where groups keep different
+        fields, which share memory, it is laid out whole: a block has as many rows on every stage."""
+        if not self.is_uniform:
+            return self
+        groups = (replace(group, layers=tuple(one for one in group.layers if one in layers)) for group in self.groups)
+        return replace(self, groups=tuple(groups))
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(group.window for group in self.groups)

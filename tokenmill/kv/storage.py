@@ -100,6 +100,11 @@ class KVStorage:
         """Keys and values of a layer of attention."""
         return self._layers[number]
 
+    @property
+    def regions(self) -> list[list[torch.Tensor]]:
+        """The tensors that hold blocks of each region (`BlockPool`), [layers, blocks of the region, ...]."""
+        return [self._pools, self._cells, self._states]
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (from, to) block ids, all as if at once: sources are read before anything is written. Ids behind those
         of blocks are cells (`BlockPool`)."""
@@ -114,7 +119,7 @@ class KVStorage:
         if not pairs:
             return
         sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
-        for pool in pools:
+        for pool in filter(len, pools):
             bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # copied, whatever they mean
             for planes in torch.split(bits, max(1, MAX_COPIED_BYTES // (len(pairs) * bits[0, 0].nbytes))):
                 planes[:, targets] = planes[:, sources]
@@ -183,7 +188,7 @@ class KVStorage:
         """Zeros, so that what a masked score multiplies is never NaN. On a CPU the pages come when they are first
         written: a pool that is never filled costs nothing."""
         kind = DTYPES[dtype]
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or not math.prod(shape):  # a stage may have no layer of a kind
             return torch.zeros(shape, dtype=kind, device=self.device)
         num_bytes = math.prod(shape) * kind.itemsize
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(kind).view(shape)

@@ -32,6 +32,7 @@ from itertools import takewhile
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache, PrefixMatch
 from tokenmill.scheduler.budget import Resource, Resources
+from tokenmill.scheduler.fetches import Fetches
 from tokenmill.scheduler.plan_builder import PlanBuilder
 from tokenmill.scheduler.promises import Promises
 from tokenmill.scheduler.request import Sequence, SequenceGroup
@@ -93,9 +94,11 @@ class Admission:
         tenants: Tenants,
         promises: Promises,
         counters: Counters,
+        fetches: Fetches,
         clock: Callable[[], float],
     ) -> None:
         self._cache = cache
+        self._fetches = fetches
         self._running = running
         self._waiting = waiting
         self._tenants = tenants
@@ -227,6 +230,8 @@ class Admission:
             self._waiting.pass_tenant(group)
             return True
         self._enter(group, match)
+        if group.arriving is not None:
+            return True
         leader = group.leader
         granted = builder.budget.spend_on_prompt(group.wants(leader))
         copies = self._cache.reserve(leader.held_table, leader.computed, leader.computed + granted)
@@ -270,7 +275,8 @@ class Admission:
         self._waiting.start(group)
         self._backfill.note_start(group)
         self._count_admission(group)
-        if not group.wants(group.leader):
+        self._fetches.start(group, match)
+        if group.arriving is None and not group.wants(group.leader):
             self._running.fork_pending(group)
 
     def _match_with_room(self, group: SequenceGroup) -> PrefixMatch | None:

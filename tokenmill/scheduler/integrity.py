@@ -26,7 +26,7 @@ def _check_blocks(cache: KVCache, tables: list[BlockTable], running: RunningSet)
     """Every block is held as often as it is counted, or free; what steps in flight may write is not free."""
     holders: Counter[int] = Counter()
     group_of: dict[int, int] = {}
-    for table in [*tables, *(holding.table for holding in running.in_flight.releases)]:
+    for table in [*tables, *running.loading, *(holding.table for holding in running.in_flight.releases)]:
         for group, blocks in enumerate(table.groups):
             held = [block for block in blocks if block != NULL_BLOCK]
             assert len(set(held)) == len(held), "a table holds a block twice"

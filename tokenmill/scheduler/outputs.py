@@ -7,6 +7,8 @@ from __future__ import annotations
 from tokenmill.scheduler.request import Ending, RequestState, Sequence, ending_after
 from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
 
+DEVICE_TIME_STRIDE = 16  # so often it is told what a request has cost: with every token it would cost too much itself
+
 
 def whole_output(state: RequestState, index: int, best: Sequence, ending: Ending) -> SequenceOutput:
     """All of a sequence at once, under the index of its rank."""
@@ -21,6 +23,7 @@ def whole_output(state: RequestState, index: int, best: Sequence, ending: Ending
         stop_token_id=ending.stop_token_id,
         num_cached_tokens=state.num_cached_tokens,
         queue_s=state.queue_s or 0.0,
+        device_s=state.device_s,
     )
 
 
@@ -33,6 +36,7 @@ def failure(state: RequestState, index: int, error: str, error_code: str | None 
         error_code=error_code,
         num_cached_tokens=state.num_cached_tokens,
         queue_s=state.queue_s or 0.0,
+        device_s=state.device_s,
     )
 
 
@@ -87,6 +91,9 @@ class StreamedOutputs:
                 stop_token_id=ending.stop_token_id if ending else None,
                 num_cached_tokens=state.num_cached_tokens,
                 queue_s=(state.queue_s or 0.0) if is_first else 0.0,
+                device_s=state.device_s
+                if is_first or ending or sequence.num_outputs % DEVICE_TIME_STRIDE == 0
+                else 0.0,
                 num_drafted=sequence.num_drafted,
                 num_accepted=sequence.num_accepted,
                 mirostat_mu=sequence.mirostat_mu,
@@ -115,5 +122,6 @@ class PooledOutput:
                 finish_reason="stop",
                 num_cached_tokens=state.num_cached_tokens,
                 queue_s=state.queue_s or 0.0,
+                device_s=state.device_s,
             )
         ]

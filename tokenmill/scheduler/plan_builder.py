@@ -38,14 +38,20 @@ class Planned(NamedTuple):
 class PlanBuilder:
     """The rows of one step, one after another."""
 
-    def __init__(self, step: int, budget: TokenBudget) -> None:
+    def __init__(self, step: int, budget: TokenBudget, max_rows: int) -> None:
+        """`max_rows`: once it has so many rows, no other group joins it."""
         self.step = step
         self.budget = budget
+        self.max_rows = max_rows
         self.is_short = False  # of blocks: a sequence was preempted or left out
         self.planned: list[Planned] = []
         self._new_rows: list[RowInit] = []
         self._rows: list[RowPlan] = []
         self._copies: list[tuple[int, int]] = []
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.planned) >= self.max_rows
 
     def add(
         self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]], drafts: list[int] | None = None

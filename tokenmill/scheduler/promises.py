@@ -24,7 +24,7 @@ from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import BACKGROUND_PRIORITY, Request
 
 LEAST_PROMPT_PART = 0.25  # of the time of a step that prompts may always have
-LEAST_CHUNK = 16  # tokens
+CHUNK_UNIT = 16  # tokens: what is longer than a few of these is cut to a multiple, as kernels compute it best
 STEADINESS = 20  # the newest answer weighs a twentieth in the mean length
 
 
@@ -58,11 +58,18 @@ class Promises:
         answers, start = _answers_and_start(groups)
         if self.step_limit_s is None or not answers or not self._step_time.is_known:
             return all_tokens
+        limit_s = self._planned_s(self.step_limit_s)
         num_tokens = max(
-            self._step_time.tokens_within(self.step_limit_s, _size(answers), start),
-            int(LEAST_PROMPT_PART * self.step_limit_s / self._step_time.token_s(start)),
+            self._step_time.tokens_within(limit_s, _size(answers), start),
+            self._step_time.tokens_in(LEAST_PROMPT_PART * limit_s, start),
         )
-        return min(all_tokens, max(LEAST_CHUNK, num_tokens - num_tokens % LEAST_CHUNK))
+        if num_tokens > 4 * CHUNK_UNIT:
+            num_tokens -= num_tokens % CHUNK_UNIT
+        return min(all_tokens, max(1, num_tokens))
+
+    def _planned_s(self, limit_s: float) -> float:
+        """How long a step with prompts is meant to take: a promise is kept by nearly all steps, not by half of them."""
+        return limit_s if self.level.tpot_s is None else limit_s / self._step_time.excess
 
     def rows_left(self) -> int:
         """How many more sequences may run so that the promised time between tokens is kept."""
@@ -77,12 +84,14 @@ class Promises:
 
     # ── a request ──────────────────────────────────────────────────────────────────────────────────────
 
-    def require(self, request: Request, account: TenantAccount, num_cached: int) -> None:
-        """Refuse a request whose first token would come too late."""
+    def require(self, request: Request, account: TenantAccount, num_cached: int, now_s: float) -> None:
+        """Refuse a request whose first token would come too late, counted from when it was sent: that was while the
+        last step ran."""
         most_s = self.level.ttft_s
         if most_s is None or request.priority >= BACKGROUND_PRIORITY or request.given:
             return
-        wait_s = self.wait_s(len(request.prompt_token_ids) - num_cached, account)
+        sent_before_s = min(max(0.0, now_s - request.arrival_s), self.step_limit_s or 0.0)
+        wait_s = sent_before_s + self.wait_s(len(request.prompt_token_ids) - num_cached, account)
         if wait_s > most_s:
             raise Overloaded(
                 f"the first token would come in about {wait_s:.1f} s, and {most_s:g} s are promised",
@@ -103,7 +112,8 @@ class Promises:
         answers_s = self._step_time.seconds(_size(answers)) if answers else 0.0
         prompts_s = running_s + ahead_s + own_s
         if answers and self.step_limit_s is not None:
-            part_s = max(self.step_limit_s - answers_s, LEAST_PROMPT_PART * self.step_limit_s)
+            limit_s = self._planned_s(self.step_limit_s)
+            part_s = max(limit_s - answers_s, LEAST_PROMPT_PART * limit_s)
             prompts_s *= (part_s + answers_s) / part_s
         free = min(self._running.row_allocator.num_free, self.rows_left())
         return max(prompts_s + answers_s, self._rows_s(num_ahead + 1 - free, answers_s, prompts_s - running_s))

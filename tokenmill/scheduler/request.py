@@ -93,6 +93,7 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprobs] = []  # entry i belongs to prompt position i + 1
         self.num_cached_tokens = 0
         self.queue_s: float | None = None  # None: not scheduled yet
+        self.device_s = 0.0  # its part of the steps so far
         self.adapter_slot = 0  # while one of its groups runs; 0: it has no adapter
 
     @property
@@ -176,6 +177,7 @@ class SequenceGroup:
     """Sequences of one request that are admitted, planned and preempted together."""
 
     __slots__ = (
+        "arriving",
         "is_gone",
         "is_running",
         "key",
@@ -197,6 +199,7 @@ class SequenceGroup:
         self.num_rows = num_rows  # needed to run at all
         self.spare_rows: list[int] = []  # held for pending forks, and for beams yet to branch
         self.key = (state.request.priority, state.number, members[0].index)
+        self.arriving: object | None = None  # set while blocks are on their way to it (`fetches.py`)
         self.is_gone = False
         self.is_running = False
         self.refused_room = -1  # free blocks (less the margin) when it was last refused
@@ -226,6 +229,8 @@ class SequenceGroup:
 
     def wants(self, sequence: Sequence) -> int:
         """How many tokens of a sequence the next step could feed."""
+        if self.arriving is not None:
+            return 0
         return self.target(sequence) + sequence.num_pending - sequence.planned
 
     def collapse(self) -> None:

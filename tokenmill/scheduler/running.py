@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 
+from tokenmill.kv.blocks import BlockTable
 from tokenmill.kv.cache import KVCache, PrefixMatch
 from tokenmill.scheduler.beam import Branch
 from tokenmill.scheduler.plan_builder import Holding, StepInFlight, StepsInFlight
@@ -57,6 +58,7 @@ class RunningSet:
         self.row_allocator = RowAllocator(num_rows)
         self.in_flight = StepsInFlight()
         self.groups: list[SequenceGroup] = []
+        self.loading: list[BlockTable] = []  # of blocks that are on their way (`fetches.py`)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -124,7 +126,7 @@ class RunningSet:
             self.row_allocator.free(row)
         group.spare_rows = []
         del self.groups[bisect_left(self.groups, group.key, key=_key)]
-        group.is_running = False
+        group.is_running, group.arriving = False, None
         if adapter := group.state.request.adapter:
             self.adapters.release(adapter)
 

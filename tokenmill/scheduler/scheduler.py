@@ -12,7 +12,7 @@ processor's. Time is an argument (`clock`), so that everything here runs on a vi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from tokenmill.config.engine import SchedulerConfig
@@ -20,11 +20,14 @@ from tokenmill.config.promises import ServiceLevel
 from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.kv.blocks import BlockNews
 from tokenmill.kv.cache import KVCache
+from tokenmill.kv.names import Fetcher
 from tokenmill.scheduler.admission import Admission
 from tokenmill.scheduler.background import BackgroundShare
 from tokenmill.scheduler.beam import BeamSearch
 from tokenmill.scheduler.budget import TokenBudget
+from tokenmill.scheduler.fetches import Fetches
 from tokenmill.scheduler.integrity import check_integrity
+from tokenmill.scheduler.lanes import Lanes
 from tokenmill.scheduler.outputs import failure
 from tokenmill.scheduler.plan_builder import PlanBuilder, Planned, StepInFlight
 from tokenmill.scheduler.promises import Promises
@@ -34,6 +37,7 @@ from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_right
 from tokenmill.scheduler.stats import Counters, SchedulerStats
 from tokenmill.scheduler.step_time import StepSize, StepTime
+from tokenmill.scheduler.suspects import Suspects
 from tokenmill.scheduler.tenants import QUANTUM_S, Tenants
 from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
@@ -71,23 +75,36 @@ class Scheduler:
         num_adapter_slots: int = 0,
         step_limit_s: float | None = None,
         promised: ServiceLevel = ServiceLevel(),
+        num_lanes: int = 1,
+        fetcher: Fetcher | None = None,
     ) -> None:
         """`continues`: whether the runner can feed the token that a row drew last before the host has seen it.
         `drafter`: proposes tokens that running sequences may draw. `step_limit_s`: how long a step may take that
-        computes a prompt beside running answers. `promised`: what clients may rely on."""
+        computes a prompt beside running answers. `promised`: what clients may rely on. `num_lanes`: steps that the
+        runner computes at the same time (`lanes.py`). `fetcher`: brings blocks that others have; None: none."""
         self._config = config
         self._cache = cache
         # A token of each step is reserved for every running sequence, so no more may run than the budget has tokens.
         self._num_rows = min(max_rows, config.num_rows, config.num_tokens)
         self._running = RunningSet(cache, self._num_rows, num_adapter_slots)
+        self._lanes = Lanes(num_lanes, self._num_rows, config.num_tokens)
         self._clock = clock
         self._tenants = Tenants()
         self._waiting = WaitingQueue(self._tenants, clock)
         self._counters = Counters()
         self.step_time = StepTime()
         self._promises = Promises(promised, step_limit_s, self.step_time, self._running, self._waiting)
+        self._fetches = Fetches(cache, self._running, fetcher, self.step_time, self._counters, clock)
         self._admission = Admission(
-            config, cache, self._running, self._waiting, self._tenants, self._promises, self._counters, clock
+            config,
+            cache,
+            self._running,
+            self._waiting,
+            self._tenants,
+            self._promises,
+            self._counters,
+            self._fetches,
+            clock,
         )
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
@@ -98,6 +115,7 @@ class Scheduler:
         self._background = BackgroundShare(config.num_tokens, clock)
         self._applied_s = float("-inf")  # when the last step was applied
         self._was_short = False  # of blocks, in the last plan
+        self._suspects = Suspects()
 
     # ── requests come and go ───────────────────────────────────────────────────────────────────────────
 
@@ -108,7 +126,7 @@ class Scheduler:
         account = self._tenants.open(request.tenant)
         try:
             if self._promises.level.ttft_s is not None:
-                self._promises.require(request, account, self._num_cached(request))
+                self._promises.require(request, account, self._num_cached(request), self._clock())
         except Overloaded:
             self._tenants.close(account)
             raise
@@ -179,8 +197,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a request is waiting or running, or a plan was handed out and not applied."""
-        return bool(self._states) or bool(len(self._running.in_flight))
+        """Tell whether a request is waiting or running, a plan was handed out and not applied, or blocks are on their
+        way."""
+        return bool(self._states) or bool(len(self._running.in_flight)) or bool(len(self._fetches))
+
+    @property
+    def is_fetching(self) -> bool:
+        """Tell whether blocks are on their way."""
+        return len(self._fetches) > 0
+
+    def wait_for_blocks(self, patience_s: float) -> None:
+        """Wait for blocks that are on their way."""
+        self._fetches.wait(patience_s)
 
     @property
     def running(self) -> list[Sequence]:
@@ -209,6 +237,22 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, as if those in flight were done; None when there is nothing to run before one is applied."""
+        if len(self._fetches):
+            self._fetches.advance()
+        on_trial = self._suspects.on_trial(self._states)
+        builder = self._plan_trial(on_trial) if on_trial else self._plan_all()
+        if on_trial and not builder.planned and not len(self._running.in_flight) and not len(self._fetches):
+            self._suspects.give_up()  # they find no room beside those that run
+            builder = self._plan_all()
+        self._was_short = builder.is_short
+        if not builder.planned:
+            return None
+        self._counters.steps += 1
+        plan = builder.step_plan(self._running.row_allocator.pop_released(), self._running.adapters.pop_loads())
+        self._running.in_flight.add(plan, builder.planned)
+        return plan
+
+    def _plan_all(self) -> PlanBuilder:
         self._admission.preempt_for_priority()
         if is_contended := self._tenants.is_contended:
             self._admission.preempt_for_share()
@@ -219,8 +263,15 @@ class Scheduler:
         if self._promises.step_limit_s is not None:
             groups = self._running.groups[:end]
             for_prompts = partial(self._promises.tokens_for_prompts, self._config.num_tokens, groups)
-        budget = TokenBudget(self._config.num_tokens, num_sequences, for_prompts)
-        builder = PlanBuilder(self._running.in_flight.next_step, budget)
+        max_rows = self._num_rows
+        num_tokens = self._config.num_tokens
+        if self._lanes.number > 1:
+            max_rows = self._lanes.share(self._running.num_sequences, len(self._waiting))
+            num_tokens = self._lanes.num_tokens
+            num_sequences = self._lanes.num_reserved(self._running.groups[:end], max_rows)
+        builder = PlanBuilder(
+            self._running.in_flight.next_step, TokenBudget(num_tokens, num_sequences, for_prompts), max_rows
+        )
         self._drafts = self._drafter.propose(self._running.groups)
         if is_contended and not self._was_short:
             self._share(builder, end)
@@ -230,20 +281,29 @@ class Scheduler:
                 self._admit(builder)
         if has_background and not builder.is_short:
             self._plan_background(builder)
-        self._was_short = builder.is_short
-        if not builder.planned:
-            return None
-        self._counters.steps += 1
-        plan = builder.step_plan(self._running.row_allocator.pop_released(), self._running.adapters.pop_loads())
-        self._running.in_flight.add(plan, builder.planned)
-        return plan
+        return builder
+
+    def _plan_trial(self, names: Mapping[str, int]) -> PlanBuilder:
+        """Plan a step of some requests alone."""
+        running = [group for group in self._running.groups if group.state.request.request_id in names]
+        waiting = [group for group in self._waiting.groups if group.state.request.request_id in names]
+        budget = TokenBudget(self._config.num_tokens, sum(len(group.members) for group in running))
+        builder = PlanBuilder(self._running.in_flight.next_step, budget, self._num_rows)
+        self._drafts = {}
+        for group in running:
+            self._serve(group, builder, may_preempt=False)
+        self._admission.begin()
+        for group in sorted(waiting, key=lambda group: group.key):
+            if builder.is_short or not budget.has_prompt_tokens or not self._admission.admit(group, builder):
+                break
+        return builder
 
     def _admit(self, builder: PlanBuilder, *, background: bool = False) -> None:
         """Start waiting groups with what is left of the step's tokens."""
         if not len(self._waiting):
             return
         self._admission.begin()
-        while builder.budget.has_prompt_tokens:
+        while builder.budget.has_prompt_tokens and not builder.is_full:
             group = self._admission.next_group(background=background)
             if group is None or not self._admission.admit(group, builder):
                 return
@@ -259,7 +319,8 @@ class Scheduler:
         may_start = not builder.is_short
         while True:
             prompts.sort(key=_turn)  # by the counters of this moment
-            first = self._admission.next_group() if may_start and builder.budget.has_prompt_tokens else None
+            has_room = builder.budget.has_prompt_tokens and not builder.is_full
+            first = self._admission.next_group() if may_start and has_room else None
             if first is None and not prompts:
                 return
             num_planned = len(builder.planned)
@@ -316,8 +377,12 @@ class Scheduler:
     def _serve(self, group: SequenceGroup, builder: PlanBuilder, *, may_preempt: bool = True) -> bool:
         """Plan all members of a group; False when no group behind it may be planned in this step. `may_preempt`: False
         where groups behind it are planned already."""
+        if builder.is_full:
+            return True
         served = []
         for sequence in group.members:
+            if self._lanes.number > 1 and group.wants(sequence) <= 0:
+                continue  # in flight on another lane: nothing is reserved for it
             if sequence.num_in_flight:
                 if sequence.has_outgrown_window:
                     continue  # by forced tokens: the window moves once no step in flight is in it
@@ -382,7 +447,7 @@ class Scheduler:
         """Take in what the oldest step in flight brought. Rows whose sequence has ended, or was preempted, since the
         step was planned are ignored."""
         step = self._running.in_flight.pop(result.step)
-        self._learn(step, result)
+        self._share_time(step, self._learn(step, result))
         results = {row.row: row for row in result.rows}
         outputs: list[SequenceOutput] = []
         for planned, row_plan in zip(step.planned, step.plan.rows, strict=True):
@@ -392,8 +457,8 @@ class Scheduler:
         self._drafter.note_step(step.plan, result)
         return outputs
 
-    def _learn(self, step: StepInFlight, result: StepResult) -> None:
-        """Learn what a step cost: of those that compute a prompt, and of some of the others."""
+    def _learn(self, step: StepInFlight, result: StepResult) -> float:
+        """Learn what a step cost: of those that compute a prompt, and of some of the others. The seconds it took."""
         now_s = self._clock()
         # With several steps in flight, a step begins when the one before it ends.
         seconds = min(result.step_s, now_s - self._applied_s)
@@ -401,11 +466,33 @@ class Scheduler:
         plan = step.plan
         if result.step_s > 0.0 and (plan.step % LEARNING_STRIDE == 0 or any(len(r.token_ids) > 1 for r in plan.rows)):
             self.step_time.note(size_of(plan), seconds)
+        return seconds
 
-    def apply_failure(self, failed: StepResult) -> list[SequenceOutput]:
-        """Take in a step that failed as a whole. The runner may not have heard of the steps behind it, so they are
-        void: their sequences are preempted and computed again."""
-        outputs = self.apply(failed)
+    def _share_time(self, step: StepInFlight, seconds: float) -> None:
+        """Put a step's seconds down to the requests in it: to all rows alike, or by what they are expected to cost
+        where some compute more than one token."""
+        rows = step.plan.rows
+        if step.plan.num_tokens == len(rows):
+            part_s = seconds / len(rows)
+            for planned in step.planned:
+                planned.sequence.state.device_s += part_s
+            return
+        model = self.step_time
+        row_s = model.row_s(len(rows))
+        costs_s = [len(row.token_ids) * model.token_s(row.start) + row_s for row in rows]
+        scale = seconds / sum(costs_s)
+        for planned, cost_s in zip(step.planned, costs_s, strict=True):
+            planned.sequence.state.device_s += cost_s * scale
+
+    def apply_failure(self, error: str) -> list[SequenceOutput]:
+        """Take in that the oldest step in flight failed as a whole. Who is to blame ends with an error (`suspects.py`),
+        the others are preempted and computed again; so are those of the steps behind it, of which the runner may not
+        have heard."""
+        oldest = next(iter(self._running.in_flight))
+        states = {planned.sequence.state: None for planned in oldest.planned if not planned.is_void}
+        outputs: list[SequenceOutput] = []
+        for state in self._suspects.note_failure(list(states)):
+            outputs += self._fail(state, error)
         for step in list(self._running.in_flight):
             for planned in step.planned:
                 group = planned.sequence.group

@@ -23,6 +23,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
     drafted_tokens: int = 0  # drafts that were computed
     accepted_tokens: int = 0  # ... and right
+    fetched_tokens: int = 0  # prompt tokens whose blocks were brought from elsewhere
     block_waits: int = 0  # rows left out of a plan because blocks were held by steps in flight
 
 
@@ -34,6 +35,7 @@ class Counters:
         "block_waits",
         "computed_tokens",
         "drafted_tokens",
+        "fetched_tokens",
         "finished",
         "generated_tokens",
         "preemptions",
@@ -56,6 +58,7 @@ class Counters:
         self.generated_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.fetched_tokens = 0
         self.block_waits = 0
 
     def note_wait(self, seconds: float) -> None:

@@ -11,12 +11,16 @@ The four are fitted to the steps of the last while by least squares of relative 
 that took much longer than expected counts as three times as long: the machine was busy otherwise. Before the first
 prompt was computed nothing is known (`is_known`).
 
+Beside it stands how far steps exceed what is expected of them: one step with a prompt in twenty takes `excess` times as
+long as the model says, or longer. Who promises a time plans for less than it by that factor.
+
 The model prices what tenants use (`tenants.py`) and says how much of a prompt fits beside running answers
 (`budget.py`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 MEMORY = 0.98  # what a step weighs when the next one is noted
@@ -25,6 +29,9 @@ NUM_TRUSTED = 8  # steps before which nothing is a surprise
 RIDGE = 1e-4  # keeps what was not seen at nothing: as much as so many steps
 NUM_SWEEPS = 12
 LEAST_S = 1e-7
+TAIL = 0.05  # the part of steps with prompts that may exceed what is planned for
+TAIL_STRIDE = 0.05  # how fast `excess` follows
+MOST_EXCESS = 1.5
 SCALES = (100.0, 1.0, 10.0, 1e5)  # tokens, base, samples, context: so that the fit is among numbers of one size
 
 
@@ -46,6 +53,7 @@ class StepTime:
         self._num_noted = 0
         self._has_prompt = False
         self._is_stale = False
+        self.excess = 1.0  # the 95th percentile of a step's seconds over those expected of it
 
     @property
     def is_known(self) -> bool:
@@ -56,7 +64,10 @@ class StepTime:
         if seconds <= 0.0 or size.tokens <= 0:
             return
         if self._num_noted >= NUM_TRUSTED:
-            seconds = min(seconds, MOST_SURPRISE * max(self.seconds(size), LEAST_S))
+            expected_s = max(self.seconds(size), LEAST_S)
+            if self._has_prompt and size.tokens > size.samples:
+                self._note_excess(seconds / expected_s)
+            seconds = min(seconds, MOST_SURPRISE * expected_s)
         features = _features(size)
         weight = 1.0 / seconds**2
         for i, feature in enumerate(features):
@@ -68,14 +79,25 @@ class StepTime:
         self._has_prompt = self._has_prompt or size.tokens > size.samples
         self._is_stale = True
 
+    def _note_excess(self, ratio: float) -> None:
+        """Move the estimated percentile: up by much where it was exceeded, down by little where it was not."""
+        step = 1.0 - TAIL if ratio > self.excess else -TAIL
+        self.excess = min(MOST_EXCESS, max(1.0, self.excess + TAIL_STRIDE * step))
+
     def seconds(self, size: StepSize) -> float:
         return sum(one * feature for one, feature in zip(self._fitted(), _features(size), strict=True))
 
     def tokens_within(self, seconds: float, beside: StepSize, start: int) -> int:
         """How many tokens of a prompt, from `start` on, fit into a step of so many seconds beside what it computes
         already."""
-        left = seconds - self.seconds(beside)
-        return int(left / self.token_s(start)) if left > 0.0 else 0
+        return self.tokens_in(seconds - self.seconds(beside), start)
+
+    def tokens_in(self, seconds: float, start: int) -> int:
+        """How many tokens of a prompt, from `start` on, take so many seconds: each looks back at one more."""
+        if seconds <= 0.0:
+            return 0
+        token_s, more_s = self.token_s(start), self._fitted()[3] / SCALES[3]  # n · token_s + n² / 2 · more_s
+        return int(2.0 * seconds / (token_s + math.sqrt(token_s**2 + 2.0 * more_s * seconds)))
 
     def token_s(self, start: int = 0) -> float:
         """One more token of a prompt, with so many before it."""

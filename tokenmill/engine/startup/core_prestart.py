@@ -15,8 +15,9 @@ from contextvars import ContextVar
 
 from tokenmill.engine.core_process import CoreProcess
 
-VERBS = frozenset({"run", "chat", "serve", "batch"})
+VERBS = frozenset({"run", "chat", "serve", "batch", "up"})
 HELP = frozenset({"-h", "--help"})
+PLAN_ONLY = ("--dry-run", "--virtual")  # `up` without weights
 NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
 
 _waiting: ContextVar[list[CoreProcess] | None] = ContextVar("waiting", default=None)
@@ -25,7 +26,8 @@ _waiting: ContextVar[list[CoreProcess] | None] = ContextVar("waiting", default=N
 @contextmanager
 def prestart_core(verb: str, arguments: list[str], environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Inside, a verb that will need a core finds one that is starting."""
-    if verb not in VERBS or HELP & set(arguments) or not _is_fast(arguments, environment):
+    opens_nothing = HELP & set(arguments) or any(argument.startswith(PLAN_ONLY) for argument in arguments)
+    if verb not in VERBS or opens_nothing or not _is_fast(arguments, environment):
         yield
         return
     waiting = [CoreProcess()]

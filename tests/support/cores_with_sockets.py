@@ -1,0 +1,88 @@
+"""Cores in threads that give each other blocks over sockets: their answers while something happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.every_kind_of_request import answer
+from tokenmill import AsyncEngine
+from tokenmill.config import EngineConfig
+from tokenmill.engine.build import build_core
+from tokenmill.engine.core_client import ThreadCoreClient
+from tokenmill.engine.core_supervisor import MakeClient
+from tokenmill.engine.frontend import ModelFrontend, load_frontend
+from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.fleet.router import PrefixRouter
+from tokenmill.kv.traffic import BlockTraffic
+from tokenmill.types import PromptRequest
+
+Scene = Callable[[AsyncEngine], Awaitable[None]]
+LIMIT_S = 120.0
+NUMBERS = count()  # of cores: none has another's address
+
+
+@pytest.fixture(autouse=True)
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compute these small models may be faster than to fetch: that is not what is tested here."""
+    monkeypatch.setattr(BlockTraffic, "seconds", lambda self, found: 0.0)
+    monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
+    monkeypatch.setattr("tokenmill.scheduler.fetches.UNKNOWN_S", 60.0)
+    monkeypatch.setattr("tokenmill.engine.replicas.MOVE_S", 60.0)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path, as sockets need."""
+    with TemporaryDirectory(prefix="tm-") as name:
+        yield Path(name)
+
+
+def maker(frontend: ModelFrontend, folder: Path, index: int) -> MakeClient:
+    """Make cores in threads, each with a socket of its own."""
+
+    def make() -> ThreadCoreClient:
+        address = str(folder / f"{index}.{next(NUMBERS)}")
+        return ThreadCoreClient(lambda: build_core(frontend.config, frontend.model_path, block_address=address))
+
+    return make
+
+
+def run(config: EngineConfig, folder: Path, asked: list[ClientRequest], num: int, scene: Scene) -> tuple[Any, Any]:
+    """The answers of so many cores while something happens to them, and their statistics."""
+    frontend = load_frontend(config)
+
+    async def scenario() -> tuple[Any, Any]:
+        makers = [maker(frontend, folder, index) for index in range(num)]
+        engine = AsyncEngine(frontend, makers, router=PrefixRouter(num))
+        await engine.open()
+        try:
+            answers = [asyncio.create_task(answer(engine, one)) for one in asked]
+            happening = asyncio.ensure_future(scene(engine))
+            found = await asyncio.gather(*answers, return_exceptions=True)
+            await happening
+            return found, engine.stats()
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+async def nothing(engine: AsyncEngine) -> None:
+    pass
+
+
+def with_seeds(asked: list[ClientRequest]) -> list[ClientRequest]:
+    return [
+        msgspec.structs.replace(one, params=msgspec.structs.replace(one.params, seed=number))
+        if isinstance(one, PromptRequest) and one.params.seed is None
+        else one
+        for number, one in enumerate(asked)
+    ]

@@ -1,0 +1,80 @@
+"""Where a core keeps blocks beside its pool, as its settings say, and the digest that tells whose blocks they are.
+
+Blocks may be used by whoever would compute the same bytes. All that those depend on is in the digest: the weights, the
+precisions, the kernels, the layout of a block. Tokens, tenant and adapter are in a block's own name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tokenmill.arch.spec import ModelSpec
+from tokenmill.config import EngineConfig
+from tokenmill.kv.cache import KVCache
+from tokenmill.kv.records import BlockRecords, DeviceRecords, HostRecords
+from tokenmill.kv.storage import KVStorage
+from tokenmill.kv.tiers.disk import DiskTier
+from tokenmill.kv.tiers.host import HostTier
+from tokenmill.kv.traffic import BlockTraffic, KeepingTier
+from tokenmill.models.rope import rope_frequencies
+from tokenmill.ops import cpu as native_kernels
+from tokenmill.ops.cpu.packing import layout_digest
+from tokenmill.store import is_scripted
+from tokenmill.store.layout import store_root
+from tokenmill.version import VERSION
+from tokenmill.weights.locate import locate
+from tokenmill.weights.packed_cache import identity
+
+GB = 1_000_000_000
+DEFAULT_DISK_GB = 16.0
+
+
+def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path) -> bytes:
+    """A digest of all that the bytes of a block depend on beside its name. The config is resolved."""
+    model, cache, ops = config.model, config.cache, config.ops
+    files: list[object] = [model.seed]
+    if is_scripted(model.model):
+        files = [hashlib.sha256(model_path.read_bytes()).hexdigest()]
+    elif model.load_format != "dummy":
+        files = [identity(file).what for file in locate(model_path).files]
+    kernels: tuple[object, ...] = (torch.__version__,)
+    if ops.backend == "cpu":
+        kernels = (native_kernels.instruction_set(), layout_digest())
+    elif ops.device == "cuda":
+        kernels = (torch.__version__, torch.cuda.get_device_name())
+    assert model.max_context is not None
+    # Some turn keys differently in a longer context; its length alone changes nothing.
+    ropes = [rope_frequencies(rope, model.max_context).tolist() for rope in spec.ropes]
+    facts = (
+        *(VERSION, spec, files, kernels, ropes, model.dtype, model.quantization),
+        *(cache.block_size, cache.kv_dtype, ops.device, ops.backend, ops.activation_bits, ops.deterministic),
+    )
+    return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def block_traffic(
+    config: EngineConfig, storage: KVStorage, cache: KVCache, digest: Callable[[], bytes], address: str
+) -> BlockTraffic | None:
+    """What moves a core's blocks; None where they are kept in the pool alone. `address`: the socket at which other
+    cores may ask for them; empty: none."""
+    settings, regions = config.cache, [rule.region for rule in cache.rules]
+    digest = functools.cache(digest)  # read from files, so not before it is needed
+
+    def make_records() -> BlockRecords:
+        return HostRecords(storage) if storage.device.type == "cpu" else DeviceRecords(storage)
+
+    tiers: list[KeepingTier] = []
+    if settings.kv_host_gb:
+        records = make_records()
+        tiers.append(HostTier(records.empty, records.sizes, regions, int(settings.kv_host_gb * GB)))
+    if settings.kv_disk or settings.kv_disk_gb:
+        folder = Path(settings.kv_disk).expanduser() if settings.kv_disk else store_root() / "kv"
+        tiers.append(DiskTier(folder, digest(), int((settings.kv_disk_gb or DEFAULT_DISK_GB) * GB)))
+    if not tiers and not (address and cache.prefix_caching):
+        return None
+    return BlockTraffic(make_records, cache.prefix, regions, tiers, digest, address if cache.prefix_caching else "")

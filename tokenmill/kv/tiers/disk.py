@@ -1,0 +1,167 @@
+"""Blocks in a folder: a prompt cache that outlives the process.
+
+    FOLDER/<digest>/<first byte>/<hash>-<group>      one file a block, mode 0600, folders 0700
+    digest     of all that a block's bytes depend on: weights, precisions, kernels, layout, block size
+    hash       of the tokens up to the block's end, begun with the tenant's salt: who can't name a block can't get it
+
+A file is a head and a record. It is written under another name first, so that nobody sees half of it, and what a
+reader gets must have the right length and sum (crc32) and belong to this user: anything else is a block that is not
+there. Servers may share a folder, also those of different models; none knows of the others.
+
+The folder is kept below a number of bytes, all servers' files together: when this one has written a tenth of that, it
+looks what there is and removes the files that were not used for longest. A disk that is full, or can't be written for
+any other reason, ends the writing with one warning; what is there is still read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenmill.errors import InvalidConfig
+from tokenmill.kv.names import BlockName
+from tokenmill.kv.records import Record, bytes_of
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"TMKV0001"
+_HEAD = struct.Struct("<8s16s16sIQI")  # magic, digest, hash, group, bytes of the record, crc32 of both
+UNFINISHED = ".new"
+ABANDONED_S = 3600.0  # a file that is unfinished after this time is nobody's
+KEPT_SHARE = 0.9  # of the bytes, once files have to be removed
+LOOK_SHARE = 0.1  # of the bytes, that are written before one looks again what others have written
+
+
+class DiskTier:
+    name = "disk"
+    needs_scratch = True
+
+    def __init__(self, folder: Path, digest: bytes, max_bytes: int) -> None:
+        self._folder = folder
+        self._digest = digest[:16]
+        self._place = folder / digest.hex()[:32]
+        self._max_bytes = max_bytes
+        self._num_bytes = 0  # in the folder, when it was last looked at
+        self._num_written = 0  # since then
+        self._has_looked = False
+        self._is_writable = True
+        try:
+            self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for first in range(256):
+                (self._place / f"{first:02x}").mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise InvalidConfig(f"the folder {folder} can't be used for KV blocks: {error}", param="kv_disk") from None
+        if os.stat(self._place).st_uid != os.getuid():
+            raise InvalidConfig(f"the folder {self._place} belongs to another user", param="kv_disk")
+
+    def has(self, name: BlockName) -> bool:
+        return os.path.exists(self._path(name))
+
+    def find(self, names: Sequence[BlockName]) -> list[bool]:
+        return [self.has(name) for name in names]
+
+    @contextlib.contextmanager
+    def records(self, names: Sequence[BlockName], scratch: Sequence[Record]) -> Iterator[list[Record | None]]:
+        """The records of these blocks, in `scratch`; None for one that is not there, or not whole."""
+        yield [self._read(name, record) for name, record in zip(names, scratch, strict=True)]
+
+    def keep(self, name: BlockName, record: Record) -> int:
+        """Write a block's file; the bytes that were written, 0 where none were."""
+        if not self._is_writable or self.has(name):
+            return 0
+        path = self._path(name)
+        unfinished = f"{path}.{os.getpid()}{UNFINISHED}"
+        head = self._head(name, bytes_of(record))
+        try:
+            self._make_room(record.numel() + len(head))
+            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            try:
+                written = os.writev(descriptor, [head, bytes_of(record)])
+            finally:
+                os.close(descriptor)
+            if written != len(head) + record.numel():
+                raise OSError("a file was written in part")
+            os.rename(unfinished, path)
+        except OSError as error:
+            self._is_writable = False
+            log.warning("no more KV blocks are written to %s: %s", self._folder, error)
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            return 0
+        self._num_written += written
+        return written
+
+    # ── one file ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _path(self, name: BlockName) -> str:
+        digits = name.block_hash.hex()
+        return f"{self._place}/{digits[:2]}/{digits}-{name.group}"
+
+    def _head(self, name: BlockName, record: memoryview) -> bytes:
+        parts = (MAGIC, self._digest, name.block_hash, name.group, len(record))
+        return _HEAD.pack(*parts, zlib.crc32(record, zlib.crc32(_HEAD.pack(*parts, 0))))
+
+    def _read(self, name: BlockName, record: Record) -> Record | None:
+        path = self._path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            if self._is_whole(descriptor, name, record):
+                with contextlib.suppress(OSError):
+                    os.utime(descriptor)  # it was used
+                return record
+            log.warning("the KV block in %s is damaged, and is computed again", path)
+            os.unlink(path)
+        except OSError as error:
+            log.warning("the KV block in %s can't be read: %s", path, error)
+        finally:
+            os.close(descriptor)
+        return None
+
+    def _is_whole(self, descriptor: int, name: BlockName, record: Record) -> bool:
+        """Read a file into a record; tell whether it is what its name says."""
+        found, values = os.fstat(descriptor), bytes_of(record)
+        if found.st_uid != os.getuid() or found.st_size != _HEAD.size + len(values):
+            return False
+        head = bytearray(_HEAD.size)
+        if os.readv(descriptor, [head, values]) != found.st_size:
+            return False
+        return bytes(head) == self._head(name, values)
+
+    # ── the folder ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove the oldest files where there would be more bytes than allowed, whoever has written them."""
+        is_due = self._num_written >= LOOK_SHARE * self._max_bytes
+        if self._has_looked and not is_due and self._num_bytes + self._num_written + num_bytes <= self._max_bytes:
+            return
+        files = sorted(self._files())
+        self._num_bytes, self._num_written, self._has_looked = sum(size for _, size, _ in files), 0, True
+        if self._num_bytes + num_bytes <= self._max_bytes:
+            return
+        for _, size, path in files:
+            if self._num_bytes + num_bytes <= KEPT_SHARE * self._max_bytes:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            self._num_bytes -= size
+
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """When each file in the folder was last used, its bytes, its path; what was never finished goes."""
+        for parent, _, names in os.walk(self._folder):
+            for name in names:
+                path = os.path.join(parent, name)
+                with contextlib.suppress(OSError):
+                    found = os.stat(path, follow_symlinks=False)
+                    if name.endswith(UNFINISHED) and found.st_mtime < time.time() - ABANDONED_S:
+                        os.unlink(path)
+                    elif len(name) > 32 and name[32] == "-":
+                        yield found.st_mtime, found.st_size, path

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from tokenmill.engine.messages import Outputs, WatchBlocks
 from tokenmill.engine.replicas import Replica, RequestRun, Route
 from tokenmill.fleet.block_index import BlockIndex
-from tokenmill.fleet.step_rate import StepRate, common_rates
+from tokenmill.fleet.step_rate import StepRate, StepSeconds, common_rates, usual_rate
 from tokenmill.kv.blocks import HashChain
 from tokenmill.types import Request
 
@@ -39,6 +39,7 @@ LEVELLING = 0.002  # weight of what cores did lately: little enough to part no c
 MAX_KNOWN_BLOCKS = 1 << 17  # that requests began with
 RUNNING_TOKENS = 8  # what a request that runs on a core counts for, in tokens that it has to compute
 SAME_S = 1e-6
+FETCHED_BLOCKS = 4  # by which another core must have more of a prompt for its blocks to be asked for
 STEADINESS = 0.05  # weight of the newest request in the mean time that one takes
 
 
@@ -82,6 +83,7 @@ class PrefixRouter:
 
     def __init__(self, num_replicas: int) -> None:
         self.index = BlockIndex(num_replicas)
+        self._started: list[Replica] = []  # all that were ever ready
         self._measured = [StepRate() for _ in range(num_replicas)]
         self._rates = common_rates(self._measured)
         self._shared = SharedBlocks(2 * num_replicas)
@@ -96,9 +98,12 @@ class PrefixRouter:
         self._rates = common_rates(self._measured)
         num_tokens, block_size = len(request.prompt_token_ids), replicas[0].info.block_size
         chain = HashChain(request.cache_salt, block_size, request.adapter)
-        places = [replica.index for replica in replicas]
-        blocks = self.index.matches(request.prompt_token_ids, chain, block_size, places)
-        cached = [number * block_size for number in blocks]
+        places = {replica.index for replica in replicas}
+        # Those that get no more requests may have blocks for those that do.
+        others = [one for one in self._started if one.is_ready and one.index not in places]
+        having = [*replicas, *others]
+        blocks = self.index.matches(request.prompt_token_ids, chain, block_size, [one.index for one in having])
+        cached = [number * block_size for number in blocks[: len(replicas)]]
         num_shared = self._shared.num_shared(chain.hashes) * block_size
         # The most that a core which has the shared part has done lately.
         sharing_s = max(
@@ -112,7 +117,13 @@ class PrefixRouter:
         equal = [one for one in found if one.seconds <= best + SAME_S]
         first_own = chain.hashes[min(num_shared // block_size, len(chain.hashes) - 1)] if chain.hashes else b""
         chosen = max(equal, key=lambda one: rendezvous(first_own, one.replica.index))
-        return Route(chosen.replica, reason(chosen, found, num_shared), num_tokens - chosen.num_cached)
+        most, has_most = max(zip(blocks, having, strict=True), key=lambda one: one[0])
+        source = has_most if most * block_size - chosen.num_cached >= FETCHED_BLOCKS * block_size else None
+        return Route(chosen.replica, reason(chosen, found, num_shared), num_tokens - chosen.num_cached, source)
+
+    def usual_rate(self) -> StepSeconds:
+        """What a step takes on most of the cores."""
+        return usual_rate(self._measured)
 
     def _predicted(
         self, replica: Replica, num_tokens: int, num_cached: int, num_shared: int, sharing_s: float
@@ -149,6 +160,8 @@ class PrefixRouter:
 
     def note_ready(self, replica: Replica) -> None:
         self.index.forget(replica.index)
+        if replica not in self._started:
+            self._started.append(replica)
         self._measured[replica.index].forget_core()
         replica.send(WatchBlocks())
 

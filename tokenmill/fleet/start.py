@@ -12,11 +12,13 @@ import contextlib
 from dataclasses import replace
 
 from tokenmill.config import EngineConfig
+from tokenmill.config.cluster import MAX_REPLICAS
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, own_core_process
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.core_supervisor import MakeClient
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
+from tokenmill.engine.roles import read_roles
 from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.errors import InvalidConfig
 from tokenmill.fleet.router import PrefixRouter
@@ -24,8 +26,6 @@ from tokenmill.hardware.cpu import probe_cpu
 from tokenmill.hardware.gpu import probe_nvidia
 from tokenmill.hardware.torch_build import torch_computes_on_gpus
 from tokenmill.store import is_scripted
-
-MAX_REPLICAS = 64
 
 
 def gpus_of(config: EngineConfig, num_replicas: int) -> list[int]:
@@ -57,9 +57,11 @@ async def start_fleet(
     *,
     child: CoreProcess | None = None,
     frontend: ModelFrontend | None = None,
+    roles: str | None = None,
 ) -> AsyncEngine:
     """Load the model on so many cores, and return once all answer. `child`: a process for the first of them that was
-    started beforehand. One core is started as it always is."""
+    started beforehand. `roles`: what each core is for. One core is started as it always is."""
+    given = read_roles(roles, num_replicas) if roles else []
     if num_replicas == 1:
         return await AsyncEngine.start(config, child=child, frontend=frontend)
     if not 1 <= num_replicas <= MAX_REPLICAS:
@@ -76,7 +78,7 @@ async def start_fleet(
     makers = [
         _maker(read, gpus[index] if gpus else None, spare, first if index == 0 else []) for index in range(num_replicas)
     ]
-    engine = AsyncEngine(read, makers, router=PrefixRouter(num_replicas), spare=spare)
+    engine = AsyncEngine(read, makers, router=PrefixRouter(num_replicas), spare=spare, roles=given)
     await engine.open()
     return engine
 

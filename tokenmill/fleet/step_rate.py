@@ -65,10 +65,15 @@ class StepSeconds(NamedTuple):
     token_s: float
 
 
+def usual_rate(rates: Sequence[StepRate]) -> StepSeconds:
+    """The rate in the middle of those that are known."""
+    known = [rate for rate in rates if rate.is_known] or list(rates)
+    return StepSeconds(median(rate.step_s for rate in known), median(rate.token_s for rate in known))
+
+
 def common_rates(rates: Sequence[StepRate]) -> list[StepSeconds]:
     """The rate to predict with for each core: that of the middle one, unless its own is clearly another."""
-    known = [rate for rate in rates if rate.is_known] or list(rates)
-    usual = StepSeconds(median(rate.step_s for rate in known), median(rate.token_s for rate in known))
+    usual = usual_rate(rates)
     return [
         usual
         if not rate.is_known or usual.token_s / ALIKE <= rate.token_s <= usual.token_s * ALIKE

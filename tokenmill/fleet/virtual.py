@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,17 +22,20 @@ from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.core_client import Receive
-from tokenmill.engine.frontend import ModelFrontend
+from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.loop import handle_message
 from tokenmill.engine.messages import Failed, FromCore, Outputs, Ready, Shutdown, ToCore
-from tokenmill.engine.replicas import Router
+from tokenmill.engine.replicas import FleetKeeper, Router
 from tokenmill.engine.status import CoreInfo
+from tokenmill.errors import UnknownModel
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.cache import KVCache
 from tokenmill.sampling.rng import mix
 from tokenmill.scheduler import Scheduler
+from tokenmill.store import resolve_model
+from tokenmill.text.template import CHATML
 from tokenmill.text.tokenizer import byte_tokenizer
-from tokenmill.types import RowInit, RowResult, StepPlan, StepResult
+from tokenmill.types import RowInit, RowPlan, RowResult, StepPlan, StepResult
 
 T = TypeVar("T")
 FIRST_TOKEN, END_TOKEN = 32, 127  # tokens are bytes, and those that are said are ASCII: each is a character of text
@@ -40,16 +43,41 @@ FIRST_TOKEN, END_TOKEN = 32, 127  # tokens are bytes, and those that are said ar
 
 @dataclass(frozen=True)
 class VirtualDevice:
-    """What a core is taken to be able to do: a step takes `step_s` and `token_s` for each token that it feeds."""
+    """What a core is taken to be able to do: a step takes `step_s`, `token_s` for each token of a prompt that it feeds,
+    and `row_s` for each sequence that it draws the next token of, with `context_s` for each token that this attends
+    to."""
 
     step_s: float = 0.005
     token_s: float = 25e-6
+    row_s: float | None = None  # None: as a token of a prompt
+    context_s: float = 0.0
     num_blocks: int = 4096
     block_size: int = 16
     max_running: int = 64
     token_budget: int = 2048
     max_context: int = 131_072
     start_s: float = 0.0  # from the start of a core until it is ready
+    slo: str | None = None  # that its scheduler keeps
+
+    def seconds(self, plan: StepPlan) -> float:
+        """How long a step takes."""
+        row_s = self.token_s if self.row_s is None else self.row_s
+        total_s = self.step_s
+        for row in plan.rows:
+            number = len(row.token_ids)
+            is_decode = row.sample and number == 1
+            total_s += row_s if is_decode else number * self.token_s
+            total_s += number * (row.start + 1) * self.context_s if is_decode else 0.0
+        return total_s
+
+
+@dataclass(frozen=True)
+class VirtualWords:
+    """What a model says that is not there."""
+
+    token_ids: Sequence[int] = range(FIRST_TOKEN, END_TOKEN)
+    end_token_id: int | None = None  # None: it ends only when it has to
+    mean_length: int = 256  # of an answer
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -86,9 +114,10 @@ class VirtualRunner:
     depth = 1
     adapters: Mapping[str, Any] = {}
 
-    def __init__(self, device: VirtualDevice) -> None:
+    def __init__(self, device: VirtualDevice, words: VirtualWords) -> None:
         self.ahead_s = 0.0  # how far its steps are ahead of the loop's clock
         self._device = device
+        self._words = words
         self._seeds: dict[int, int] = {}
         self._plans: deque[StepPlan] = deque()
 
@@ -106,13 +135,16 @@ class VirtualRunner:
 
     def collect(self, ticket: int) -> StepResult:
         plan = self._plans.popleft()
-        seconds = self._device.step_s + plan.num_tokens * self._device.token_s
+        seconds = self._device.seconds(plan)
         self.ahead_s += seconds
-        rows = [
-            RowResult(row=row.row, token_ids=[drawn(self._seeds[row.row], row.output_index)] if row.sample else [])
-            for row in plan.rows
-        ]
+        rows = [RowResult(row=row.row, token_ids=[self._drawn(row)] if row.sample else []) for row in plan.rows]
         return StepResult(step=plan.step, rows=rows, step_s=seconds)
+
+    def _drawn(self, row: RowPlan) -> int:
+        drawn, words = mix(self._seeds[row.row] + row.output_index), self._words
+        if words.end_token_id is not None and (drawn >> 32) % words.mean_length == 0:
+            return words.end_token_id
+        return words.token_ids[drawn % len(words.token_ids)]
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
         pass
@@ -121,17 +153,13 @@ class VirtualRunner:
         return False
 
 
-def drawn(seed: int, output_index: int) -> int:
-    return FIRST_TOKEN + mix(seed + output_index) % (END_TOKEN - FIRST_TOKEN)
-
-
 class VirtualCoreClient:
     """A core whose steps end when the loop's clock says so."""
 
-    def __init__(self, device: VirtualDevice) -> None:
+    def __init__(self, device: VirtualDevice, words: VirtualWords | None = None) -> None:
         self._device = device
         self._loop = asyncio.get_running_loop()
-        self._runner = VirtualRunner(device)
+        self._runner = VirtualRunner(device, words or VirtualWords())
         self.core = virtual_core(device, self._runner, lambda: self._loop.time() + self._runner.ahead_s)
         self._inbox: list[ToCore] = []
         self._receive: Receive | None = None
@@ -169,14 +197,14 @@ class VirtualCoreClient:
         for message in messages:
             if not isinstance(message, Shutdown):
                 handle_message(self.core, message)
-        self._is_busy = self.core.has_work
-        outputs = self.core.step() if self._is_busy else []
+        outputs = self.core.step() if self.core.has_work else []
         seconds, self._runner.ahead_s = self._runner.ahead_s, 0.0
         self._loop.call_later(seconds, self._end_step, Outputs(outputs, self.core.stats(), self.core.pop_news()))
 
     def _end_step(self, message: Outputs) -> None:
         self._deliver(message)
-        if self._is_busy and not self._is_dead:
+        self._is_busy = not self._is_dead and (self.core.has_work or bool(self._inbox))
+        if self._is_busy:
             self._turn()
 
 
@@ -199,13 +227,15 @@ def virtual_config(device: VirtualDevice) -> EngineConfig:
     return EngineConfig(
         ModelConfig(model="virtual", max_context=device.max_context),
         CacheConfig(num_blocks=device.num_blocks, block_size=device.block_size),
-        SchedulerConfig(max_running=device.max_running, token_budget=device.token_budget, max_waiting=1 << 20),
+        SchedulerConfig(
+            max_running=device.max_running, token_budget=device.token_budget, max_waiting=1 << 20, slo=device.slo
+        ),
     )
 
 
-def virtual_frontend(device: VirtualDevice) -> ModelFrontend:
+def virtual_frontend(device: VirtualDevice, name: str = "virtual") -> ModelFrontend:
     """A model of bytes; nothing of its spec but the limits is looked at."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer().with_chat_template(CHATML)
     layer = LayerSpec(Gqa(1, 1, 2, 1.0, None), MlpSpec(16))
     spec = ModelSpec(
         family="virtual",
@@ -217,10 +247,40 @@ def virtual_frontend(device: VirtualDevice) -> ModelFrontend:
         tied_head=True,
         eos_token_ids=(),
     )
-    return ModelFrontend(virtual_config(device), "virtual", Path("virtual"), spec, tokenizer, 0)
+    return ModelFrontend(virtual_config(device), name, Path("virtual"), spec, tokenizer, 0)
 
 
-def virtual_engine(device: VirtualDevice, num_replicas: int, router: Router | None = None) -> AsyncEngine:
+def virtual_engine(
+    device: VirtualDevice,
+    num_replicas: int,
+    router: Router | None = None,
+    *,
+    keepers: Sequence[FleetKeeper] = (),
+    num_started: int | None = None,
+) -> AsyncEngine:
     """An engine over virtual cores; to be opened in a `VirtualLoop`, or in any loop, where its cores sleep."""
     makers = [lambda: VirtualCoreClient(device)] * num_replicas
-    return AsyncEngine(virtual_frontend(device), makers, router=router)
+    return AsyncEngine(virtual_frontend(device), makers, router=router, keepers=keepers, num_started=num_started)
+
+
+SAMPLE = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while under an old tree near the river."
+
+
+def frontend_without_weights(
+    config: EngineConfig, device: VirtualDevice, mean_length: int
+) -> tuple[ModelFrontend, VirtualWords]:
+    """A model's front and what its virtual cores say. Where its files are not here its tokens are bytes, so that a
+    prompt counts some four times as many."""
+    limits = virtual_config(device)
+    try:
+        resolve_model(config.model.model, allow_pull=False)
+        frontend = load_frontend(config)
+    except UnknownModel:
+        frontend = virtual_frontend(device, config.model.served_name or config.model.model)
+    tokenizer = frontend.tokenizer or byte_tokenizer()
+    ends = frontend.eos_token_ids or tokenizer.eos_token_ids
+    words = VirtualWords(
+        tuple(dict.fromkeys(tokenizer.encode(SAMPLE, add_special_tokens=False))), ends[0] if ends else None, mean_length
+    )
+    scheduler = replace(limits.scheduler, max_waiting=config.scheduler.max_waiting, slo=config.scheduler.slo)
+    return replace(frontend, config=replace(config, cache=limits.cache, scheduler=scheduler)), words

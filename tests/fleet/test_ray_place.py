@@ -1,0 +1,100 @@
+"""Replicas on the nodes of a Ray cluster: on one machine here, but in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.every_kind_of_request import (
+    answer,
+    assert_same,
+    config_of,
+    mixed_requests,
+    special_requests,
+    wait_until,
+)
+from tests.support.server_process import ROOT
+from tokenmill import AsyncEngine
+from tokenmill.config import EngineConfig
+from tokenmill.engine.frontend import load_frontend
+from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.errors import InvalidConfig
+from tokenmill.fleet.autoscale import ScaleRange
+from tokenmill.fleet.elastic import start_cluster
+from tokenmill.fleet.host import model_digest
+from tokenmill.fleet.join import JoinListener
+from tokenmill.fleet.link import read_key
+from tokenmill.fleet.places import Places
+from tokenmill.fleet.ray_place import RayPlace
+
+KEY = "a key that is long enough"
+
+
+@pytest.fixture
+def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head without processors, and three nodes with one each."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        cluster.nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the library's own processes and sockets
+def test_a_node_that_is_removed_leaves_its_requests_to_others(ray_cluster: Any, stories_dir: Path) -> None:
+    config = config_of(stories_dir)
+    asked: list[ClientRequest] = [*special_requests(), *mixed_requests(49)]
+
+    async def on_ray() -> list[Any]:
+        frontend, places = load_frontend(config), Places()
+        digest = model_digest(config, frontend.model_path)
+        listener = JoinListener("127.0.0.1:0", read_key(None, KEY), places, config, digest)
+        place = RayPlace("auto", 3, listener, KEY)
+        places.add(place)
+        began_s = time.monotonic()
+        engine = await start_cluster(frontend, [config] * 3, places, ScaleRange(3, 3), carriers=[listener, place])
+        print(f"up after {time.monotonic() - began_s:.1f} s")
+        try:
+            assert [one["state"] for one in engine.replicas()] == ["ready"] * 3
+            assert {one["place"] for one in engine.replicas()} == {"ray"}
+            answers = [asyncio.create_task(answer(engine, one)) for one in asked]
+            await wait_until(lambda: engine.stats().steps > 30)
+            await asyncio.to_thread(ray_cluster.remove_node, ray_cluster.nodes[0], allow_graceful=False)
+            found = await asyncio.gather(*answers)
+            assert engine.stats().resumed > 0, "the node had some of them"
+            return found
+        finally:
+            await engine.close()
+
+    found = asyncio.run(asyncio.wait_for(on_ray(), 240))
+    assert_same(asked, found, asyncio.run(here(config, asked)))
+
+
+async def here(config: EngineConfig, asked: list[ClientRequest]) -> list[Any]:
+    engine = await AsyncEngine.start(config, in_process=True)
+    try:
+        return await asyncio.gather(*(answer(engine, one) for one in asked))
+    finally:
+        await engine.close()
+
+
+def test_ray_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, stories_dir: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    listener = JoinListener("127.0.0.1:0", read_key(None, KEY), Places(), config_of(stories_dir), "")
+    with pytest.raises(InvalidConfig, match="ray is not installed"):
+        RayPlace("auto", 1, listener, KEY)

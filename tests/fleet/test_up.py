@@ -1,0 +1,186 @@
+"""`tokenmill up`: the file of a cluster, the choice of a topology, and a cluster that runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.server_process import free_port, running
+from tokenmill import SamplingParams
+from tokenmill.cli import main
+from tokenmill.config import EngineConfig, ModelConfig
+from tokenmill.config.cluster import ClusterConfig, GroupConfig, read_cluster, replica_range
+from tokenmill.errors import InvalidConfig
+from tokenmill.fleet.autoscale import ScaleRange
+from tokenmill.fleet.elastic import start_cluster
+from tokenmill.fleet.places import CountedPlace, Places
+from tokenmill.fleet.virtual import VirtualCoreClient, VirtualDevice, frontend_without_weights, run_virtually
+from tokenmill.planner.capacity import Slo
+from tokenmill.planner.model import known_model
+from tokenmill.planner.plan import Question
+from tokenmill.planner.topologies import Asked, named_devices, reason, topologies, virtual_device
+from tokenmill.types import PromptRequest
+
+LARGE = "meta-llama/Llama-3.3-70B-Instruct"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+# ── the file ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_says_groups_load_and_hosts(tmp_path: Path) -> None:
+    assert read_cluster(written(tmp_path, 'model = "x"\n')) == ClusterConfig()
+    text = (
+        '[[group]]\nreplicas = "2..6"\n[[group]]\nreplicas = 1\ntp = 2\n[scale]\nidle = "2m"\n[load]\nrequests_s = 3\n'
+    )
+    text += '[hosts]\nlisten = "[::1]:8100"\nkey_file = "k"\n'
+    found = read_cluster(written(tmp_path, text))
+    assert found.groups == (GroupConfig(2, 6), GroupConfig(1, 1, 2))
+    assert (found.least, found.most, found.idle_s, found.load.requests_s) == (3, 7, 120.0, 3)
+    assert found.hosts.key_file == tmp_path / "k"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[group]]\nreplica = 2\n", "did you mean replicas"),
+        ('[[group]]\nreplicas = "6..2"\n', "must be a number"),
+        ("[[group]]\nreplicas = 0\n", "must be a number"),
+        ("[[group]]\nreplicas = true\n", "must be a number"),
+        ('[[group]]\ntp = "two"\n', "tp must be auto"),
+        ("[group]\nreplicas = 2\n", r"write \[\[group\]\]"),
+        ("[load]\ninput_len = 0\n", "input_len"),
+        ("[load]\nrequests_s = -1\n", "requests_s"),
+        ('[scale]\nidle = "soon"\n', "idle"),
+        ('[hosts]\nlisten = "0.0.0.0:8100"\n', "key_file"),
+        ('[hosts]\nlisten = "8100"\nkey_file = "k"\n', "no address"),
+        ("[hosts]\nlocal = false\n", "no machine"),
+        ("[[group]]\nreplicas = 40\n[[group]]\nreplicas = 40\n", "1 to 64"),
+        ("model = ", "not valid TOML"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        read_cluster(written(tmp_path, text))
+
+
+def test_ranges() -> None:
+    assert replica_range(3) == replica_range("3") == (3, 3)
+    assert replica_range("0..4") == (0, 4)
+
+
+# ── the choice ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def planned(devices: str, asked: Asked, tpot_s: float = 0.05) -> list[Any]:
+    model = known_model(LARGE)
+    assert model is not None
+    device, number = named_devices(devices)
+    return topologies(model, device, number, Question(512, 256, slo=Slo(1.0, tpot_s)), asked)
+
+
+def test_every_topology_is_planned_and_the_best_is_taken() -> None:
+    found = planned("h200x8", Asked(1, 8))
+    assert {(one.num_replicas, one.tp) for one in found} == {(8, 1), (4, 2), (2, 4), (1, 8)}
+    able = [one for one in found if not one.why_not]
+    assert found[0] is able[0] and found[0].requests_s == max(one.requests_s for one in able)
+    assert f"{found[0].num_replicas} replicas of tp {found[0].tp}" in reason(found)
+    needed = planned("h200x8", Asked(1, 8, requests_s=1.0))
+    assert needed[0].num_devices == min(one.num_devices for one in needed if not one.why_not)
+
+
+def test_what_does_not_fit_is_told() -> None:
+    found = planned("h200x1", Asked(1, 1))
+    if found[0].why_not:
+        with pytest.raises(InvalidConfig, match="no topology"):
+            reason(found)
+    with pytest.raises(InvalidConfig, match="no topology"):
+        reason(planned("rtx4090x2", Asked(1, 2)))
+    with pytest.raises(InvalidConfig, match="no replica of 16 ranks"):
+        planned("h200x8", Asked(1, 1, tp=16))
+    assert all(one.tp == 4 for one in planned("h200x8", Asked(1, 2, tp=4)))
+
+
+def test_a_virtual_device_takes_as_long_as_its_plan_says() -> None:
+    plan = planned("h200x8", Asked(1, 1, tp=4))[0].plan
+    device = virtual_device(plan)
+    for rows in (1, 16, 48):
+        steps_s = device.step_s + rows * (device.row_s or 0.0) + rows * 128 * device.context_s
+        assert steps_s == pytest.approx(plan.roofline.decode_s(rows, 128), rel=0.15)
+    assert device.step_s + 512 * device.token_s == pytest.approx(plan.roofline.prefill_s(512), rel=0.15)
+
+
+def test_a_dry_run_shows_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, f'model = "{LARGE}"\nslo = "ttft=1s,tpot=50ms"\n[[group]]\nreplicas = "1..4"\n')
+    assert main(["up", str(path), "--dry-run", "--virtual", "h200x8"]) == 0
+    shown = capsys.readouterr().out
+    assert "Taken: " in shown and "taken" in shown and "8 × H200" in shown
+    assert main(["up", str(path), "--dry-run", "--virtual", "h200x8", "--replicas", "3"]) == 2
+    assert "[[group]]" in capsys.readouterr().err
+    assert main(["up", str(path), "--dry-run", "--virtual", "h2000x8"]) == 2
+    assert "unknown device" in capsys.readouterr().err
+
+
+# ── running ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_virtual_cluster_answers_and_ends_answers() -> None:
+    device = VirtualDevice(start_s=1.0, num_blocks=2000, max_context=4096)
+
+    async def scenario() -> list[int]:
+        config = EngineConfig(ModelConfig(model="somebody/no-such-model"))
+        frontend, words = frontend_without_weights(config, device, 20)
+        places = Places(CountedPlace("virtual", 2, lambda _: VirtualCoreClient(device, words)))
+        engine = await start_cluster(frontend, [config] * 2, places, ScaleRange(2, 2))
+        assert [(one["state"], one["place"]) for one in engine.replicas()] == [("ready", "virtual")] * 2
+        assert places.num_free() == 0
+        lengths = []
+        for seed in range(30):
+            asked = PromptRequest(prompt="Once upon", params=SamplingParams(seed=seed, max_tokens=500))
+            lengths.append(sum([len(event.token_ids) async for event in engine.submit(asked)]))
+        await engine.close()
+        assert places.num_free() == 2
+        return lengths
+
+    lengths = run_virtually(scenario())
+    assert 8 < sum(lengths) / len(lengths) < 50
+
+
+def test_a_cluster_runs_from_its_file_scales_to_zero_and_comes_back(tmp_path: Path) -> None:
+    script, port = tmp_path / "s.json", free_port()
+    script.write_text(json.dumps([{"say": ["Hello there."]}]))
+    path = written(
+        tmp_path,
+        f'model = "scripted:{script}"\n[[group]]\nreplicas = "0..2"\n[scale]\nidle = "1s"\n[server]\nport = [{port}]\n',
+    )
+    with running(["-m", "tokenmill", "up", str(path)], port) as server:
+        server.wait_for("ready")
+
+        def states() -> list[str]:
+            return sorted(one["state"] for one in server.http.get("/replicas").json()["data"])
+
+        def wait_for(expected: list[str]) -> None:
+            deadline = time.monotonic() + 60
+            while states() != expected:
+                assert time.monotonic() < deadline, states()
+                time.sleep(0.05)
+
+        wait_for(["stopped", "stopped"])
+        asked = {"model": "s", "messages": [{"role": "user", "content": "hi"}]}
+        answer = server.http.post("/v1/chat/completions", json=asked).json()
+        assert answer["choices"][0]["message"]["content"] == "Hello there."
+        assert server.http.post("/replicas/scale", json={"replicas": "1..2"}).status_code == 200
+        wait_for(["ready", "stopped"])
+        refused = server.http.post("/replicas/scale", json={"replicas": "9"})
+        assert refused.status_code == 400 and "between 0 and 2" in refused.json()["error"]["message"]
+        server.terminate()
+        assert server.wait() == 0, server.output()

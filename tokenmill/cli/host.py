@@ -1,0 +1,117 @@
+"""`tokenmill host`: run replicas of a cluster on this machine. The front is elsewhere and says what to run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import ssl
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenmill.cli.flags import Count, Switch
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidConfig
+from tokenmill.store import is_scripted
+
+if TYPE_CHECKING:
+    from tokenmill.fleet.host import HostAgent
+
+PARENT_CHECK_S = 0.5
+
+
+def command(
+    *,
+    join: str,
+    key_file: Path | None = None,
+    name: str = "",
+    seats: Count | None = None,
+    tls_ca: Path | None = None,
+    ends_with_parent: Switch = False,
+) -> int:
+    """Run replicas for the front of a cluster (`tokenmill up`) until stopped. Nothing listens on this machine.
+
+    Parameters
+    ----------
+    join
+        Where the front lets machines join: ws://HOST:PORT, or wss:// with TLS.
+    key_file
+        File with the cluster's key; TOKENMILL_CLUSTER_KEY without it.
+    name
+        How the front calls this machine; its host name by default.
+    seats
+        Replicas that this machine has room for; by default one for each GPU, or one on its processor.
+    tls_ca
+        File with the certificate that the front's must be signed by (PEM); the system's by default.
+    ends_with_parent
+        End when the process that started this one has ended.
+    """
+    from tokenmill.fleet.host import HostAgent
+    from tokenmill.fleet.link import HostInfo, read_key
+    from tokenmill.hardware.cpu import probe_cpu
+    from tokenmill.hardware.gpu import probe_nvidia
+    from tokenmill.hardware.torch_build import torch_computes_on_gpus
+    from tokenmill.observe.log import configure_logging
+    from tokenmill.version import VERSION
+
+    key = read_key(key_file, os.environ.get("TOKENMILL_CLUSTER_KEY"))
+    gpus = probe_nvidia() if torch_computes_on_gpus() else []
+    num_seats = seats or max(1, len(gpus))
+    device = f"{len(gpus)} × {gpus[0].name}" if gpus else probe_cpu().name
+    configure_logging()
+    info = HostInfo(name or socket.gethostname(), num_seats, device, VERSION)
+    agent = HostAgent(join, key, info, Fitting(num_seats, len(gpus)).fit, tls=_tls(join, tls_ca))
+    return asyncio.run(_run(agent, os.getppid() if ends_with_parent else None))
+
+
+async def _run(agent: HostAgent, parent_pid: int | None) -> int:
+    """Run until a signal comes, or until the parent is gone; cores are ended then."""
+    running = asyncio.create_task(agent.run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    while parent_pid is not None and not running.done():
+        await asyncio.wait({running}, timeout=PARENT_CHECK_S)
+        if os.getppid() != parent_pid:
+            running.cancel()
+            break
+    try:
+        await running
+    except asyncio.CancelledError:
+        return 0
+    return 0
+
+
+def _tls(url: str, ca: Path | None) -> ssl.SSLContext | None:
+    if not url.startswith("wss://"):
+        if ca is not None:
+            raise InvalidConfig("--tls-ca needs an address that begins with wss://", param="tls_ca")
+        return None
+    try:
+        return ssl.create_default_context(cafile=None if ca is None else str(ca))
+    except (OSError, ssl.SSLError) as problem:
+        raise InvalidConfig(f"{ca} is no certificate that can be used: {problem}", param="tls_ca") from None
+
+
+class Fitting:
+    """Makes the settings of a core fit this machine: its share of threads and memory."""
+
+    def __init__(self, num_seats: int, num_gpus: int) -> None:
+        self._num_seats = num_seats
+        self._num_gpus = num_gpus
+
+    def fit(self, config: EngineConfig, path: Path) -> EngineConfig:
+        if is_scripted(config.model.model) or self._num_gpus:
+            return config
+        from tokenmill.hardware.cpu import probe_cpu
+        from tokenmill.hardware.memory import probe_memory
+        from tokenmill.planner.serving import serving_memory
+
+        ranks = self._num_seats * config.parallel.tp
+        threads = config.ops.threads or max(1, probe_cpu().usable_cores // ranks)
+        share = probe_memory().total_bytes // self._num_seats
+        available = min(share, probe_memory().available_bytes)
+        _, memory = serving_memory(config, path, config.model.model, available=available)
+        cache = replace(config.cache, num_blocks=config.cache.num_blocks or memory.num_blocks)
+        return replace(config, ops=replace(config.ops, threads=threads), cache=cache)

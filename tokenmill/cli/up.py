@@ -1,0 +1,306 @@
+"""`tokenmill up`: a cluster from its file. Plans every topology that fits, says which one is taken and why, starts the
+front and its replicas, and keeps as many of them running as the load needs.
+
+    cluster.toml ─► plan: replicas × ranks ─► front + replicas ─► watched, scaled, rolled
+
+With --dry-run it ends after the plan. With --virtual h200x8 the model sleeps instead of computing, as long as the plan
+says that those devices would take: front, scheduler, routing and autoscaler are the true ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from tokenmill.cli import flags
+from tokenmill.cli.flags import Switch
+from tokenmill.cli.output import print_table
+from tokenmill.config import EngineConfig
+from tokenmill.config.cluster import ClusterConfig, GroupConfig, HostsConfig, read_cluster
+from tokenmill.config.server import ServerConfig
+from tokenmill.engine.startup.core_prestart import take_core
+from tokenmill.errors import InvalidConfig
+from tokenmill.store import is_scripted
+
+if TYPE_CHECKING:
+    from tokenmill.engine.async_engine import AsyncEngine
+    from tokenmill.engine.replicas import FleetKeeper
+    from tokenmill.fleet.autoscale import ScaleRange
+    from tokenmill.fleet.join import JoinListener
+    from tokenmill.fleet.places import Places
+    from tokenmill.fleet.virtual import VirtualDevice
+    from tokenmill.planner.device import PlanDevice
+    from tokenmill.planner.plan import Question
+    from tokenmill.planner.topologies import Topology
+    from tokenmill.server.engine_source import StartEngine
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group with what was chosen for it."""
+
+    group: GroupConfig
+    engine: EngineConfig  # of each of its replicas
+    topology: Topology | None = None  # None: a scripted model, which has no weights to plan
+
+    @property
+    def num_replicas(self) -> int:
+        """Count the replicas that it may have, wherever they run."""
+        return self.group.most
+
+
+def command(
+    cluster: Annotated[Path, Parameter(help="TOML file that describes the cluster; see docs/cluster.md.")],
+    /,
+    *,
+    dry_run: Switch = False,
+    virtual: str = "",
+    server: flags.ServerFlags = flags.SERVER,
+    engine: flags.ServerEngineFlags = flags.ENGINE,
+) -> int:
+    """Plan, start and watch a cluster of replicas behind one port.
+
+    Parameters
+    ----------
+    dry_run
+        Show the plan and why it was chosen, and start nothing.
+    virtual
+        Try the cluster on devices that are not there: h200x8. The model sleeps as long as they would compute.
+    """
+    found = read_cluster(cluster)
+    base = engine.config(None)
+    refuse_idle_settings(server, base, virtual, found)
+    planned = plan_groups(found, base, virtual)
+    if dry_run:
+        return 0
+    if virtual:
+        return run_virtual(found, planned, server)
+    return run_here(found, planned, base, server)
+
+
+def refuse_idle_settings(server: ServerConfig, base: EngineConfig, virtual: str, cluster: ClusterConfig) -> None:
+    if server.replicas != 1:
+        raise InvalidConfig("the file's [[group]] says how many replicas there are", param="replicas")
+    if server.roles is not None:
+        raise InvalidConfig("roles are for serve --replicas; a cluster's replicas do everything", param="roles")
+    if base.parallel.tp != 1:
+        raise InvalidConfig("the file's [[group]] says how many ranks a replica has", param="tp")
+    if virtual and (is_scripted(base.model.model) or cluster.hosts.listen or cluster.hosts.ray):
+        raise InvalidConfig("--virtual is for a real model on virtual devices of its own", param="virtual")
+
+
+# ── planning ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str) -> list[PlannedGroup]:
+    """Choose a topology for each group, and say why."""
+    if not cluster.hosts.local:
+        print("No replica runs on this machine: the others fit the model to themselves.", flush=True)
+        return [PlannedGroup(group, with_ranks(base, group.tp or 1)) for group in cluster.groups]
+    if is_scripted(base.model.model):
+        if any(group.tp not in (None, 1) for group in cluster.groups):
+            raise InvalidConfig("a scripted model has no ranks", param="tp")
+        print("A scripted model has no weights: nothing to plan.", flush=True)
+        return [PlannedGroup(group, base) for group in cluster.groups]
+    from tokenmill.planner.device import this_machine
+    from tokenmill.planner.model import find_model, model_at
+    from tokenmill.planner.topologies import TITLES, Asked, named_devices, reason, rows, topologies
+
+    if virtual:
+        device, number = named_devices(virtual)
+        model = find_model(base.model.model)
+    else:
+        from tokenmill.cli import session
+
+        files = session.fetch(base.model.model)
+        model = model_at(files.path, files.name)
+        device = this_machine(use_gpu=may_use_gpu(base), threads=base.ops.threads)
+        number = num_local_devices(device, base)
+    question = asked_question(cluster, base, device)
+    planned, left = [], number
+    requests_s = cluster.load.requests_s if len(cluster.groups) == 1 else None
+    for group in cluster.groups:
+        here = cluster.most if virtual else cluster.local_seats
+        most = here if device.is_cpu else min(here, group.most)
+        found = topologies(model, device, left, question, Asked(min(group.least, most), most, group.tp, requests_s))
+        print(f"{model.name} on {left} × {device.name}, {question.input_len} + {question.output_len} tokens a request:")
+        print_table(TITLES, rows(found))
+        print(f"Taken: {reason(found)}.\n", flush=True)
+        chosen = found[0]
+        planned.append(PlannedGroup(group, engine_of(base, chosen, number, is_virtual=bool(virtual)), chosen))
+        left -= 0 if device.is_cpu else chosen.num_replicas * chosen.tp
+    return planned
+
+
+def asked_question(cluster: ClusterConfig, base: EngineConfig, device: PlanDevice) -> Question:
+    from tokenmill.config.promises import read_service_level
+    from tokenmill.planner.capacity import Slo
+    from tokenmill.planner.plan import Question
+
+    promised = read_service_level(base.scheduler.slo)
+    rows, tokens = device.runs_on.limits(device.available_bytes)
+    return Question(
+        input_len=cluster.load.input_len,
+        output_len=cluster.load.output_len,
+        dtype=base.model.dtype,
+        kv_dtype=base.cache.kv_dtype,
+        max_context=base.model.max_context,
+        max_running=base.scheduler.max_running or rows,
+        token_budget=base.scheduler.token_budget or tokens,
+        memory_fraction=base.cache.memory_fraction,
+        block_size=base.cache.block_size,
+        num_blocks=base.cache.num_blocks,
+        slo=Slo(promised.ttft_s, promised.tpot_s),
+    )
+
+
+def may_use_gpu(base: EngineConfig) -> bool:
+    from tokenmill.hardware.torch_build import torch_computes_on_gpus
+
+    return base.ops.device == "cuda" or (base.ops.device == "auto" and torch_computes_on_gpus())
+
+
+def num_local_devices(device: PlanDevice, base: EngineConfig) -> int:
+    """GPUs of this machine, or threads of its processor."""
+    from tokenmill.hardware.cpu import probe_cpu
+    from tokenmill.hardware.gpu import probe_nvidia
+
+    return (base.ops.threads or probe_cpu().usable_cores) if device.is_cpu else len(probe_nvidia())
+
+
+def with_ranks(base: EngineConfig, tp: int) -> EngineConfig:
+    return replace(base, parallel=replace(base.parallel, tp=tp))
+
+
+def engine_of(base: EngineConfig, chosen: Topology, num_devices: int, *, is_virtual: bool) -> EngineConfig:
+    """The settings of a replica: its ranks, its share of the threads, its KV pool as it was planned."""
+    config = with_ranks(base, chosen.tp)
+    if is_virtual or not chosen.plan.device.is_cpu:
+        return config
+    threads = max(1, num_devices // (chosen.num_replicas * chosen.tp))
+    memory = chosen.plan.memory
+    cache = replace(base.cache, num_blocks=memory.num_blocks, num_states=memory.num_states or base.cache.num_states)
+    return replace(config, ops=replace(base.ops, threads=threads), cache=cache)
+
+
+# ── running ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_here(cluster: ClusterConfig, planned: Sequence[PlannedGroup], base: EngineConfig, server: ServerConfig) -> int:
+    """Start the cluster on this machine, and let others join."""
+    from tokenmill.engine.frontend import load_frontend
+    from tokenmill.engine.startup.spare_core import SpareCore
+    from tokenmill.fleet.elastic import start_cluster
+    from tokenmill.fleet.link import read_key
+    from tokenmill.fleet.places import LocalPlace, Places
+    from tokenmill.fleet.start import gpus_of
+
+    slots = slots_of(planned)
+    first, seats = planned[0].engine, cluster.local_seats
+    gpus = gpus_of(first, seats * first.parallel.tp) if seats else []
+    key = None if cluster.hosts.listen is None else read_key(cluster.hosts.key_file, None)
+    spare = SpareCore(take_core(fast_start=bool(first.ops.fast_start)), is_refilled=not gpus)
+
+    async def start() -> AsyncEngine:
+        frontend = await asyncio.to_thread(load_frontend, first)
+        places = Places(*([LocalPlace(frontend, seats, gpus=gpus, spare=spare)] if seats else []))
+        carriers: list[FleetKeeper] = []
+        if key is not None:
+            joining = await listener(cluster.hosts, key, places, base, frontend.model_path)
+            carriers = [joining, *ray_keepers(cluster, joining, places, len(slots) - seats)]
+        return await start_cluster(
+            frontend, slots, places, allowed(cluster, planned), idle_s=cluster.idle_s,
+            num_started=num_needed(planned), spare=spare, carriers=carriers,
+        )  # fmt: skip
+
+    try:
+        return run_front(start, server)
+    finally:
+        spare.discard()
+
+
+async def listener(hosts: HostsConfig, key: bytes, places: Places, base: EngineConfig, path: Path) -> JoinListener:
+    """What other machines join at."""
+    from tokenmill.fleet.host import model_digest
+    from tokenmill.fleet.join import JoinListener
+
+    assert hosts.listen is not None
+    digest = await asyncio.to_thread(model_digest, base, path)
+    tls = (hosts.tls_cert, hosts.tls_key) if hosts.tls_cert is not None and hosts.tls_key is not None else None
+    return JoinListener(hosts.listen, key, places, base, digest, tls=tls)
+
+
+def ray_keepers(cluster: ClusterConfig, joining: JoinListener, places: Places, num_seats: int) -> list[FleetKeeper]:
+    """A Ray cluster, where the file names one, as a place for the replicas that have none here."""
+    if cluster.hosts.ray is None:
+        return []
+    from tokenmill.fleet.ray_place import RayPlace
+
+    assert cluster.hosts.key_file is not None
+    key = cluster.hosts.key_file.read_text(encoding="utf-8").strip()
+    place = RayPlace(cluster.hosts.ray, max(1, num_seats), joining, key)
+    places.add(place)
+    return [place]
+
+
+def run_virtual(cluster: ClusterConfig, planned: Sequence[PlannedGroup], server: ServerConfig) -> int:
+    """Start the cluster on devices that are not there."""
+    from tokenmill.engine.core_client import CoreClient
+    from tokenmill.fleet.elastic import start_cluster
+    from tokenmill.fleet.places import CountedPlace, Places
+    from tokenmill.fleet.virtual import VirtualCoreClient, frontend_without_weights
+    from tokenmill.planner.topologies import virtual_device
+
+    devices: dict[EngineConfig, VirtualDevice] = {
+        one.engine: replace(virtual_device(one.topology.plan), slo=one.engine.scheduler.slo)
+        for one in planned
+        if one.topology is not None
+    }
+    first = planned[0].engine
+    slots = slots_of(planned)
+
+    async def start() -> AsyncEngine:
+        frontend, words = frontend_without_weights(first, devices[first], cluster.load.output_len)
+
+        def make_client(config: EngineConfig) -> CoreClient:
+            return VirtualCoreClient(devices[config], words)
+
+        places = Places(CountedPlace("virtual", len(slots), make_client))
+        return await start_cluster(
+            frontend, slots, places, allowed(cluster, planned), idle_s=cluster.idle_s, num_started=num_needed(planned)
+        )
+
+    return run_front(start, server)
+
+
+def slots_of(planned: Sequence[PlannedGroup]) -> list[EngineConfig]:
+    return [one.engine for one in planned for _ in range(one.num_replicas)]
+
+
+def allowed(cluster: ClusterConfig, planned: Sequence[PlannedGroup]) -> ScaleRange:
+    from tokenmill.fleet.autoscale import ScaleRange
+
+    most = sum(one.num_replicas for one in planned)
+    return ScaleRange(min(cluster.least, most), most)
+
+
+def num_needed(planned: Sequence[PlannedGroup]) -> int:
+    """Replicas to begin with."""
+    return sum(
+        one.group.least if one.topology is None else max(one.topology.num_needed, one.group.least) for one in planned
+    )
+
+
+def run_front(start: StartEngine, server: ServerConfig) -> int:
+    from tokenmill.observe.log import configure_logging
+    from tokenmill.observe.metrics import Metrics
+    from tokenmill.server.run import require_servable, serve
+
+    require_servable(server)
+    configure_logging(server.log_level)
+    return serve(start, server, Metrics(names=server.metrics_names))

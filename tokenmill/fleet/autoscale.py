@@ -1,0 +1,288 @@
+"""How many cores a fleet needs for its load, and a keeper that starts and stops them.
+
+    demand   core-seconds of work that arrive each second, predicted from arrivals, the lengths of late requests and the
+             measured seconds of a step; or the sequences that are here, by those that a core computes within the
+             promised TPOT; whichever is more
+    up       at once, when the cores would be busy for more than 85 % of their time, or when the prompts that wait take
+             longer than the promised TTFT: to as many as are then busy for 70 %
+    down     when for a minute fewer would have been busy for less than 60 %: requests of a core that leaves go on in
+             others. The gap between the three shares keeps noise from starting and stopping the same core over and
+             over.
+    zero     where it is allowed, after a minute without a request; the next one starts a core and waits for it
+
+`ScaleRule` decides, and knows nothing but numbers and times; `Autoscaler` observes and acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenmill.config.promises import ServiceLevel
+from tokenmill.engine.replicas import Replica, Replicas, RequestRun, Route
+from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill.fleet.router import PrefixRouter
+from tokenmill.fleet.step_rate import StepSeconds
+from tokenmill.types import Request
+
+log = logging.getLogger(__name__)
+
+BUSY_SHARE, AIMED_SHARE, IDLE_SHARE = 0.85, 0.7, 0.6
+CALM_S = 60.0  # for so long fewer cores must have sufficed before one leaves
+TICK_S = 0.5
+RATE_S = 3.0  # over which arrivals are counted
+LENGTHS_KEPT = 0.95  # weight that the mean lengths keep with each new request
+USUAL_TTFT_S = 2.0  # where nothing is promised
+USUAL_ROWS = 0.75  # of a core's rows, where no TPOT is promised
+RETRY_S = 5.0  # after a core that could not be started
+
+
+class ScaleRange(NamedTuple):
+    """The numbers of cores that are allowed."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The load of a moment."""
+
+    work: float = 0.0  # core-seconds that arrive each second
+    rows: float = 0.0  # sequences here, by those that a core computes within its promise
+    backlog_s: float = 0.0  # core-seconds of prompts that wait
+    num_requests: int = 0
+
+    @property
+    def cores(self) -> float:
+        """How many cores would be busy all the time."""
+        return max(self.work, self.rows)
+
+
+class ScaleRule:
+    """Decides how many cores there should be, from what it is told."""
+
+    def __init__(self, allowed: ScaleRange, ttft_s: float | None = None, idle_s: float = CALM_S) -> None:
+        """`idle_s`: how long a fleet without a request keeps its last core, where it may have none."""
+        self.allowed = allowed
+        self._ttft_s = ttft_s or USUAL_TTFT_S
+        self._idle_s = idle_s
+        self._past: deque[tuple[float, int]] = deque()  # when, and how many cores would have been enough with ease
+        self._used_s = -math.inf  # when there was a request the last time
+
+    def wanted(self, now_s: float, num_cores: int, demand: Demand) -> int:
+        if demand.num_requests or self._used_s == -math.inf:
+            self._used_s = now_s
+        self._past.append((now_s, math.ceil(demand.cores / IDLE_SHARE)))
+        while self._past[0][0] < now_s - CALM_S:
+            self._past.popleft()
+        needed = 1 if demand.num_requests else 0
+        if demand.cores > BUSY_SHARE * num_cores:
+            needed = math.ceil(demand.cores / AIMED_SHARE)
+        needed = max(needed, math.ceil(demand.backlog_s / self._ttft_s))
+        if needed > num_cores:
+            return self._within(needed)
+        if num_cores and self.allowed.least == 0 and now_s - self._used_s >= self._idle_s:
+            return 0
+        was_enough = max(1, *(cores for _, cores in self._past))
+        if was_enough < num_cores and now_s - self._past[0][0] >= CALM_S - TICK_S:
+            lately = [cores for at_s, cores in self._past if at_s >= now_s - CALM_S / 2]
+            return self._within(max(1, needed, *lately))
+        return self._within(num_cores)
+
+    def note_change(self) -> None:
+        """A core has left: before the next one does, as much time has to pass again."""
+        self._past.clear()
+
+    def _within(self, number: int) -> int:
+        return min(max(number, self.allowed.least), self.allowed.most)
+
+
+class LoadMeter(PrefixRouter):
+    """The router of a fleet that scales: chooses as any, and measures what arrives meanwhile."""
+
+    def __init__(self, num_replicas: int, slo: ServiceLevel) -> None:
+        super().__init__(num_replicas)
+        self._slo = slo
+        self._arrivals: deque[float] = deque()
+        self._prompt_tokens = 0.0  # that a request's core has to compute, on average
+        self._answer_tokens = 0.0
+        self._num_ended = 0
+
+    def choose(self, request: Request, replicas: Sequence[Replica]) -> Route:
+        route = super().choose(request, replicas)
+        self._prompt_tokens = self._mean(self._prompt_tokens, route.num_uncached)
+        return route
+
+    def note_arrival(self) -> None:
+        self._arrivals.append(asyncio.get_running_loop().time())
+
+    def note_end(self, run: RequestRun) -> None:
+        super().note_end(run)
+        self._answer_tokens = self._mean(self._answer_tokens, run.buffer.output_processor.num_completion_tokens)
+        self._num_ended += 1
+
+    def _mean(self, before: float, new: float) -> float:
+        return new if not before else LENGTHS_KEPT * before + (1 - LENGTHS_KEPT) * new
+
+    def demand(self, replicas: Replicas) -> Demand:
+        now_s = asyncio.get_running_loop().time()
+        while self._arrivals and self._arrivals[0] < now_s - RATE_S:
+            self._arrivals.popleft()
+        known = [replica for replica in replicas.all if replica.supervisor.info is not None]
+        rate = self.usual_rate()
+        rows = self._rows_of_a_core(known[0], rate) if known else 1.0
+        request_s = self._prompt_tokens * rate.token_s + self._answer_tokens * (rate.step_s / rows + rate.token_s)
+        num_sequences = sum(replica.num_sequences for replica in replicas.all) + replicas.num_parked
+        waiting = sum(replica.num_prefilling for replica in replicas.all) + replicas.num_parked * self._prompt_tokens
+        return Demand(
+            work=len(self._arrivals) / RATE_S * request_s,
+            rows=num_sequences / rows,
+            backlog_s=waiting * rate.token_s,
+            num_requests=sum(len(replica.runs) for replica in replicas.all) + replicas.num_parked,
+        )
+
+    def _rows_of_a_core(self, replica: Replica, rate: StepSeconds) -> float:
+        """How many sequences a core computes at a time within the promised TPOT. Steps carry prompts too, which take
+        some of that time."""
+        most = max(1, replica.info.max_running)
+        if self._slo.tpot_s is None:
+            return max(1.0, USUAL_ROWS * most)
+        return min(float(most), max(1.0, (self._slo.tpot_s - rate.step_s) / rate.token_s / 2))
+
+
+StartPlaces = Callable[[], int]  # how many more cores could be started now
+
+
+class Autoscaler:
+    """Keeps a fleet at the number of cores that its load needs."""
+
+    def __init__(self, rule: ScaleRule, meter: LoadMeter, room: StartPlaces | None = None) -> None:
+        """`room`: how many more cores there are places for; None: enough for all."""
+        self.changes: list[tuple[float, int]] = []  # when, and how many cores were wanted from then on
+        self._rule = rule
+        self._meter = meter
+        self._room = room
+        self._replicas: Replicas | None = None
+        self._wake = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._starting: dict[Replica, asyncio.Task[None]] = {}
+        self._stopping: set[Replica] = set()
+        self._retry_s = -math.inf
+
+    # ── as the keeper of an engine ─────────────────────────────────────────────────────────────────────
+
+    async def start(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        replicas.on_waiting = self._wake.set
+        replicas.on_arrival = self._meter.note_arrival
+
+    def note_open(self) -> None:
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        tasks = [task for task in (self._keeping, *self._starting.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def allowed(self) -> ScaleRange:
+        return self._rule.allowed
+
+    def wake(self) -> None:
+        """Look at once: a place has come, or a request waits."""
+        self._wake.set()
+
+    def allow(self, least: int, most: int) -> bool:
+        """Change the numbers of cores that are allowed; the fleet follows."""
+        assert self._replicas is not None
+        if not 0 <= least <= most or not 1 <= most <= len(self._replicas.all):
+            raise InvalidRequest(
+                f"between 0 and {len(self._replicas.all)} replicas can be asked for, got {least} to {most}",
+                param="replicas",
+            )
+        self._rule.allowed = ScaleRange(least, most)
+        self._wake.set()
+        return True
+
+    # ── keeping ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep(self) -> None:
+        while True:
+            self.look()
+            with_limit = asyncio.get_running_loop().call_later(TICK_S, self._wake.set)
+            await self._wake.wait()
+            with_limit.cancel()
+            self._wake.clear()
+
+    def look(self) -> None:
+        """Compare what there is with what is needed, and begin to change it."""
+        assert self._replicas is not None
+        now_s, replicas = asyncio.get_running_loop().time(), self._replicas
+        there = [replica for replica in replicas.all if not replica.is_stopped and replica not in self._stopping]
+        for replica in there:
+            if replica.supervisor.is_given_up and replica not in self._starting:  # another machine may do better
+                self._end(replica, replica.health.detail)
+        there = [replica for replica in there if replica not in self._stopping]
+        demand = self._meter.demand(replicas)
+        wanted = self._rule.wanted(now_s, len(there), demand)
+        if wanted > len(there) and now_s >= self._retry_s:
+            self._grow(wanted - len(there), demand)
+        elif wanted < len(there):
+            self._shrink([replica for replica in there if replica.is_ready], len(there) - wanted, demand)
+
+    def _grow(self, number: int, demand: Demand) -> None:
+        assert self._replicas is not None
+        room = math.inf if self._room is None else self._room()
+        free = [one for one in self._replicas.all if one.is_stopped and one not in self._stopping]
+        added = free[: int(min(number, room, len(free)))]
+        for replica in added:
+            self._starting[replica] = asyncio.create_task(self._start(replica))
+        if added:
+            self._note_change(len(added), demand)
+
+    def _shrink(self, ready: list[Replica], number: int, demand: Demand) -> None:
+        """End the cores that have least to do; those that are still being started are left alone."""
+        leaving = sorted(ready, key=lambda one: (one.num_sequences, -one.index))[:number]
+        for replica in leaving:
+            self._end(replica, "the load does not need it")
+        if leaving:
+            self._rule.note_change()
+            self._note_change(-len(leaving), demand)
+
+    def _note_change(self, number: int, demand: Demand) -> None:
+        assert self._replicas is not None
+        there = sum(not one.is_stopped and one not in self._stopping for one in self._replicas.all)
+        wanted = there + max(0, number)
+        self.changes.append((asyncio.get_running_loop().time(), wanted))
+        log.info(
+            "%d engine processes instead of %d: %.2f of them would be busy, %d requests are here",
+            *(wanted, wanted - number, demand.cores, demand.num_requests),
+        )
+
+    async def _start(self, replica: Replica) -> None:
+        assert self._replicas is not None
+        try:
+            await self._replicas.start(replica)
+        except (TokenmillError, OSError) as problem:
+            self._retry_s = asyncio.get_running_loop().time() + RETRY_S
+            log.error("an engine process could not be started: %s", problem)
+        finally:
+            self._starting.pop(replica, None)
+
+    def _end(self, replica: Replica, why: str) -> None:
+        assert self._replicas is not None
+        self._stopping.add(replica)
+        ending = asyncio.create_task(self._replicas.stop(replica, why))
+        ending.add_done_callback(lambda _: self._stopping.discard(replica))
+        self._starting[replica] = ending  # whoever closes waits for it
+        ending.add_done_callback(lambda _: self._starting.pop(replica, None))

@@ -1,0 +1,44 @@
+"""Start a fleet that grows and shrinks with its load, at places that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenmill.config import EngineConfig
+from tokenmill.config.promises import read_service_level
+from tokenmill.engine.async_engine import AsyncEngine
+from tokenmill.engine.frontend import ModelFrontend
+from tokenmill.engine.replicas import FleetKeeper
+from tokenmill.engine.startup.spare_core import SpareCore
+from tokenmill.fleet.autoscale import CALM_S, Autoscaler, LoadMeter, ScaleRange, ScaleRule
+from tokenmill.fleet.places import Places
+
+
+async def start_cluster(
+    frontend: ModelFrontend,
+    slots: Sequence[EngineConfig],
+    places: Places,
+    allowed: ScaleRange,
+    *,
+    idle_s: float = CALM_S,
+    num_started: int | None = None,
+    spare: SpareCore | None = None,
+    carriers: Sequence[FleetKeeper] = (),
+) -> AsyncEngine:
+    """Start a fleet that grows and shrinks within `allowed`, and return once its first cores answer. `slots`: the
+    settings of each core that there may be. `num_started`: cores to begin with, where there are places for them; by
+    default the least. `carriers`: bring other machines, and end after all cores."""
+    slo = read_service_level(frontend.config.scheduler.slo)
+    meter = LoadMeter(len(slots), slo)
+    scaler = Autoscaler(ScaleRule(allowed, slo.ttft_s, idle_s), meter, places.num_free)
+    places.on_change = scaler.wake
+    engine = AsyncEngine(
+        frontend,
+        [places.maker(index, config) for index, config in enumerate(slots)],
+        router=meter,
+        spare=spare,
+        keepers=[*carriers, places, scaler],
+        num_started=max(1, min(num_started or allowed.least, places.num_free())),
+    )
+    await engine.open()
+    return engine

@@ -1,0 +1,250 @@
+"""A machine that runs cores for a front elsewhere: `tokenmill host --join ws://front:8100`.
+
+It connects to the front, so nothing listens here. The front says which model, and how many cores; each is a process as
+it would be on the front's machine, and its messages are handed on as they are. The model's files must be here too, and
+be the same: the front sends a digest of its own.
+
+When the connection is cut, the cores go on, and what they say is kept and sent when it is back. Without the front for a
+minute they are ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidURI, WebSocketException
+
+from tokenmill.arch.read import read_spec
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core_client import ProcessCoreClient, Receive, own_core_process
+from tokenmill.engine.messages import Failed, FromCore
+from tokenmill.errors import InvalidConfig, TokenmillError
+from tokenmill.fleet.link import (
+    HANDSHAKE_S,
+    MAX_FRAME,
+    PING_S,
+    REFUSED,
+    SILENCE_S,
+    CoreEnded,
+    CoreMail,
+    HostInfo,
+    LinkError,
+    ReliableLink,
+    Seal,
+    StartCore,
+    StopCore,
+    ToHost,
+    Welcome,
+    host_handshake,
+)
+from tokenmill.observe.log import get_log
+from tokenmill.store import is_scripted, resolve_model
+from tokenmill.version import VERSION
+
+log = get_log("host")
+
+ALONE_S = 60.0  # without the front, after which cores are ended
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
+
+Fit = Callable[[EngineConfig, Path], EngineConfig]  # settings for this machine: threads, KV pool
+_encoder = msgspec.msgpack.Encoder()
+_to_host = msgspec.msgpack.Decoder(ToHost)
+
+
+def model_digest(config: EngineConfig, path: Path) -> str:
+    """What two machines must agree on to give the same tokens: version, architecture, sizes of the weight files."""
+    found = hashlib.sha256(VERSION.encode())
+    if is_scripted(config.model.model):
+        found.update(path.read_bytes())
+        return found.hexdigest()
+    found.update(repr(read_spec(path)).encode())
+    files = [path] if path.is_file() else sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
+    for file in files:
+        found.update(f"{file.name if path.is_dir() else ''} {file.stat().st_size}\n".encode())
+    return found.hexdigest()
+
+
+class RelayedCoreClient(ProcessCoreClient):
+    """A core's process whose messages are handed on as they are."""
+
+    def __init__(self, config: EngineConfig, path: Path, hand_on: Callable[[bytes], None]) -> None:
+        super().__init__(config, path, own_core_process(config))
+        self._relay = hand_on
+
+    def _hand_on(self, data: bytes, receive: Receive) -> None:
+        self._relay(data)
+
+
+class HostAgent:
+    """Runs cores for a front."""
+
+    def __init__(
+        self,
+        url: str,
+        key: bytes,
+        info: HostInfo,
+        fit: Fit,
+        *,
+        tls: ssl.SSLContext | None = None,
+        alone_s: float = ALONE_S,
+    ) -> None:
+        """`fit`: the settings of a core, made to fit this machine."""
+        if not url.startswith(("ws://", "wss://")):
+            raise InvalidConfig(f"{url!r} is no address of a front", param="join", hint="write ws://front:8100")
+        self._url = url
+        self._key = key
+        self._info = info
+        self._fit = fit
+        self._tls = tls if url.startswith("wss://") else None
+        self._alone_s = alone_s
+        self._begin_anew()
+        self._cores: dict[int, RelayedCoreClient] = {}
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def _begin_anew(self) -> None:
+        self._session = secrets.token_hex(16)
+        self._link = ReliableLink(self._obey)
+
+    async def run(self) -> None:
+        """Serve the front until cancelled; raise `LinkError` where it refuses this machine."""
+        pause_s, left_s = FIRST_PAUSE_S, None
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    await self._connect()
+                    pause_s = FIRST_PAUSE_S
+                except (OSError, WebSocketException, TimeoutError) as problem:
+                    log.info("%s can't be reached: %s", self._url, problem)
+                left_s = loop.time() if left_s is None or pause_s == FIRST_PAUSE_S else left_s
+                if self._cores and loop.time() - left_s >= self._alone_s:
+                    log.warning("without the front for %g s: its engine processes are ended", self._alone_s)
+                    await self._end_all()
+                    self._begin_anew()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        finally:
+            await self._end_all()
+
+    async def _connect(self) -> None:
+        """Connect and serve until the connection ends."""
+        try:
+            opened = connect(
+                self._url,
+                ssl=self._tls,
+                compression=None,
+                max_size=MAX_FRAME,
+                open_timeout=HANDSHAKE_S,
+                ping_interval=PING_S,
+                ping_timeout=SILENCE_S,
+                proxy=None,
+            )
+            connection = await opened
+        except InvalidURI as problem:
+            raise InvalidConfig(f"{self._url!r} is no address of a front: {problem}", param="join") from None
+        async with connection:
+            welcome, sends, receives = await self._shake_hands(connection)
+            if not welcome.is_known:
+                if self._cores or self._link.num_received:  # the front has given us up, or is another one
+                    await self._end_all()
+                    self._link = ReliableLink(self._obey)
+                log.info("joined %s", self._url)
+            else:
+                log.info("back at %s", self._url)
+            try:
+                await self._link.run(connection, sends, receives, welcome.num_received)
+            except* (WebSocketException, OSError) as problems:
+                log.info("the link was cut: %s", problems.exceptions[0])
+            except* LinkError as problems:
+                log.error("%s; beginning anew", problems.exceptions[0])
+                await self._end_all()
+                self._begin_anew()
+
+    async def _shake_hands(self, connection: ClientConnection) -> tuple[Welcome, Seal, Seal]:
+        try:
+            return await asyncio.wait_for(
+                host_handshake(connection, self._key, self._info, self._session, self._link.num_received), HANDSHAKE_S
+            )
+        except WebSocketException as problem:
+            if connection.close_code == REFUSED:
+                raise LinkError(
+                    "the front refuses this machine: its log says why", hint="is the key the same?"
+                ) from None
+            raise problem
+
+    # ── what the front says ────────────────────────────────────────────────────────────────────────────
+
+    def _obey(self, data: bytes) -> None:
+        message = _to_host.decode(data)
+        match message:
+            case StartCore():
+                self._starting[message.core] = asyncio.create_task(self._start(message))
+            case StopCore(core, is_killed):
+                self._stop(core, is_killed)
+            case CoreMail(core, mail):
+                if (client := self._cores.get(core)) is not None:
+                    client.send_encoded(mail)
+
+    async def _start(self, asked: StartCore) -> None:
+        try:
+            model = await asyncio.to_thread(resolve_model, asked.config.model.model)
+            if await asyncio.to_thread(model_digest, asked.config, model.path) != asked.digest:
+                raise InvalidConfig(f"the model {asked.config.model.model} is another one here than at the front")
+            config = await asyncio.to_thread(self._fit, asked.config, model.path)
+            client = RelayedCoreClient(config, model.path, lambda data: self._send(CoreMail(asked.core, data)))
+            self._cores[asked.core] = client
+            await client.start(lambda message: self._note_end(asked.core, message))
+        except (TokenmillError, OSError) as problem:
+            how = problem if isinstance(problem, TokenmillError) else InvalidConfig(str(problem))
+            self._send(CoreEnded(asked.core, how.message, how.hint, how.exit_code))
+        finally:
+            self._starting.pop(asked.core, None)
+
+    def _note_end(self, core: int, message: FromCore) -> None:
+        """A core has ended by itself."""
+        assert isinstance(message, Failed)
+        self._send(CoreEnded(core, message.message, message.hint, message.exit_code))
+        self._drop(core)
+
+    def _stop(self, core: int, is_killed: bool) -> None:
+        client = self._cores.get(core)
+        if client is None:
+            if (starting := self._starting.pop(core, None)) is not None:
+                starting.cancel()
+            self._send(CoreEnded(core, "the engine process was stopped"))
+        elif is_killed:
+            client.kill()
+        else:
+            self._drop(core, "the engine process was stopped")
+
+    def _drop(self, core: int, how: str | None = None) -> None:
+        async def end(client: RelayedCoreClient) -> None:
+            await client.close()
+            if how is not None:
+                self._send(CoreEnded(core, how))
+
+        client = self._cores.pop(core, None)
+        if client is not None:
+            ending = asyncio.create_task(end(client))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    def _send(self, message: CoreMail | CoreEnded) -> None:
+        self._link.send(_encoder.encode(message))
+
+    async def _end_all(self) -> None:
+        for starting in self._starting.values():
+            starting.cancel()
+        cores, self._cores = list(self._cores.values()), {}
+        with contextlib.suppress(OSError):
+            await asyncio.gather(*(core.close() for core in cores), *self._ending, return_exceptions=True)

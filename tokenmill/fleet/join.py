@@ -1,0 +1,324 @@
+"""The front's side of machines that join: it listens, and each machine is a place where cores can be started.
+
+    JoinListener     lets in whoever knows the key; a keeper of the engine
+    HostPlace        one machine: its seats, its link
+    RemoteCoreClient a core there, which looks to the front as one of this machine
+
+A connection that is cut comes back within seconds, and nothing is lost. A machine that stays away is gone: its cores
+have died, and their requests go on in others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import ssl
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import WebSocketException
+
+from tokenmill.config import EngineConfig
+from tokenmill.config.cluster import listen_address
+from tokenmill.engine.core_client import CoreClient, Receive
+from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, ToCore
+from tokenmill.engine.replicas import Replicas
+from tokenmill.errors import InvalidConfig
+from tokenmill.fleet.link import (
+    HANDSHAKE_S,
+    MAX_FRAME,
+    PING_S,
+    REFUSED,
+    SILENCE_S,
+    CoreEnded,
+    CoreMail,
+    FromHost,
+    Hello,
+    HostInfo,
+    LinkError,
+    ReliableLink,
+    StartCore,
+    StopCore,
+    ToHost,
+    front_handshake,
+)
+from tokenmill.fleet.places import NoSeat, Places
+from tokenmill.observe.log import get_log
+from tokenmill.version import VERSION
+
+log = get_log("fleet")
+
+AWAY_S = 15.0  # that a machine may stay away before its cores are given up
+END_S = 5.0  # that a core elsewhere may take to end
+MAX_SEATS = 64
+
+_encoder = msgspec.msgpack.Encoder()
+_from_host = msgspec.msgpack.Decoder(FromHost)
+_from_core = msgspec.msgpack.Decoder(FromCore)
+
+
+class RemoteCoreClient:
+    """A core on another machine."""
+
+    def __init__(self, number: int, place: HostPlace, config: EngineConfig) -> None:
+        self._number = number
+        self._place = place
+        self._config = config
+        self._receive: Receive | None = None
+        self._heard_s = time.monotonic()
+        self._has_ended = asyncio.Event()
+        self._is_closing = False
+
+    async def start(self, receive: Receive) -> None:
+        self._receive = receive
+        self._place.send(StartCore(self._number, self._config, self._place.digest))
+
+    def send(self, message: ToCore) -> None:
+        if not self._has_ended.is_set():
+            self._place.send(CoreMail(self._number, _encoder.encode(message)))
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_s
+
+    def kill(self) -> None:
+        self._place.send(StopCore(self._number, is_killed=True))
+
+    async def close(self) -> None:
+        """End the core and give its seat back. A machine that is away does not hold up who closes."""
+        self._is_closing = True
+        if not self._has_ended.is_set():
+            self.send(Shutdown())
+            self._place.send(StopCore(self._number))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), END_S if self._place.is_connected else 0.0)
+        self._place.leave(self._number)
+
+    # ── from the place ─────────────────────────────────────────────────────────────────────────────────
+
+    def note_mail(self, data: bytes) -> None:
+        self._heard_s = time.monotonic()
+        message = _from_core.decode(data)
+        if not isinstance(message, Beat):
+            self._hand_on(message)
+
+    def note_end(self, ended: CoreEnded) -> None:
+        if not self._has_ended.is_set():
+            self._has_ended.set()
+            self._hand_on(Failed(f"{self._place.name}: {ended.how}", ended.hint, ended.exit_code))
+
+    def _hand_on(self, message: FromCore) -> None:
+        if self._receive is not None and not self._is_closing:
+            self._receive(message)
+
+
+class HostPlace:
+    """A machine that has joined."""
+
+    def __init__(self, info: HostInfo, session: str, base: EngineConfig, digest: str) -> None:
+        """`base`: settings of a core, which its host fits to itself. `digest`: of the model."""
+        self.name = info.name
+        self.session = session
+        self.digest = digest
+        self.link = ReliableLink(self._note)
+        self.connection: ServerConnection | None = None
+        self.away: asyncio.TimerHandle | None = None
+        self._num_seats = info.num_seats
+        self._base = base
+        self._cores: dict[int, RemoteCoreClient] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def is_connected(self) -> bool:
+        return self.connection is not None
+
+    def num_free(self) -> int:
+        return self._num_seats - len(self._cores) if self.is_connected else 0
+
+    def take(self, config: EngineConfig) -> CoreClient:
+        if self.num_free() < 1:
+            raise NoSeat
+        number = next(self._numbers)
+        own = replace(self._base, parallel=config.parallel)
+        client = self._cores[number] = RemoteCoreClient(number, self, own)
+        return client
+
+    def leave(self, number: int) -> None:
+        self._cores.pop(number, None)
+
+    def send(self, message: ToHost) -> None:
+        self.link.send(_encoder.encode(message))
+
+    def give_up(self, how: str) -> None:
+        for core in list(self._cores.values()):
+            core.note_end(CoreEnded(0, how))
+
+    def _note(self, data: bytes) -> None:
+        try:
+            message = _from_host.decode(data)
+        except msgspec.DecodeError as problem:
+            raise LinkError(f"{self.name} says what no host says: {problem}") from None
+        core = self._cores.get(message.core)
+        if core is None:  # it was given up meanwhile
+            return
+        if isinstance(message, CoreMail):
+            core.note_mail(message.data)
+        else:
+            core.note_end(message)
+
+
+class JoinListener:
+    """Lets machines join that know the key."""
+
+    def __init__(
+        self,
+        listen: str,
+        key: bytes,
+        places: Places,
+        base: EngineConfig,
+        digest: str,
+        *,
+        tls: tuple[Path, Path] | None = None,
+        away_s: float = AWAY_S,
+    ) -> None:
+        self._address = listen_address(listen)
+        self._key = key
+        self._places = places
+        self._base = base
+        self._digest = digest
+        self._tls = tls_context(tls)
+        self._away_s = away_s
+        self._hosts: dict[str, HostPlace] = {}
+        self._expected: dict[str, asyncio.Future[HostPlace]] = {}
+        self._server: Server | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        assert self._server is not None
+        return self._address[0], int(next(iter(self._server.sockets)).getsockname()[1])
+
+    def expect(self, name: str) -> asyncio.Future[HostPlace]:
+        """A machine of this name, once it has joined: it is for whoever expects it, and for no other core."""
+        found = self._expected[name] = asyncio.get_running_loop().create_future()
+        return found
+
+    def forget(self, name: str) -> None:
+        """Expect a machine no longer."""
+        self._expected.pop(name, None)
+
+    # ── as the keeper of an engine ─────────────────────────────────────────────────────────────────────
+
+    async def start(self, replicas: Replicas) -> None:
+        host, port = self._address
+        try:
+            self._server = await serve(
+                self._welcome,
+                host,
+                port,
+                ssl=self._tls,
+                compression=None,
+                max_size=MAX_FRAME,
+                open_timeout=HANDSHAKE_S,
+                ping_interval=PING_S,
+                ping_timeout=SILENCE_S,
+                server_header=None,
+            )
+        except OSError as problem:
+            raise InvalidConfig(f"machines can't join at {host}:{port}: {problem.strerror or problem}") from None
+        log.info("other machines join with: tokenmill host --join %s://%s:%d", self.scheme, *self.address)
+
+    @property
+    def scheme(self) -> str:
+        return "ws" if self._tls is None else "wss"
+
+    def note_open(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        for place in self._hosts.values():
+            if place.away is not None:
+                place.away.cancel()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    def allow(self, least: int, most: int) -> bool:
+        return False
+
+    # ── machines ───────────────────────────────────────────────────────────────────────────────────────
+
+    async def _welcome(self, connection: ServerConnection) -> None:
+        """Serve one connection until it ends."""
+        try:
+            shaken = await asyncio.wait_for(front_handshake(connection, self._key, self._found), HANDSHAKE_S)
+        except (LinkError, TimeoutError, WebSocketException) as problem:
+            log.warning("a machine at %s was refused: %s", connection.remote_address, problem or "it said nothing")
+            await connection.close(REFUSED, "refused")
+            return
+        hello, link, sends, receives, came = shaken
+        place = self._hosts[hello.session]
+        if place.connection is not None:  # the machine knows before we do that the last one is dead
+            await place.connection.close()
+        place.connection = connection
+        if place.away is not None:
+            place.away.cancel()
+            place.away = None
+            log.info("%s is back", place.name)
+        else:
+            log.info("%s has joined with %d seats (%s)", place.name, hello.info.num_seats, hello.info.device)
+            self._let_in(place)
+        try:
+            await link.run(connection, sends, receives, came)
+        except* (WebSocketException, LinkError, OSError) as problems:
+            log.debug("the link to %s was cut: %s", place.name, problems.exceptions)
+        finally:
+            if place.connection is connection:
+                self._note_cut(place)
+
+    def _let_in(self, place: HostPlace) -> None:
+        expected = self._expected.pop(place.name, None)
+        if expected is None:
+            self._places.add(place)
+        elif not expected.done():
+            expected.set_result(place)
+
+    def _found(self, hello: Hello) -> tuple[ReliableLink, bool]:
+        """The link of a machine that comes back, or that of a new one."""
+        if hello.info.version != VERSION:
+            raise LinkError(f"{hello.info.name} runs version {hello.info.version}, this is {VERSION}")
+        if not 1 <= hello.info.num_seats <= MAX_SEATS:
+            raise LinkError(f"{hello.info.name} offers {hello.info.num_seats} seats")
+        known = self._hosts.get(hello.session)
+        if known is not None:
+            return known.link, True
+        place = self._hosts[hello.session] = HostPlace(hello.info, hello.session, self._base, self._digest)
+        return place.link, False
+
+    def _note_cut(self, place: HostPlace) -> None:
+        place.connection = None
+        log.warning("the link to %s is cut; its answers wait for %g s", place.name, self._away_s)
+        place.away = asyncio.get_running_loop().call_later(self._away_s, self._lose, place)
+
+    def _lose(self, place: HostPlace) -> None:
+        log.error("%s is gone", place.name)
+        del self._hosts[place.session]
+        self._places.remove(place)
+        place.give_up("the machine is gone")
+
+
+def tls_context(tls: tuple[Path, Path] | None) -> ssl.SSLContext | None:
+    if tls is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(*tls)
+    except (OSError, ssl.SSLError) as problem:
+        raise InvalidConfig(f"the certificate of [hosts] can't be used: {problem}", param="tls_cert") from None
+    return context

@@ -1,0 +1,290 @@
+"""A link between a front and another machine that loses nothing when its connection is cut.
+
+    front                                              host
+      challenge: nonce ───────────────────────────────►
+      ◄─────────────── hello: nonce, proof, what it is, session, how many frames it has received
+      welcome: proof, how many frames were received ───►
+      frame 1, 2, 3, …  ◄────────────────────────────►  frame 1, 2, 3, …
+
+Both sides know a key and prove it without saying it: the proof is a keyed hash of both nonces. Every frame carries a
+keyed hash too, over its number and its direction, with a key of this connection alone; so nobody between can change,
+repeat or insert one, with or without TLS. (Without TLS he can read them: token ids, never text.)
+
+Frames are numbered. Each side keeps what it has sent until the other says that it came. After a cut the host connects
+again, both say how far they had come, and the rest is sent again: whoever uses the link sees a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import struct
+from collections import deque
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tokenmill.config import EngineConfig
+from tokenmill.errors import InvalidConfig, TokenmillError
+
+MIN_KEY = 16  # characters
+NONCE = 16  # bytes
+MAC = 16
+HEADER = struct.Struct("<QQ")  # number of the frame (0: it carries nothing but the next), and of the last that came
+ACK_EVERY = 32  # frames
+ACK_S = 0.5
+MAX_FRAME = 256 << 20
+HANDSHAKE_S = 20.0
+PING_S = 2.0
+SILENCE_S = 10.0  # without an answer to a ping: the connection is dead
+PROTOCOL = 1
+REFUSED = 4403  # the code that a connection is closed with
+
+
+class LinkError(TokenmillError):
+    """The other side does not know the key, or says what it must not."""
+
+    code = "link_refused"
+    http_status = 403
+
+
+# ── what is said ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    nonce: bytes
+    protocol: int = PROTOCOL
+
+
+class HostInfo(msgspec.Struct, frozen=True):
+    """A machine that offers to run cores."""
+
+    name: str
+    num_seats: int
+    device: str
+    version: str
+
+
+class Hello(msgspec.Struct, frozen=True):
+    nonce: bytes
+    proof: bytes
+    info: HostInfo
+    session: str
+    num_received: int
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    proof: bytes
+    is_known: bool  # False: whatever was before is forgotten, and both begin anew
+    num_received: int
+
+
+class StartCore(msgspec.Struct, frozen=True, tag=True):
+    """To a host: start a core for this model."""
+
+    core: int
+    config: EngineConfig
+    digest: str  # of the model: the host's must be the same
+
+
+class StopCore(msgspec.Struct, frozen=True, tag=True):
+    core: int
+    is_killed: bool = False
+
+
+class CoreMail(msgspec.Struct, frozen=True, tag=True):
+    """A message to or from a core, as it is on a local pipe."""
+
+    core: int
+    data: bytes
+
+
+class CoreEnded(msgspec.Struct, frozen=True, tag=True):
+    core: int
+    how: str
+    hint: str | None = None
+    exit_code: int = 1
+
+
+ToHost = StartCore | StopCore | CoreMail
+FromHost = CoreMail | CoreEnded
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_key(path: Path | None, variable: str | None) -> bytes:
+    """The key of a cluster, from a file or a variable's value; refused where there is none, or a short one."""
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as problem:
+            raise InvalidConfig(f"the cluster's key {path} can't be read: {problem}", param="key_file") from None
+    else:
+        text = (variable or "").strip()
+    if not text:
+        raise InvalidConfig(
+            "a cluster needs a key that its machines know",
+            param="key_file",
+            hint="give --key-file, or TOKENMILL_CLUSTER_KEY",
+        )
+    if len(text) < MIN_KEY:
+        raise InvalidConfig(f"the cluster's key must have {MIN_KEY} characters or more", param="key_file")
+    return blake2b(text.encode(), digest_size=32, person=b"cluster key").digest()
+
+
+def proof(key: bytes, who: bytes, *nonces: bytes) -> bytes:
+    return blake2b(b"".join(nonces), key=key, digest_size=32, person=who).digest()
+
+
+class Seal:
+    """The keyed hash of one direction of one connection."""
+
+    def __init__(self, key: bytes, nonces: bytes, direction: bytes) -> None:
+        self._key = blake2b(nonces, key=key, digest_size=32, person=direction).digest()
+
+    def sealed(self, body: bytes) -> bytes:
+        return blake2b(body, key=self._key, digest_size=MAC).digest() + body
+
+    def opened(self, frame: bytes) -> bytes:
+        body = frame[MAC:]
+        if not hmac.compare_digest(blake2b(body, key=self._key, digest_size=MAC).digest(), frame[:MAC]):
+            raise LinkError("a frame of the link was changed on its way")
+        return body
+
+
+# ── frames ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LinkConnection(Protocol):
+    """What a link needs of a websocket."""
+
+    async def send(self, message: bytes) -> None: ...
+    async def recv(self) -> str | bytes: ...
+    async def close(self) -> None: ...
+
+
+class ReliableLink:
+    """One side of a link, over any number of connections."""
+
+    def __init__(self, deliver: Callable[[bytes], None]) -> None:
+        """`deliver` is called with what the other side has sent, once and in order."""
+        self.num_received = 0
+        self._deliver = deliver
+        self._num_sent = 0
+        self._unacknowledged: deque[tuple[int, bytes]] = deque()
+        self._acknowledged = 0  # what the other side was told to have come
+        self._outgoing: deque[tuple[int, bytes]] = deque()
+        self._wake = asyncio.Event()
+
+    def send(self, data: bytes) -> None:
+        """Send when there is a connection, and again after each cut until it has come."""
+        self._num_sent += 1
+        entry = (self._num_sent, data)
+        self._unacknowledged.append(entry)
+        self._outgoing.append(entry)
+        self._wake.set()
+
+    async def run(self, connection: LinkConnection, sends: Seal, receives: Seal, num_came: int) -> None:
+        """Carry frames over a connection until it ends. `num_came`: frames that the other side had received before."""
+        if not self._num_sent - len(self._unacknowledged) <= num_came <= self._num_sent:
+            raise LinkError("the other side of the link has received what was never sent")
+        self._note_came(num_came)
+        self._outgoing = deque(self._unacknowledged)
+        self._wake.set()
+        async with asyncio.TaskGroup() as tasks:
+            writing = tasks.create_task(self._write(connection, sends))
+            try:
+                await self._read(connection, receives)
+            finally:
+                writing.cancel()
+
+    async def _write(self, connection: LinkConnection, seal: Seal) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while self._outgoing:
+                number, data = self._outgoing.popleft()
+                await connection.send(seal.sealed(self._header(number) + data))
+            self._wake.clear()
+            timer = loop.call_later(ACK_S, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
+            if not self._outgoing and self._acknowledged < self.num_received:
+                await connection.send(seal.sealed(self._header(0)))
+
+    def _header(self, number: int) -> bytes:
+        self._acknowledged = self.num_received
+        return HEADER.pack(number, self.num_received)
+
+    async def _read(self, connection: LinkConnection, seal: Seal) -> None:
+        while True:
+            frame = await connection.recv()
+            if not isinstance(frame, bytes) or len(frame) < MAC + HEADER.size:
+                raise LinkError("the other side of the link does not speak its language")
+            body = seal.opened(frame)
+            number, came = HEADER.unpack_from(body)
+            self._note_came(came)
+            if number == 0 or number <= self.num_received:
+                continue
+            if number != self.num_received + 1:
+                raise LinkError("frames of the link are missing")
+            self.num_received = number
+            self._deliver(body[HEADER.size :])
+            if self.num_received - self._acknowledged >= ACK_EVERY:
+                self._wake.set()
+
+    def _note_came(self, number: int) -> None:
+        while self._unacknowledged and self._unacknowledged[0][0] <= number:
+            self._unacknowledged.popleft()
+
+
+# ── handshakes ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _received(connection: LinkConnection, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    data = await connection.recv()
+    try:
+        return msgspec.msgpack.decode(data if isinstance(data, bytes) else b"", type=kind)
+    except msgspec.DecodeError:
+        raise LinkError("the other side does not speak this link's language") from None
+
+
+async def front_handshake(
+    connection: LinkConnection, key: bytes, find: Callable[[Hello], tuple[ReliableLink, bool]]
+) -> tuple[Hello, ReliableLink, Seal, Seal, int]:
+    """Let a host prove itself, and prove oneself to it. `find`: its link, and whether it is one that goes on."""
+    ours = os.urandom(NONCE)
+    await connection.send(msgspec.msgpack.encode(Challenge(ours)))
+    hello = await _received(connection, Hello)
+    assert isinstance(hello, Hello)
+    if len(hello.nonce) != NONCE or not hmac.compare_digest(hello.proof, proof(key, b"host", ours, hello.nonce)):
+        raise LinkError("a machine that does not know the cluster's key tried to join")
+    link, is_known = find(hello)
+    welcome = Welcome(proof(key, b"front", hello.nonce, ours), is_known, link.num_received if is_known else 0)
+    await connection.send(msgspec.msgpack.encode(welcome))
+    nonces = ours + hello.nonce
+    came = hello.num_received if is_known else 0
+    return hello, link, Seal(key, nonces, b"to host"), Seal(key, nonces, b"to front"), came
+
+
+async def host_handshake(
+    connection: LinkConnection, key: bytes, info: HostInfo, session: str, num_received: int
+) -> tuple[Welcome, Seal, Seal]:
+    """Prove oneself to a front, and let it prove itself."""
+    challenge = await _received(connection, Challenge)
+    assert isinstance(challenge, Challenge)
+    if challenge.protocol != PROTOCOL or len(challenge.nonce) != NONCE:
+        raise LinkError(f"the front speaks version {challenge.protocol} of the link, this is {PROTOCOL}")
+    ours = os.urandom(NONCE)
+    hello = Hello(ours, proof(key, b"host", challenge.nonce, ours), info, session, num_received)
+    await connection.send(msgspec.msgpack.encode(hello))
+    welcome = await _received(connection, Welcome)
+    assert isinstance(welcome, Welcome)
+    if not hmac.compare_digest(welcome.proof, proof(key, b"front", ours, challenge.nonce)):
+        raise LinkError("the front does not know the cluster's key")
+    nonces = challenge.nonce + ours
+    return welcome, Seal(key, nonces, b"to front"), Seal(key, nonces, b"to host")

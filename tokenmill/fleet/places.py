@@ -1,0 +1,196 @@
+"""The places that cores can run at: seats on this machine, and on others that have joined.
+
+    slot 0 ─┐                        ┌─ this machine   2 seats
+    slot 1 ─┼─ Places: a free seat ──┼─ gpu-a          4 seats
+    slot 2 ─┘                        └─ gpu-b          4 seats
+
+A fleet has slots, which requests are routed to, and places, which cores are started at. A slot takes a seat when its
+core is started and gives it back when that core is gone; the next core of the slot may sit elsewhere. Machines come and
+go: one that left takes its seats with it, and its cores' requests go on in others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, Receive, own_core_process
+from tokenmill.engine.core_supervisor import MakeClient
+from tokenmill.engine.frontend import ModelFrontend
+from tokenmill.engine.messages import ToCore
+from tokenmill.engine.replicas import Replicas
+from tokenmill.engine.startup.spare_core import SpareCore
+from tokenmill.observe.log import get_log
+
+log = get_log("fleet")
+
+
+class NoSeat(OSError):
+    """No place has room for one more core now."""
+
+    def __init__(self) -> None:
+        super().__init__("no machine has room for one more engine process")
+
+
+class Place(Protocol):
+    """A machine that cores run on."""
+
+    name: str
+
+    def num_free(self) -> int:
+        """How many more cores it has room for."""
+        ...
+
+    def take(self, config: EngineConfig) -> CoreClient:
+        """The client of a core that will be started here; closing it gives the seat back."""
+        ...
+
+
+class SeatedClient:
+    """A core's client that gives its seat back when it is closed."""
+
+    def __init__(self, client: CoreClient, leave: Callable[[], None]) -> None:
+        self._client = client
+        self._leave: Callable[[], None] | None = leave
+
+    async def start(self, receive: Receive) -> None:
+        await self._client.start(receive)
+
+    def send(self, message: ToCore) -> None:
+        self._client.send(message)
+
+    def silent_s(self) -> float:
+        return self._client.silent_s()
+
+    def kill(self) -> None:
+        self._client.kill()
+
+    async def close(self) -> None:
+        try:
+            await self._client.close()
+        finally:
+            leave, self._leave = self._leave, None
+            if leave is not None:
+                leave()
+
+
+class LocalPlace:
+    """This machine. On GPUs each core has as many as it has ranks; on CPUs seats are counted."""
+
+    name = "here"
+
+    def __init__(
+        self, frontend: ModelFrontend, num_seats: int, *, gpus: Sequence[int] = (), spare: SpareCore | None = None
+    ) -> None:
+        """`gpus`: the devices to give out; empty: cores run on CPUs. `spare`: a process in reserve."""
+        self._frontend = frontend
+        self._num_seats = num_seats
+        self._gpus = list(gpus)
+        self._has_gpus = bool(gpus)
+        self._spare = spare
+
+    def num_free(self) -> int:
+        return self._num_seats
+
+    def take(self, config: EngineConfig) -> CoreClient:
+        gpus = self._gpus[: config.parallel.tp] if self._has_gpus else []
+        if not self._num_seats or (self._has_gpus and len(gpus) < config.parallel.tp):
+            raise NoSeat
+        self._num_seats -= 1
+        self._gpus = self._gpus[len(gpus) :]
+
+        def leave() -> None:
+            self._num_seats += 1
+            self._gpus += gpus
+
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+        return SeatedClient(self._client(config, environment), leave)
+
+    def _client(self, config: EngineConfig, environment: Mapping[str, str] = MappingProxyType({})) -> CoreClient:
+        fast_start = config.ops.fast_start is not False
+        process = None if environment or self._spare is None else self._spare.take(fast_start=fast_start)
+        return ProcessCoreClient(config, self._frontend.model_path, process or own_core_process(config, environment))
+
+
+class CountedPlace:
+    """A place whose cores are made by a function: virtual ones."""
+
+    def __init__(self, name: str, num_seats: int, make_client: Callable[[EngineConfig], CoreClient]) -> None:
+        self.name = name
+        self._num_seats = num_seats
+        self._make_client = make_client
+
+    def num_free(self) -> int:
+        return self._num_seats
+
+    def take(self, config: EngineConfig) -> CoreClient:
+        if not self._num_seats:
+            raise NoSeat
+        self._num_seats -= 1
+        return SeatedClient(self._make_client(config), self._leave)
+
+    def _leave(self) -> None:
+        self._num_seats += 1
+
+
+class Places:
+    """All places of a fleet; a keeper of its engine."""
+
+    def __init__(self, *places: Place) -> None:
+        self.on_change: Callable[[], None] = lambda: None  # called when a place has come
+        self._places = list(places)
+        self._replicas: Replicas | None = None
+        self._has_come = asyncio.Event()
+
+    def add(self, place: Place) -> None:
+        self._places.append(place)
+        self._has_come.set()
+        self.on_change()
+
+    def remove(self, place: Place) -> None:
+        """A machine is gone; the cores that it had say so themselves."""
+        if place in self._places:
+            self._places.remove(place)
+
+    def num_free(self) -> int:
+        return sum(place.num_free() for place in self._places)
+
+    def maker(self, index: int, config: EngineConfig) -> MakeClient:
+        """Make clients of the cores of one slot."""
+
+        def make_client() -> CoreClient:
+            able = [place for place in self._places if place.num_free()]
+            if not able:
+                raise NoSeat
+            place = max(able, key=lambda one: (isinstance(one, LocalPlace), one.num_free()))
+            client = place.take(config)
+            if self._replicas is not None:
+                self._replicas.all[index].place = place.name
+            return client
+
+        return make_client
+
+    # ── as the keeper of an engine ─────────────────────────────────────────────────────────────────────
+
+    async def start(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        if not self.num_free():
+            log.info("waiting for a machine to join")
+        while not self.num_free():
+            self._has_come.clear()
+            await self._has_come.wait()
+
+    def note_open(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def allow(self, least: int, most: int) -> bool:
+        return False

@@ -1,0 +1,227 @@
+"""A Ray cluster as a place for cores: Ray finds a node, starts our process there and watches it; it carries no data.
+
+    slot ─► placement group (one bundle: a replica's CPUs and GPUs) ─► actor ─► `tokenmill host --join FRONT` ─► core
+                                                                                  └── the link of `link.py` ──► front
+
+An actor does nothing but start that process and wait for its end. When it dies with its node, Ray says so, and the
+core's requests go on in others without waiting for the link's silence. Ray's own autoscaler may add nodes for placement
+groups that wait. The package must be installed on the nodes (`pip install "tokenmill[ray]"`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from typing import Any
+
+from tokenmill.config import EngineConfig
+from tokenmill.engine.core_client import CoreClient, Receive
+from tokenmill.engine.core_process import describe_exit
+from tokenmill.engine.messages import Failed, ToCore
+from tokenmill.engine.replicas import Replicas
+from tokenmill.errors import InvalidConfig
+from tokenmill.fleet.join import HostPlace, JoinListener
+from tokenmill.fleet.places import NoSeat
+from tokenmill.observe.log import get_log
+
+log = get_log("fleet")
+
+JOIN_S = 120.0  # from the start of an actor's process until it has joined
+PLACE_S = 600.0  # until a node has room
+ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+class HostProcess:
+    """What runs in a Ray actor: our process on that node, and nothing else."""
+
+    def __init__(self, url: str, key: str, name: str) -> None:
+        program = ["-m", "tokenmill", "host", "--join", url, "--name", name, "--seats", "1", "--ends-with-parent"]
+        self._child = subprocess.Popen(
+            [sys.executable, *program], env={**os.environ, "TOKENMILL_CLUSTER_KEY": key}, stdin=subprocess.DEVNULL
+        )
+
+    def wait(self) -> str:
+        """Wait until it has ended; how, in words."""
+        return describe_exit(self._child.wait())
+
+    def stop(self) -> None:
+        self._child.terminate()
+
+
+class RayCoreClient:
+    """A core on some node of a Ray cluster."""
+
+    def __init__(self, place: RayPlace, config: EngineConfig) -> None:
+        self._place = place
+        self._config = config
+        self._name = f"ray-{secrets.token_hex(4)}"
+        self._core: CoreClient | None = None
+        self._actor: Any = None
+        self._group: Any = None
+        self._watching: asyncio.Task[None] | None = None
+        self._has_ended = False
+
+    async def start(self, receive: Receive) -> None:
+        joined = self._place.listener.expect(self._name)
+        try:
+            self._group, self._actor = await asyncio.to_thread(self._place.start_actor, self._name, self._config)
+            self._watching = asyncio.create_task(self._watch(receive))
+            waits: set[asyncio.Future[Any]] = {joined, self._watching}
+            await asyncio.wait(waits, timeout=JOIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._has_ended:
+                return
+            if not joined.done():
+                self._end(receive, f"its process did not join within {JOIN_S:.0f} s")
+                return
+            host: HostPlace = joined.result()
+            self._core = host.take(self._config)
+            await self._core.start(lambda message: self._hand_on(receive, message))
+        except self._place.errors as problem:
+            self._end(receive, f"Ray could not start it: {problem}")
+        finally:
+            self._place.listener.forget(self._name)
+
+    def _hand_on(self, receive: Receive, message: Any) -> None:
+        if isinstance(message, Failed):
+            self._end(receive, message.message, message)
+        elif not self._has_ended:
+            receive(message)
+
+    def _end(self, receive: Receive, how: str, failure: Failed | None = None) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            receive(failure or Failed(f"{self._name}: {how}"))
+
+    async def _watch(self, receive: Receive) -> None:
+        """Tell of the actor's end, and of its node's."""
+        try:
+            how = await asyncio.wrap_future(self._actor.wait.remote().future())
+        except self._place.errors as problem:
+            how = f"its node or actor is gone ({type(problem).__name__})"
+        self._end(receive, how)
+
+    def send(self, message: ToCore) -> None:
+        if self._core is not None and not self._has_ended:
+            self._core.send(message)
+
+    def silent_s(self) -> float:
+        return self._core.silent_s() if self._core is not None else 0.0
+
+    def kill(self) -> None:
+        if self._core is not None:
+            self._core.kill()
+
+    async def close(self) -> None:
+        was_alive, self._has_ended = not self._has_ended, True
+        if self._core is not None and was_alive:
+            await self._core.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await asyncio.to_thread(self._place.end_actor, self._group, self._actor)
+        self._place.num_taken -= 1
+
+
+class RayPlace:
+    """The nodes of a Ray cluster; a keeper of the engine too."""
+
+    name = "ray"
+
+    def __init__(self, address: str, num_seats: int, listener: JoinListener, key: str) -> None:
+        """`address`: as `ray.init` takes it, or `local` for a cluster on this machine alone. `num_seats`: cores that
+        there may be at most."""
+        try:
+            import ray
+        except ImportError:
+            raise InvalidConfig("ray is not installed", param="ray", hint='pip install "tokenmill[ray]"') from None
+        self.listener = listener
+        self.num_taken = 0
+        self.errors: tuple[type[Exception], ...] = (ray.exceptions.RayError, ConnectionError, TimeoutError, ValueError)
+        self._ray = ray
+        self._address = address
+        self._num_seats = num_seats
+        self._key = key
+        self._is_own = False
+
+    def num_free(self) -> int:
+        return self._num_seats - self.num_taken
+
+    def take(self, config: EngineConfig) -> CoreClient:
+        if self.num_free() < 1:
+            raise NoSeat
+        self.num_taken += 1
+        return RayCoreClient(self, config)
+
+    # ── actors; called in threads ──────────────────────────────────────────────────────────────────────
+
+    def start_actor(self, name: str, config: EngineConfig) -> tuple[Any, Any]:
+        """Start our process on a node that has room for a replica, and return its placement group and actor."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        resources = replica_resources(config)
+        group = placement_group([resources], strategy="STRICT_PACK", name=name)
+        if not group.wait(PLACE_S):
+            self.end_actor(group, None)
+            raise TimeoutError(f"no node has room for {resources} within {PLACE_S:.0f} s")
+        host: Any = self._ray.remote(HostProcess).options(
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            max_concurrency=2,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
+        )
+        return group, host.remote(self._url(), self._key, name)
+
+    def end_actor(self, group: Any, actor: Any) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        with contextlib.suppress(*self.errors):
+            if actor is not None:
+                self._ray.get(actor.stop.remote(), timeout=5)
+                self._ray.kill(actor)
+        with contextlib.suppress(*self.errors):
+            if group is not None:
+                remove_placement_group(group)
+
+    def _url(self) -> str:
+        host, port = self.listener.address
+        return (
+            f"{self.listener.scheme}://{self._ray.util.get_node_ip_address() if host in ANY_ADDRESS else host}:{port}"
+        )
+
+    # ── as the keeper of an engine ─────────────────────────────────────────────────────────────────────
+
+    async def start(self, replicas: Replicas) -> None:
+        if self._ray.is_initialized():
+            return
+        self._is_own = True
+        address = None if self._address == "local" else self._address
+        try:
+            await asyncio.to_thread(self._ray.init, address=address, log_to_driver=False, configure_logging=False)
+        except self.errors as problem:
+            raise InvalidConfig(f"the Ray cluster {self._address} can't be reached: {problem}", param="ray") from None
+
+    def note_open(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        if self._is_own:
+            await asyncio.to_thread(self._ray.shutdown)
+
+    def allow(self, least: int, most: int) -> bool:
+        return False
+
+
+def replica_resources(config: EngineConfig) -> dict[str, float]:
+    """What Ray reserves for a replica: a GPU for each rank, or its threads."""
+    ranks = config.parallel.tp
+    if config.ops.device == "cuda":
+        return {"CPU": float(ranks), "GPU": float(ranks)}
+    return {"CPU": float((config.ops.threads or 1) * ranks)}

@@ -107,7 +107,7 @@ def test_the_manifests_fit_together_and_this_server() -> None:
     check_objects(list(yaml.safe_load_all(MANIFESTS.read_text())))
 
 
-def test_the_chart_makes_the_same_objects() -> None:
+def chart_objects() -> list[dict[str, Any]]:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["apiVersion"] == "v2"
     values["autoscaling"]["enabled"] = True
@@ -115,7 +115,21 @@ def test_the_chart_makes_the_same_objects() -> None:
     objects = []
     for template in sorted((CHART / "templates").iterdir()):
         objects += list(yaml.safe_load_all(rendered(template.read_text(), values)))
-    check_objects(objects)
+    return objects
+
+
+def test_the_chart_makes_the_same_objects() -> None:
+    check_objects(chart_objects())
+
+
+@pytest.mark.slow  # with `pip install kubernetes-validate`, which brings a hundred megabytes of schemas
+@pytest.mark.parametrize("version", ["1.28", "1.37"])
+def test_objects_fit_the_schemas_of_kubernetes(version: str) -> None:
+    """Unknown fields are refused too. KEDA's object has no schema there."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for one in [*yaml.safe_load_all(MANIFESTS.read_text()), *chart_objects()]:
+        if one["kind"] != "ScaledObject":
+            schemas.validate(one, version, strict=True)
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -245,50 +243,6 @@ def test_pages_of_lists(server: RunningServer) -> None:
 
 
 # ── thoughts and their signatures ──────────────────────────────────────────────────────────────────────
-
-
-def test_only_own_thoughts_come_back(tmp_path: Path) -> None:
-    path = tmp_path / "home" / "signing.key"
-    signer = ThoughtSigner(path)
-    shown, sealed = signer.sign("I think"), signer.sign("I think", is_shown=False)
-    again = ThoughtSigner(path)  # as after a restart
-    assert again.verified("I think", shown) == again.verified("", sealed) == "I think"
-    assert path.stat().st_mode & 0o777 == 0o600
-    forged = [("I thinK", shown), ("", shown), ("I think", sealed), ("I think", ""), ("I think", "äö"), ("x", "AAAA")]
-    forged += [("", sealed[:-4]), ("", sealed[:-4] + "AAAA"), ("I think", shown[:-4] + "AAA=")]
-    for text, signature in forged:
-        assert again.verified(text, signature) is None
-    assert ThoughtSigner(tmp_path / "other.key").verified("I think", shown) is None
-
-
-def test_a_sealed_thought_shows_nothing_of_itself(tmp_path: Path) -> None:
-    signer = ThoughtSigner(tmp_path / "signing.key")
-    thought = "The password is swordfish. " * 200
-    sealed, other = signer.sign(thought, is_shown=False), signer.sign(thought + "!", is_shown=False)
-    raw, packed = base64.b64decode(sealed), zlib.compress(thought.encode())
-    assert len(raw) == 33 + len(packed)
-    assert all(part not in raw for part in (thought[:8].encode(), packed[:8], packed[-8:]))
-    assert raw[33:49] != base64.b64decode(other)[33:49], "one keystream a text"
-    assert signer.verified("", sealed) == thought
-    for place in (0, 5, 40, len(raw) - 1):  # the tag, the HMAC, the text
-        changed = bytearray(raw)
-        changed[place] ^= 1
-        assert signer.verified("", base64.b64encode(changed).decode()) is None
-    assert signer.verified("", signer.sign("", is_shown=False)) == ""
-
-
-@pytest.mark.parametrize("content", [None, b"short"])
-def test_without_a_key_file_thoughts_are_known_until_the_server_ends(
-    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "a file" / "signing.key" if content is None else tmp_path / "signing.key"
-    (tmp_path / "a file").write_bytes(b"")  # so that the first can't be made
-    if content is not None:
-        path.write_bytes(content)
-    signer = ThoughtSigner(path)
-    assert signer.verified("I think", signer.sign("I think")) == "I think"
-    assert "not be known again after a restart" in caplog.text
-    assert ThoughtSigner(path).verified("I think", signer.sign("I think")) is None
 
 
 def test_a_forged_block_is_dropped(server: RunningServer) -> None:

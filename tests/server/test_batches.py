@@ -152,10 +152,11 @@ def test_cancelling_keeps_what_is_done(client: openai.OpenAI, server: RunningSer
     when(client, batch_id, lambda batch: batch.request_counts.completed >= 1 and len(server.engine.seen) > 5)
     with pytest.raises(openai.ConflictError, match="has not ended"):
         client.files.delete(client.batches.retrieve(batch_id).input_file_id)
-    asked = time.monotonic()
+    server.engine.delay_s = 3600.0  # from here on no line ends by itself: only what is given up can end in time
+    when(client, batch_id, lambda batch: bool(server.engine.running))
     assert client.batches.cancel(batch_id).status == "cancelling"
     batch = ended(client, batch_id)
-    assert time.monotonic() - asked < SOON_S and batch.status == "cancelled" and batch.cancelled_at is not None
+    assert batch.status == "cancelled" and batch.cancelled_at is not None
     answers, errors = results(client, batch.output_file_id), results(client, batch.error_file_id)
     assert len(answers) == batch.request_counts.completed >= 1
     assert len(answers) + len(errors) == 24 and set(answers).isdisjoint(errors)

@@ -58,6 +58,10 @@ def test_the_ledger_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         by_outcome = {row["outcome"]: row for row in usage(server, "alice", "?group_by=outcome")}
         assert by_outcome["length"]["completion_tokens"] == sum(one for _, one in counted[::2])
         assert by_outcome["abort"]["completion_tokens"] >= 1, "tokens of who left count"
+        busy_s = metric_values(server.get("/metrics", headers=as_key("bob")).text)[
+            "tokenmill_engine_busy_seconds_total"
+        ]
+        assert 0.0 < alice["device_s"] + bob["device_s"] <= busy_s + 0.01, "parts of the steps' time, not more"
         metrics = metric_values(server.get("/metrics", headers=as_key("bob")).text)
         assert metrics["tokenmill_prompt_tokens_total"] == alice["prompt_tokens"] + bob["prompt_tokens"]
         assert metrics["tokenmill_generation_tokens_total"] == alice["completion_tokens"] + bob["completion_tokens"]
@@ -84,6 +88,7 @@ def test_without_keys_nothing_is_kept(tmp_path: Path) -> None:
                 "cached_tokens": 0,
                 "completion_tokens": 0,
                 "reasoning_tokens": 0,
+                "device_s": 0,
             }
         ]
 

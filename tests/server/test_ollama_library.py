@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import httpx
 import ollama
 import pytest
 
+from tests.support.client_farm import environment_of, listening_canary, node_modules
 from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.loopback import RunningServer, Serving
 from tests.support.loopback_hub import FakeHub
@@ -199,6 +202,26 @@ def test_a_pull_reports_its_progress(client: ollama.Client, hub: FakeHub, home: 
     assert client.pull(f"{REPO}:Q4_K_M").status == "success", "it is here already"
     client.delete(f"{REPO}:Q4_K_M")
     assert home.get(f"{REPO}:Q4_K_M") is None
+
+
+@pytest.mark.slow
+def test_the_javascript_client_manages_models(
+    library_server: RunningServer, engine: FakeEngine, hub: FakeHub, home: Store, tmp_path: Path
+) -> None:
+    node, place = node_modules()
+    pulled = f"{REPO}:Q4_K_M"
+    command = [str(node), str(place / "programs" / "ollama_library.mjs"), library_server.url, "fake/tiny", pulled]
+    with listening_canary() as canary:
+        environment = environment_of(tmp_path, canary)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and canary.callers == [], done.stderr
+    told = json.loads(done.stdout)
+    assert told["steps"][0][0] == "pulling manifest" and told["steps"][-1][0] == "success"
+    assert [len(GGUF), len(GGUF)] in [step[1:] for step in told["steps"]]
+    assert (told["created"], told["copied"], told["system"]) == ("success", "success", "You are Mario.")
+    assert told["before"] == ["fake/tiny:latest", "luigi:latest", "mario:latest"], "what can answer"
+    assert told["after"] == ["fake/tiny:latest"] and home.names() == ["fake/tiny"]
+    assert told["refused"] == [404, "model 'mario' not found"]
 
 
 def test_a_failed_pull_ends_in_an_error(client: ollama.Client, library_server: RunningServer, hub: FakeHub) -> None:

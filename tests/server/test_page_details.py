@@ -72,6 +72,8 @@ def test_every_view_fits_its_window(
         page.locator(".operation", has_text="/v1/chat/completions").locator("summary").click()
         page.wait_for_selector(".operation-body")
         look("docs")
+        described = page.locator(".operation-body td", has_text="The name that GET").first.bounding_box()
+        assert described is not None and described["x"] + described["width"] <= width
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         lightness = sum(map(int, re.findall(r"\d+", background)[:3]))
         assert (lightness > 600) == (scheme == "light"), background

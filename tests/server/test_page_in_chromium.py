@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.support.metric_values import metric_values
 from tests.support.page_script import ARGUMENTS_SENT, ATTACKS, SCRIPT, TEMPLATE, TOOLS
-from tests.support.scripted_server import ScriptedServer, scripted_server
+from tests.support.scripted_server import ScriptedServer, scripted_server, virtual_server
 from tests.support.timing import eventually
 from tests.support.watched_page import (
     ask,
@@ -125,6 +125,21 @@ def test_load_is_what_metrics_say_and_requests_can_be_aborted(chromium: Browser,
     hits = values["tokenmill_prefix_hits_total"] / values["tokenmill_prefix_queries_total"]
     assert re.search(rf"\n{hits * 100:.{1 if 0 < hits < 0.1 else 0}f} %", shown["hits"])
     assert f"{values['tokenmill_kv_usage_ratio'] * 100:.0f} %" in shown["kv"] and "median ≤" in shown["ttft"]
+
+
+def test_the_replicas_of_a_fleet_are_shown_as_they_change(chromium: Browser, page_server: ScriptedServer) -> None:
+    with watched_page(chromium, page_server.url, path="/#/load") as page:
+        expect(page.locator(".state-dot").first).to_have_text("ready")
+        expect(page.locator(".fleet")).to_be_hidden()  # a model in one process
+    with virtual_server(3) as server, watched_page(chromium, server.url, path="/#/load") as page:
+        rows = page.locator("tr[data-replica]")
+        expect(rows).to_have_count(3)
+        expect(page.locator(".fleet h2")).to_have_text("Replicas (3 of 3 ready)")
+        body = {"model": "virtual", "prompt": "Once", "max_tokens": 5}
+        assert server.post("/v1/completions", body).status_code == 200
+        expect(page.locator(".fleet")).to_contain_text("level 1")
+        assert server.post("/replicas/drain", {"replica": 1}).status_code == 200
+        expect(rows.nth(1)).to_contain_text("drained")
 
 
 def test_branches_edits_and_search(chromium: Browser, page_server: ScriptedServer) -> None:

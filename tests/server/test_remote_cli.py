@@ -91,5 +91,6 @@ def test_constraints_of_all_kinds_are_sent(guided: Guided, fields: dict[str, Any
 
 def test_only_what_was_set_is_sent() -> None:
     assert sent(SamplingParams(temperature=0.5, seed=3, stop=["x"])) == {"temperature": 0.5, "seed": 3, "stop": ["x"]}
+    assert sent(SamplingParams(context_shift=False)) == {"temperature": 1.0, "context_shift": False}
     guided = sent(SamplingParams(guided=Guided.json({"type": "object"})))
     assert guided["response_format"]["json_schema"]["schema"] == {"type": "object"}

@@ -130,12 +130,14 @@ def test_it_can_fail_and_take_its_time(scripted: ScriptedServer) -> None:
 
 def test_many_at_once_under_a_small_cache_say_what_they_say_alone() -> None:
     """Preemption: a row that returns knows where in its answer it was."""
-    script = {**SCRIPT, "answers": [{"match": f"#{n}#", "say": f"answer {n} " * 12, "delay_s": 0.2} for n in range(8)]}
+    # Every answer takes half a second at least, so that all of them grow at the same time.
+    answers = [{"match": f"#{n}#", "say": f"answer {n} " * 12, "token_delay_s": 0.005} for n in range(8)]
     body = {"model": "scripted", "prompt": [f"#{n}#" for n in range(8)], "max_tokens": 200}
-    with scripted_server(script, num_blocks=40, max_running=8, max_context=400, prefix_caching=False) as server:
-        answers = server.post("/v1/completions", body).json()["choices"]
+    small = {"num_blocks": 40, "max_running": 8, "max_context": 400, "prefix_caching": False, "speculate": "off"}
+    with scripted_server({**SCRIPT, "answers": answers}, **small) as server:
+        choices = server.post("/v1/completions", body).json()["choices"]
         assert server.engine.stats().preemptions > 0
-    assert [answer["text"] for answer in answers] == [f"answer {n} " * 12 for n in range(8)]
+    assert [choice["text"] for choice in choices] == [f"answer {n} " * 12 for n in range(8)]
 
 
 # ── a script's parts ───────────────────────────────────────────────────────────────────────────────────

@@ -246,6 +246,10 @@ def test_ps_and_stop_ask_a_server(several: Several, capsys: pytest.CaptureFixtur
     assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ["first", "coder", "third"]
     assert main(["stop", "gpt-4o-mini", "--url", several.server.url]) == 0
     assert capsys.readouterr().out == "coder is unloaded\n" and several.sources["coder"].num_alive == 0
+    several.chat("coder")
+    assert main(["stop", "--url", several.server.url]) == 0  # all that are loaded
+    assert main(["stop", "--url", several.server.url]) == 0
+    assert capsys.readouterr().out == "coder is unloaded\nno model is loaded\n"
     assert main(["stop", "nobody", "--url", several.server.url]) != 0
     assert "does not exist" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +25,8 @@ import uvicorn
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.async_engine import AsyncEngine
+from tokenmill.fleet.router import PrefixRouter
+from tokenmill.fleet.virtual import VirtualDevice, virtual_engine
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.keys import KeyRing
@@ -68,8 +70,25 @@ def scripted_server(
         file.write_text(json.dumps(script))
         if template is not None:
             settings["chat_template"] = str(_template_file(template, Path(folder)))
-        with _running(f"scripted:{file}", without_files(config), keys, settings) as server:
+
+        async def start() -> AsyncEngine:
+            return await AsyncEngine.start(f"scripted:{file}", in_process=True, **settings)
+
+        with _running(start, without_files(config), keys) as server:
             yield server
+
+
+@contextmanager
+def virtual_server(num_replicas: int) -> Iterator[ScriptedServer]:
+    """A server over several cores whose model is not there."""
+
+    async def start() -> AsyncEngine:
+        engine = virtual_engine(VirtualDevice(), num_replicas, PrefixRouter(num_replicas))
+        await engine.open()
+        return engine
+
+    with _running(start, without_files(None), None) as server:
+        yield server
 
 
 def _template_file(template: str | Path, folder: Path) -> Path:
@@ -82,7 +101,7 @@ def _template_file(template: str | Path, folder: Path) -> Path:
 
 @contextmanager
 def _running(
-    model: str, config: ServerConfig, keys: KeyRing | None, settings: dict[str, Any]
+    start: Callable[[], Awaitable[AsyncEngine]], config: ServerConfig, keys: KeyRing | None
 ) -> Iterator[ScriptedServer]:
     listener = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
@@ -90,7 +109,7 @@ def _running(
     failures: list[BaseException] = []
 
     async def serve() -> None:
-        engine = await AsyncEngine.start(model, in_process=True, **settings)
+        engine = await start()
         try:
             app = create_app(engine, config, Metrics(model=NAME), keys=keys)
             front = uvicorn.Server(uvicorn_config(app, flush_s=1))

@@ -23,6 +23,9 @@
 | waiting_by_reason{reason}         | gauge     | waiting for capacity, a grammar, or a model to be loaded      |
 | kv_usage_ratio                    | gauge     | share of KV blocks in use                                     |
 | prefix_hits_total, _queries_total | counter   | prompt tokens found in, and looked up in, the prefix cache    |
+| kv_fetch_tokens_total             | counter   | prompt tokens whose KV blocks were brought from elsewhere     |
+| kv_fetch_bytes_total, _seconds_.. | counter   | bytes of such blocks, and how long bringing them took         |
+| kv_saved_bytes_total              | counter   | bytes of KV blocks that were kept elsewhere                   |
 | preemptions_total                 | counter   | sequences sent back to the queue for lack of KV blocks        |
 | draft_tokens_total                | counter   | draft tokens of speculative decoding that were computed       |
 | accepted_draft_tokens_total       | counter   | draft tokens that were accepted                               |
@@ -110,6 +113,10 @@ class EngineState:
     step_counts: tuple[int, ...] = ()  # steps by how many tokens they computed, in buckets of STEP_TOKENS
     step_tokens: int = 0  # all together
     resumed: int = 0  # requests
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,10 @@ FAMILIES: dict[str, tuple[str, Kind] | tuple[str, Kind, tuple[str, ...]]] = {
     "kv_usage_ratio": ("Share of KV blocks in use", Gauge),
     "prefix_hits": ("Prompt tokens found in the prefix cache", Counter),
     "prefix_queries": ("Prompt tokens looked up in the prefix cache", Counter),
+    "kv_fetch_tokens": ("Prompt tokens whose KV blocks were brought from elsewhere", Counter),
+    "kv_fetch_bytes": ("Bytes of KV blocks that were brought from elsewhere", Counter),
+    "kv_fetch_seconds": ("Time that bringing KV blocks took, beside steps", Counter),
+    "kv_saved_bytes": ("Bytes of KV blocks that were kept elsewhere", Counter),
     "preemptions": ("Sequences sent back to the queue", Counter),
     "draft_tokens": ("Draft tokens of speculative decoding that were computed", Counter),
     "accepted_draft_tokens": ("Draft tokens that were accepted", Counter),
@@ -316,6 +327,10 @@ class ModelMetrics:
         for name, before, total in (
             ("prefix_hits", self._last.prefix_hits, now.prefix_hits),
             ("prefix_queries", self._last.prefix_queries, now.prefix_queries),
+            ("kv_fetch_tokens", self._last.fetched_tokens, now.fetched_tokens),
+            ("kv_fetch_bytes", self._last.fetched_bytes, now.fetched_bytes),
+            ("kv_fetch_seconds", self._last.fetch_s, now.fetch_s),
+            ("kv_saved_bytes", self._last.saved_bytes, now.saved_bytes),
             ("preemptions", self._last.preemptions, now.preemptions),
             ("draft_tokens", self._last.drafted, now.drafted),
             ("accepted_draft_tokens", self._last.accepted, now.accepted),

@@ -225,4 +225,8 @@ def _state(stats: EngineStats) -> EngineState:
         step_counts=tuple(stats.step_counts),
         step_tokens=stats.step_tokens,
         resumed=stats.resumed,
+        fetched_tokens=stats.fetched_tokens,
+        fetched_bytes=stats.fetched_bytes,
+        fetch_s=stats.fetch_s,
+        saved_bytes=stats.saved_bytes,
     )

@@ -52,6 +52,7 @@ from tokenmill.server.openai.render import OPENAI
 from tokenmill.server.openai.responses.routes import response_endpoints
 from tokenmill.server.openai.routes import openai_endpoints
 from tokenmill.server.registry import ModelRegistry
+from tokenmill.server.replica_admin import replica_endpoints
 from tokenmill.server.request_log import RequestLog
 from tokenmill.server.response_cache import ResponseCache
 from tokenmill.server.routing import Endpoint, MakeJob, RouteContext, routes_of
@@ -80,6 +81,7 @@ ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
     tgi_endpoints,
     token_endpoints,
     model_endpoints,
+    replica_endpoints,
     adapter_endpoints,
 )
 

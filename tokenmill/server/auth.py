@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Collection
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -97,11 +98,12 @@ class RequireLocalHost:
 
     def __init__(self, app: ASGIApp, *, allowed: Collection[str], dialects: Dialects) -> None:
         self._app = app
-        self._allowed = {name.lower() for name in allowed}
+        names = {name.lower() for name in allowed}
+        self._may_be_local = lru_cache(maxsize=64)(lambda host: may_be_local(host, names))  # most name the same one
         self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or may_be_local(Headers(scope=scope).get("host", ""), self._allowed):
+        if scope["type"] != "http" or self._may_be_local(Headers(scope=scope).get("host", "")):
             await self._app(scope, receive, send)
             return
         record: RequestRecord = scope["state"]["record"]

@@ -261,6 +261,8 @@ class BodyFields:
 
     def refuse_any(self, keys: tuple[str, ...], hint: str | None = None) -> None:
         """Refuse fields that are known and cannot be honoured, unless they are null or false."""
+        if self.values.keys().isdisjoint(keys):  # nearly always
+            return
         for key in keys:
             value = self.get(key)
             if value is not None and value is not False:  # 0 is neither

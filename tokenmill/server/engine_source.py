@@ -57,14 +57,16 @@ class EngineSource:
         *,
         announce: Announce | None = None,
         num_replicas: int = 1,
+        roles: str | None = None,
     ) -> None:
         """`spare`: a process for the next load, if one waits. `announce` is called beside the first load, and says what
-        to log before its choices. `num_replicas`: cores that the model runs on."""
+        to log before its choices. `num_replicas`: cores that the model runs on; `roles`: what they are for."""
         self._config = config
         self._plan = plan
         self._spare = spare
         self._announce = announce
         self._num_replicas = num_replicas
+        self._roles = roles
         self._frontend: ModelFrontend | None = None
         self._engine: AsyncEngine | None = None
 
@@ -102,7 +104,9 @@ class EngineSource:
         frontend = None if self._frontend is None else replace(self._frontend, config=config)
         announce, self._announce = self._announce, None
         planning = asyncio.gather(asyncio.to_thread(announce or list), return_exceptions=True)  # while the model loads
-        self._engine = engine = await start_fleet(config, self._num_replicas, child=child, frontend=frontend)
+        self._engine = engine = await start_fleet(
+            config, self._num_replicas, child=child, frontend=frontend, roles=self._roles
+        )
         self._frontend = self._frontend or engine.frontend
         log_plan(*await planning)
         whose = "" if memory is None else f" for {engine.info.name}"

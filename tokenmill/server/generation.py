@@ -136,6 +136,8 @@ class GenerationRun:
     @property
     def usage(self) -> Usage:
         totals = self._usages.values()
+        if len(totals) == 1:  # most by far
+            return next(iter(totals))
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in totals),
             completion_tokens=sum(usage.completion_tokens for usage in totals),
@@ -143,6 +145,7 @@ class GenerationRun:
             drafted_tokens=sum(usage.drafted_tokens for usage in totals),
             accepted_tokens=sum(usage.accepted_tokens for usage in totals),
             reasoning_tokens=sum(usage.reasoning_tokens for usage in totals),
+            device_s=sum(usage.device_s for usage in totals),
         )
 
     def facts(self) -> GenerationFacts:
@@ -243,10 +246,11 @@ class GenerationRun:
 
     def settle_usage(self) -> None:
         """Put on record what was computed so far, also for requests that end early: their tokens count too."""
-        for request_id in self._open:
+        for request_id, events in self._open.items():
             usage, num_generated = self._usages[request_id], self.job.engine.num_generated(request_id)
             num_tokens = max(usage.completion_tokens, self._num_seen.get(request_id, 0), num_generated)
-            self._usages[request_id] = msgspec.structs.replace(usage, completion_tokens=num_tokens)
+            device_s = max(usage.device_s, getattr(events, "device_s", 0.0))
+            self._usages[request_id] = msgspec.structs.replace(usage, completion_tokens=num_tokens, device_s=device_s)
         if self._usages:
             self.record.usage = self.usage
 

@@ -1,9 +1,10 @@
 """The ledger: one row for every generation, however it ended, in the server's state file.
 
 A row says who asked (key, and the user that the client named), what for (model), how it ended, and what it took: tokens
-of the prompt, cached ones among them, tokens of the answer, thinking among them, and times. Tokens of requests that
-were aborted or failed count; no text is kept. The rows come from the same records as the metrics, so both add up to the
-same sums. They are written twice a second, all that came meanwhile in one transaction, and kept for 400 days.
+of the prompt, cached ones among them, tokens of the answer, thinking among them, times, and seconds of the device: the
+request's part of each step it was in (none where the answer was known). Tokens of requests that were aborted or failed
+count; no text is kept. The rows come from the same records as the metrics, so both add up to the same sums. They are
+written twice a second, all that came meanwhile in one transaction, and kept for 400 days.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ GROUPS = {  # how rows can be grouped, as SQL
     "month": "strftime('%Y-%m', time_s, 'unixepoch')",
 }
 SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+DEVICE_SUM = "round(coalesce(sum(device_s), 0), 3) AS device_s"
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 _SPAN = re.compile(r"(\d{1,6})([mhdw])")
 
@@ -111,6 +113,7 @@ def row_of(record: RequestRecord) -> tuple[Any, ...]:
         record.queue_s,
         record.first_token_s,
         record.elapsed_s(),
+        usage.device_s if usage and record.cache != "hit" else 0.0,
     )
 
 
@@ -119,7 +122,7 @@ def summed(
 ) -> list[dict[str, Any]]:
     """Requests and tokens by groups; names of groups are checked (`groups_of`), values are never part of the SQL."""
     names = [f'{GROUPS[group]} AS "{group}"' for group in groups]
-    sums = ["count(*) AS requests", *(f"coalesce(sum({name}), 0) AS {name}" for name in SUMS)]
+    sums = ["count(*) AS requests", *(f"coalesce(sum({name}), 0) AS {name}" for name in SUMS), DEVICE_SUM]
     grouped = f"GROUP BY {', '.join(GROUPS[group] for group in groups)}" if groups else ""
     order = f"ORDER BY {', '.join(str(number + 1) for number in range(len(groups)))}" if groups else ""
     where, values = "time_s >= ?", [since_s, *([] if key is None else [key])]

@@ -90,7 +90,8 @@ class RequestMiddleware:
         is_expected = record.status < 400 or record.status == 503  # loading and draining are answers too
         is_unremarkable = record.path in OFTEN_ASKED or record.path.startswith(PAGE_PREFIX)
         level = logging.DEBUG if is_unremarkable and is_expected else logging.INFO
-        event(log, "request", level=level, **record.log_fields())
+        if log.isEnabledFor(level):
+            event(log, "request", level=level, **record.log_fields())
 
 
 def _normalised(scope: Scope, record: RequestRecord) -> Scope:

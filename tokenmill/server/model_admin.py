@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenmill.engine.status import EngineStats
-from tokenmill.errors import InvalidRequest, UnknownModel
-from tokenmill.fleet.start import MAX_REPLICAS
+from tokenmill.errors import UnknownModel
 from tokenmill.server.auth import require_manager
 from tokenmill.server.body import BodyFields
 from tokenmill.server.gate import EngineGate
@@ -34,14 +33,6 @@ from tokenmill.server.routing import (
 from tokenmill.server.variants import FoundModel, Variant, gate_of
 
 TAG = "Models"
-
-
-@runtime_checkable
-class FleetEngine(Protocol):
-    """An engine whose processes can be drained and started anew."""
-
-    def drain_replica(self, index: int, is_drained: bool = True) -> None: ...
-    async def restart_replicas(self, index: int | None = None) -> list[int]: ...
 
 
 FLAG: Schema = {"type": "boolean"}
@@ -70,28 +61,6 @@ ROW: Schema = object_of(
     keep_alive_s=_or_null({"type": "number"}),
     expires_in_s=_or_null({"type": "number"}),
 )
-REPLICA: Schema = object_of(
-    model=TEXT,
-    replica=COUNT,
-    state={"enum": ["loading", "ready", "stalled", "draining", "dead"]},
-    detail=TEXT,
-    is_drained=FLAG,
-    requests=COUNT,
-    prefill_tokens=COUNT,
-    num_placed={"type": "object", "additionalProperties": COUNT},
-    running=COUNT,
-    waiting=COUNT,
-    kv_blocks_used=COUNT,
-    kv_blocks_total=COUNT,
-    prefix_hit_tokens=COUNT,
-    prefix_query_tokens=COUNT,
-    steps=COUNT,
-    step_tokens=COUNT,
-    busy_s={"type": "number"},
-    preemptions=COUNT,
-    engine_pid=COUNT,
-    restarts=COUNT,
-)
 CHANGED: Schema = object_of(success=FLAG, model=TEXT, status=STATUS)
 LOAD_BODY: Schema = {
     "type": "object",
@@ -109,30 +78,6 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
             for device, (total, used) in context.loader.memory().items()
         }
         return json_response({"object": "list", "data": await model_rows(context), "memory": memory})
-
-    async def list_replicas(request: Request) -> Response:
-        rows = [
-            {"model": gate.label, **row}
-            for gate in context.registry.gates
-            if gate.loaded is not None
-            for row in gate.loaded.replicas()
-        ]
-        return json_response({"object": "list", "data": rows})
-
-    async def restart_replicas(request: Request) -> Response:
-        require_manager(request, context.config)
-        model, replica = await context.parsed(request, _asked_replica)
-        return json_response({"success": True, "restarted": await _fleet_of(model, context).restart_replicas(replica)})
-
-    async def drain_replica(request: Request) -> Response:
-        require_manager(request, context.config)
-        (model, replica), is_drained = await context.parsed(
-            request, lambda body: (_asked_replica(body), BodyFields(body).boolean("is_drained", True))
-        )
-        if replica is None:
-            raise InvalidRequest("say which replica", param="replica")
-        _fleet_of(model, context).drain_replica(replica, is_drained)
-        return json_response({"success": True, "replica": replica, "is_drained": is_drained})
 
     async def load_model(request: Request) -> Response:
         require_manager(request, context.config)
@@ -156,39 +101,6 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
     return [
         Endpoint("GET", "/models", list_models, TAG, object_of(object=TEXT, data=list_of(ROW)), (503,)),
         Endpoint(
-            "GET",
-            "/replicas",
-            list_replicas,
-            TAG,
-            object_of(object=TEXT, data=list_of(REPLICA)),
-            (503,),
-            description="The engine processes of models in memory: state, requests, KV blocks, sums since the start.",
-        ),
-        Endpoint(
-            "POST",
-            "/replicas/restart",
-            restart_replicas,
-            TAG,
-            object_of(success=FLAG, restarted=list_of(COUNT)),
-            changing,
-            {"type": "object", "properties": {"model": TEXT, "replica": COUNT}},
-            description="Start engine processes anew, one after the other (or one of them). No request fails.",
-        ),
-        Endpoint(
-            "POST",
-            "/replicas/drain",
-            drain_replica,
-            TAG,
-            object_of(success=FLAG, replica=COUNT, is_drained=FLAG),
-            changing,
-            {
-                "type": "object",
-                "required": ["replica"],
-                "properties": {"model": TEXT, "replica": COUNT, "is_drained": FLAG},
-            },
-            description="Move an engine process's requests to others and give it no more, or let it work again.",
-        ),
-        Endpoint(
             "POST",
             "/models/load",
             load_model,
@@ -209,20 +121,6 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
             description="Take a model out of memory, after its running requests. The next request loads it again.",
         ),
     ]
-
-
-def _asked_replica(body: dict[str, Any]) -> tuple[str | None, int | None]:
-    fields = BodyFields(body)
-    return fields.text("model"), fields.integer("replica", 0, MAX_REPLICAS - 1)
-
-
-def _fleet_of(model: str | None, context: RouteContext) -> FleetEngine:
-    """The engine of a model in memory; without a name the first model's."""
-    gate = context.registry.default if model is None else gate_of(context.registry.find(model))
-    engine: object = gate.loaded
-    if not isinstance(engine, FleetEngine):
-        raise InvalidRequest(f"{gate.label} is not in memory", param="model")
-    return engine
 
 
 async def model_rows(context: RouteContext) -> list[dict[str, Any]]:

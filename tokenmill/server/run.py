@@ -28,6 +28,7 @@ from tokenmill.config.by_name import engine_config
 from tokenmill.config.served_models import ServedModelConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.core_process import CoreProcess
+from tokenmill.engine.roles import read_roles
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.errors import InvalidConfig, TokenmillError, UnknownModel
@@ -85,7 +86,9 @@ def run_server(
         gates = [gate_of_config(model) for model in models]
         for gate, model in zip(gates, models, strict=True):
             announced = announce if gate is gates[0] else None
-            source = EngineSource(model.engine, plan, spare, announce=announced, num_replicas=config.replicas)
+            source = EngineSource(
+                model.engine, plan, spare, announce=announced, num_replicas=config.replicas, roles=config.roles
+            )
             loader.add(gate, source, waits=len(gates) > 1)
         if len(gates) > 1:
             require_distinct(gates)
@@ -124,6 +127,8 @@ def stored_model(base: EngineConfig, plan: PlanMemory, spare: SpareCore, name: s
 def require_servable(config: ServerConfig) -> None:
     """Check keys and address, before a model is fetched, which may take long."""
     require_safe_exposure(config, key_ring(config, os.environ))
+    if config.roles:
+        read_roles(config.roles, config.replicas)
     if (tls := tls_files(config)) is not None:
         tls.require_usable()
     require_free_ports(config)
@@ -131,7 +136,7 @@ def require_servable(config: ServerConfig) -> None:
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
     """Serve one engine, whatever starts it; return the exit code."""
-    loader, gate = loader_of(config), EngineGate(is_pinned=True)
+    loader, gate = loader_of(config), EngineGate(is_pinned=True, aliases=config.alias)
     loader.add(gate, StartedSource(start_engine), waits=False)
     return serve_models([gate], loader, config, metrics)
 

@@ -5,13 +5,28 @@ next, so a block that anyone could write would be a way to put words into its he
 its text under a key of this server, and counts on its return only if that still fits; any other block is dropped.
 
     shown:   base64( 1 ‖ HMAC-SHA256(key, 1 ‖ text) )
-    sealed:  base64( 3 ‖ mac ‖ zlib(text) ⊕ SHAKE-256(second key ‖ mac) ),   mac = HMAC-SHA256(key, 3 ‖ zlib(text))
+    sealed:  base64( 3 ‖ mac ‖ packed ⊕ stream ),   packed = zlib(text),   mac = HMAC-SHA256(key, 3 ‖ packed),
+             stream = the first bytes of SHAKE-256(second key ‖ mac),   second key = HMAC-SHA256(key, a fixed sentence)
 
 The text itself travels in the signature where the client asked not to see it (`display: omitted`) or to carry it for a
 server that keeps nothing (`reasoning.encrypted_content`), since it would be lost for the next turn otherwise. It is
-encrypted then: the HMAC of what it says begins the keystream, so no two texts share one, and the same text is sealed
-alike (a synthetic nonce, as in AES-SIV). Python's standard library has no AES; its hash functions need no dependency.
-Nothing is kept for it on the server, so it works across restarts and with `--no-state`.
+encrypted then. Nothing is kept for it on the server, so it works across restarts and with `--no-state`.
+
+Python's standard library has no AEAD cipher, and no dependency of ours brings one, so the two parts are put together
+from its hash functions in the way of SIV (RFC 5297; Rogaway and Shrimpton, 2006): a MAC of what is to be encrypted is
+at once the tag that proves it and the nonce of its keystream. SIV asks for a pseudorandom function and a stream cipher
+with a key each:
+
+- HMAC-SHA256 is the function. The first byte of what it is given tells its uses apart (1, 3, the sentence's letter).
+- SHAKE-256 of a key of 32 bytes and a nonce of 32 bytes is the cipher: both have a fixed length, and a sponge that
+  begins with its key has no extension attack, so the output is a keystream that nobody without the key can tell from
+  random bytes.
+- There is no nonce that could be used twice: two different texts have the same only where HMAC-SHA256 collides, and the
+  same text is sealed alike.
+- What was decrypted is used only after its MAC was compared, in constant time; zlib never sees another's bytes.
+
+What a sealed thought tells without the key: how long its packed text is, and whether two are the same. Whoever has the
+key file can read and write thoughts; a new key makes all old ones unknown.
 
 The key is a file of 32 random bytes, so that conversations go on after a restart; several servers with one
 TOKENMILL_HOME take each other's blocks.
@@ -39,6 +54,7 @@ KEY_BYTES = 32
 MAC_BYTES = 32
 SHOWN = b"\x01"  # the text is in the block
 SEALED = b"\x03"  # the text is in the signature, encrypted
+SECOND_KEY = b"tokenmill: the key that seals thoughts"  # no payload begins like this
 FILE_NAME = "signing.key"
 
 
@@ -88,7 +104,7 @@ class ThoughtSigner:
 
     def _encrypted(self, data: bytes, nonce: bytes) -> bytes:
         """Data xor a keystream that only this nonce has; the same again decrypts it."""
-        key = self._mac(b"tokenmill: the key that seals thoughts")  # no payload begins like this
+        key = self._mac(SECOND_KEY)
         stream = hashlib.shake_256(key + nonce).digest(len(data))
         return (int.from_bytes(data) ^ int.from_bytes(stream)).to_bytes(len(data))
 

@@ -78,7 +78,7 @@ def parse_completion_params(fields: BodyFields, info: ModelInfo, config: ServerC
     settings["max_tokens"] = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
     settings["logprobs"] = fields.integer("logprobs", 0, MAX_LEGACY_LOGPROBS)
     if fields.boolean("echo") and settings["logprobs"] is not None:
-        settings["prompt_logprobs"] = max(settings["logprobs"], settings["prompt_logprobs"] or 0)
+        settings["prompt_logprobs"] = max(settings["logprobs"], settings.get("prompt_logprobs") or 0)
     return _build(settings, info)
 
 
@@ -89,48 +89,13 @@ def _build(settings: dict[str, Any], info: ModelInfo) -> SamplingParams:
 
 
 def _shared(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> dict[str, Any]:
+    """What chats and completions have in common: the fields that the body has are looked up in a table of readers."""
     fields.refuse_any(UNSUPPORTED)
-    return {
-        **_numbers(fields),
-        **_choices(fields, config),
-        "logit_bias": _logit_bias(fields, info.vocab_size),
-        "allowed_token_ids": fields.token_ids("allowed_token_ids", info.vocab_size, info.vocab_size),
-        "banned_token_ids": fields.token_ids("banned_token_ids", info.vocab_size, info.vocab_size),
-        "guided": parse_guided(fields),
-        "stop": _texts(fields, "stop", MAX_STOP_STRINGS),
-        "stop_regex": _texts(fields, "stop_regex", MAX_STOP_REGEXES),
-        "dry_sequence_breakers": _texts(fields, "dry_sequence_breakers", MAX_BREAKERS),
-        "thinking_markers": _markers(fields),
-        "watermark": _watermark(fields),
-        "stop_token_ids": fields.token_ids("stop_token_ids", MAX_STOP_STRINGS, info.vocab_size),
-        "prompt_logprobs": _prompt_logprobs(fields),
-        "ignore_eos": fields.boolean("ignore_eos"),
-        "include_stop": fields.boolean("include_stop_str_in_output"),
-        "skip_special_tokens": fields.boolean("skip_special_tokens", True),
-        "context_shift": None if fields.get("context_shift") is None else fields.boolean("context_shift"),
-        "context_keep": fields.integer("context_keep", 0, info.max_context // 2),
-    }
-
-
-def _numbers(fields: BodyFields) -> dict[str, float | int | None]:
-    """All parameters that are one number, by our names, which are vLLM's and llama.cpp's where they have them."""
-    numbers: dict[str, float | int | None] = {
-        name: fields.number(name, low, high)
-        for name, (low, high) in NUMBERS.items()
-        if name not in ("temperature", "top_n_sigma")
-    }
-    whole = {name: fields.integer(name, *INTEGERS[name]) for name in INTEGERS if name not in ("n", "top_k")}
-    top_k = fields.integer("top_k", -1, MAX_COUNT)
-    top_n_sigma = fields.number("top_n_sigma", -1.0, NUMBERS["top_n_sigma"][1])
-    return {
-        **numbers,
-        **whole,
-        "temperature": fields.number("temperature", 0.0, 2.0),
-        "top_k": 0 if top_k == -1 else top_k,  # vLLM writes -1 for "all"
-        "top_n_sigma": None if top_n_sigma is None else max(0.0, top_n_sigma),  # llama.cpp writes -1 for "off"
-        "seed": fields.integer("seed", INT64_MIN, INT64_MAX),
-        "thinking_budget": fields.integer("thinking_token_budget", 0, MAX_COUNT),
-    }
+    rows = [(key, SETTINGS[key]) for key in fields.values if key in SETTINGS]  # a body has few of them
+    settings = {name: read(fields, key, info) for key, (name, read) in rows}
+    if settings.get("prompt_logprobs") is not None and fields.boolean("stream"):
+        refuse("prompt_logprobs", "does not combine with stream")
+    return {**settings, **_choices(fields, config), "guided": parse_guided(fields)}
 
 
 def _choices(fields: BodyFields, config: ServerConfig) -> dict[str, Any]:
@@ -155,13 +120,6 @@ def _beam(fields: BodyFields, width: int) -> BeamParams | None:
     if early_stopping or length_penalty not in (None, 1.0):
         refuse("early_stopping" if early_stopping else "length_penalty", "needs use_beam_search to be true")
     return None
-
-
-def _prompt_logprobs(fields: BodyFields) -> int | None:
-    count = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
-    if count is not None and fields.boolean("stream"):
-        refuse("prompt_logprobs", "does not combine with stream")
-    return count
 
 
 def _texts(fields: BodyFields, key: str, most: int) -> list[str] | None:
@@ -222,6 +180,67 @@ def _bias_value(given: BodyFields, key: str) -> float:
     return float(value)
 
 
+def _top_k(fields: BodyFields, key: str, info: ModelInfo) -> int | None:
+    value = fields.integer(key, -1, MAX_COUNT)
+    return 0 if value == -1 else value  # vLLM writes -1 for "all"
+
+
+def _top_n_sigma(fields: BodyFields, key: str, info: ModelInfo) -> float | None:
+    value = fields.number(key, -1.0, NUMBERS["top_n_sigma"][1])
+    return None if value is None else max(0.0, value)  # llama.cpp writes -1 for "off"
+
+
+def _number(low: float, high: float) -> Read:
+    return lambda fields, key, info: fields.number(key, low, high)
+
+
+def _integer(low: int, high: int) -> Read:
+    return lambda fields, key, info: fields.integer(key, low, high)
+
+
+def _text_list(most: int) -> Read:
+    return lambda fields, key, info: _texts(fields, key, most)
+
+
+def _flag(fields: BodyFields, key: str, info: ModelInfo) -> bool | None:
+    return None if fields.get(key) is None else fields.boolean(key)
+
+
+def _token_ids(fields: BodyFields, key: str, info: ModelInfo) -> list[int] | None:
+    return fields.token_ids(key, info.vocab_size, info.vocab_size)
+
+
+Read = Callable[[BodyFields, str, ModelInfo], Any]  # the value of a field; None where it is null
+SETTINGS: dict[str, tuple[str, Read]] = {
+    **{name: (name, _number(low, high)) for name, (low, high) in NUMBERS.items()},
+    **{name: (name, _integer(low, high)) for name, (low, high) in INTEGERS.items() if name != "n"},
+    "temperature": ("temperature", _number(0.0, 2.0)),
+    "top_k": ("top_k", _top_k),
+    "top_n_sigma": ("top_n_sigma", _top_n_sigma),
+    "seed": ("seed", _integer(INT64_MIN, INT64_MAX)),
+    "thinking_token_budget": ("thinking_budget", _integer(0, MAX_COUNT)),
+    "thinking_markers": ("thinking_markers", lambda fields, key, info: _markers(fields)),
+    "logit_bias": ("logit_bias", lambda fields, key, info: _logit_bias(fields, info.vocab_size)),
+    "allowed_token_ids": ("allowed_token_ids", _token_ids),
+    "banned_token_ids": ("banned_token_ids", _token_ids),
+    "stop_token_ids": (
+        "stop_token_ids",
+        lambda fields, key, info: fields.token_ids(key, MAX_STOP_STRINGS, info.vocab_size),
+    ),
+    "stop": ("stop", _text_list(MAX_STOP_STRINGS)),
+    "stop_regex": ("stop_regex", _text_list(MAX_STOP_REGEXES)),
+    "dry_sequence_breakers": ("dry_sequence_breakers", _text_list(MAX_BREAKERS)),
+    "watermark": ("watermark", lambda fields, key, info: _watermark(fields)),
+    "prompt_logprobs": ("prompt_logprobs", _integer(0, MAX_TOP_LOGPROBS)),
+    "ignore_eos": ("ignore_eos", _flag),
+    "include_stop_str_in_output": ("include_stop", _flag),
+    "skip_special_tokens": ("skip_special_tokens", _flag),
+    "context_shift": ("context_shift", _flag),
+    "context_keep": ("context_keep", lambda fields, key, info: fields.integer(key, 0, info.max_context // 2)),
+}
+"""Fields of a body, by the names of vLLM and llama.cpp where they have them: our name, and how the value is read."""
+
+
 def parse_metadata(fields: BodyFields) -> dict[str, str]:
     """A client's own notes on what it keeps here: a few short strings by name."""
     given = fields.object("metadata")
@@ -246,7 +265,8 @@ def guided_field(body: dict[str, Any]) -> str | None:
 
 
 def parse_guided(fields: BodyFields) -> Guided | None:
-    given = {key: guided for key, read in READERS.items() if (guided := read(fields, key)) is not None}
+    present = [key for key in READERS if key in fields.values]
+    given = {key: guided for key in present if (guided := READERS[key](fields, key)) is not None}
     if len(given) > 1:
         first, second = list(given)[:2]
         refuse(second, f"does not combine with {first}: an answer follows one of them")

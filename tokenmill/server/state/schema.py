@@ -133,4 +133,7 @@ VERSIONS = (
     CREATE INDEX usage_by_time ON usage (time_s);
     CREATE INDEX usage_by_key ON usage (key, time_s);
     """,
+    """
+    ALTER TABLE usage ADD COLUMN device_s REAL NOT NULL DEFAULT 0;  -- of the engine's steps, the request's part
+    """,
 )

@@ -1,6 +1,6 @@
 """The load of the server, once a second while someone looks, and the abort of a request.
 
-    GET /ui/events   server-sent events: {series, models, requests, num_requests}
+    GET /ui/events   server-sent events: {series, replicas, requests, num_requests}
     POST /ui/abort   {"id": …} of a row of `requests`
 
 `series` are the numbers of /metrics, read from the same registry. One reading a second serves all who look, and
@@ -26,9 +26,11 @@ from tokenmill.errors import TokenmillError
 from tokenmill.observe.metrics import SeriesValue
 from tokenmill.server.body import BodyFields
 from tokenmill.server.dialect import SSE_HEADERS, sse_frame
+from tokenmill.server.replica_admin import replica_rows
 from tokenmill.server.routing import COUNT, READING, TEXT, Endpoint, RouteContext, json_response, list_of, object_of
 
 TAG = "Page"
+ANY_OBJECT = {"type": "object"}
 INTERVAL_S = 1.0
 MAX_ROWS = 200  # requests in one event
 SAME_ORIGIN = ("same-origin", "none")  # values of sec-fetch-site; none: the address was typed
@@ -87,7 +89,7 @@ class LoadFeed:
         return {**self._shared, "requests": live.rows(seen, MAX_ROWS), "num_requests": live.count(seen)}
 
     def _take(self) -> dict[str, Any]:
-        health = self._context.registry.health()
+        health, replicas = self._context.registry.health(), replica_rows(self._context)
         return {
             "time": time.time(),
             "version": tokenmill.__version__,
@@ -95,6 +97,7 @@ class LoadFeed:
             "num_read": self._context.live.num_read(),
             "num_generated": self._context.live.num_generated(),
             "series": self._read_series(SHOWN),
+            "replicas": replicas if len(replicas) > 1 else [],
         }
 
     async def frames(self, key_id: str) -> AsyncIterator[bytes]:
@@ -125,9 +128,15 @@ def feed_endpoints(context: RouteContext, read_series: ReadSeries) -> list[Endpo
             "/ui/events",
             load_events,
             TAG,
-            object_of(series={"type": "object"}, requests=list_of(row), num_requests=COUNT),
+            object_of(
+                series={"type": "object"},
+                replicas=list_of({"type": "object"}),
+                requests=list_of(row),
+                num_requests=COUNT,
+            ),
             (403,),
-            description="The load of the server, once a second: the numbers of /metrics and the requests of this key.",
+            description="The load of the server, once a second: the numbers of /metrics, the replicas where there are "
+            "several, and the requests of this key.",
             media_type="text/event-stream",
         ),
         Endpoint(

@@ -27,10 +27,11 @@ export class LoadView {
     this.state = h("span", { class: "state-dot" });
     this.table = h("tbody");
     this.count = h("h2", {}, "Requests under way");
+    this.fleet = h("div", { class: "fleet", hidden: true });
     const heads = ["Request", "Model", "State", "Age", "Prompt", "Generated", "Tokens/s", ""];
     this.element = h("section", { class: "page load", "aria-label": "Load" },
       h("header", { class: "page-head" }, h("h1", {}, "Load"), this.state),
-      h("div", { class: "cards" }, this.cards.map((card) => card.element)), this.count,
+      h("div", { class: "cards" }, this.cards.map((card) => card.element)), this.fleet, this.count,
       h("div", { class: "table-box" }, h("table", { class: "requests" }, h("thead", {}, h("tr", {}, heads.map((text, at) => h("th", { class: at > 2 ? "right" : "" }, text)))), this.table)));
   }
 
@@ -65,6 +66,7 @@ export class LoadView {
       if (card.note) card.small.textContent = card.note(now);
       if (card.course) draw(card.canvas, this.past.map((one) => one[card.course]), card.top);
     }
+    showReplicas(this.fleet, reading, this.past[this.past.length - 2]);
     this.showRequests(reading);
   }
 
@@ -100,6 +102,26 @@ export class LoadView {
   }
 }
 
+/** A row for each engine process, where there are several: where it runs, how busy it is, how its requests came to it. */
+function showReplicas(element, { replicas, time }, before) {
+  element.hidden = !replicas.length;
+  const heads = ["Replica", "State", "Requests", "Busy", "KV cache", "Prefix hits", "Chosen because", "Restarts"];
+  const busy = (one) => {
+    const last = before?.replicas.find((other) => other.model === one.model && other.replica === one.replica);
+    return last ? Math.min(1, Math.max(0, (one.busy_s - last.busy_s) / (time - before.time))) : NaN;
+  };
+  const row = (one) => h("tr", { "data-replica": one.replica },
+    h("td", {}, `${one.replica}`, h("div", { class: "muted small" }, [one.model, one.place].filter(Boolean).join(", "))),
+    h("td", {}, h("span", { class: "state-dot", "data-state": one.is_drained ? "draining" : one.state, title: one.detail }, one.is_drained ? "drained" : one.state)),
+    h("td", { class: "right" }, shortNumber(one.requests)), h("td", { class: "right" }, percent(busy(one))),
+    h("td", { class: "right" }, percent(one.kv_blocks_total ? one.kv_blocks_used / one.kv_blocks_total : NaN)),
+    h("td", { class: "right" }, percent(one.prefix_query_tokens ? one.prefix_hit_tokens / one.prefix_query_tokens : NaN)),
+    h("td", {}, Object.entries(one.num_placed).map(([why, count]) => `${why} ${shortNumber(count)}`).join(", ")), h("td", { class: "right" }, shortNumber(one.restarts)));
+  const ready = replicas.filter((one) => one.state === "ready").length;
+  replace(element, h("h2", {}, `Replicas (${ready} of ${replicas.length} ready)`),
+    h("div", { class: "table-box" }, h("table", { class: "replicas" }, h("thead", {}, h("tr", {}, heads.map((text, at) => h("th", { class: at > 1 && at !== 6 ? "right" : "" }, text)))), h("tbody", {}, replicas.map(row)))));
+}
+
 function cardElement({ name, label, course }) {
   const figure = h("div", { class: "figure" }, "–");
   const small = h("div", { class: "muted small" });
@@ -120,7 +142,7 @@ function derive(reading, before) {
   const mean = (name) => (rise(`${name}_count`) > 0 ? rise(`${name}_sum`) / rise(`${name}_count`) : null);
   const share = (part, whole) => (whole > 0 ? part / whole : NaN);
   return {
-    series, made, read, time: reading.time,
+    series, made, read, time: reading.time, replicas: reading.replicas,
     running: value("requests_running"), waiting: value("requests_waiting"), kv: value("kv_usage_ratio"),
     out: before ? Math.max(0, made - before.made) / seconds : 0,
     in: before ? Math.max(0, read - before.read) / seconds : 0,

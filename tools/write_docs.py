@@ -1,23 +1,26 @@
-"""Write the pages of `docs/` that are made from the code: every flag and setting, every model and format.
+"""Write what is made from the code: pages of `docs/` with every flag and setting, every model and format, and the
+types of settings that editors and type checkers read.
 
     python tools/write_docs.py
 
 `docs/reference.md` comes from the command line's own parser, the settings' dataclasses, the error tree and the metric
 series, the tool-call formats; `docs/models.md` from the model families, the planner's outlines, the catalog and the
-backends' formats. A test compares both pages with what this program would write.
+backends' formats; `tokenmill/config/setting_types.py` from the settings' dataclasses. A test compares all of them with
+what this program would write.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import gguf
 from cyclopts import App
@@ -31,6 +34,8 @@ from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.cli import VERBS
 from tokenmill.cli.dispatch import SECTIONS, build_app
 from tokenmill.cli.flags import flag_name
+from tokenmill.config.by_name import PARTS
+from tokenmill.config.other_names import LEFT_TO_THE_FILES, OTHER_NAMES, OUR_VALUES, OtherName
 from tokenmill.observe import metrics
 from tokenmill.ops.cpu.packing import PACKED_QUANTS
 from tokenmill.store.catalog import load_catalog
@@ -43,6 +48,7 @@ MADE = "Made by `python tools/write_docs.py`; a test compares."
 
 # Variables that are no setting. A test finds those that the code reads and this table does not have.
 ENVIRONMENT = {
+    "TOKENMILL_CLUSTER_KEY": "the key of a cluster for `tokenmill host`, where no --key-file is given",
     "TOKENMILL_CONFIG": "path of a TOML file of settings, as `--config`",
     "TOKENMILL_DEBUG": "`1` shows the traceback behind a one-line error",
     "TOKENMILL_HOME": "where models are kept; `~/.cache/tokenmill` by default",
@@ -266,10 +272,16 @@ PLANNED_HEAD = """## Models that can only be planned for
 `tokenmill plan` reads their `config.json` and says what they need; the engine does not run them."""
 _INTEGERS, _KEPT4, _KEPT8 = "multiplied as integers", "kept in 4 bits and scales", "kept in 8 bits and scales"
 OTHER_FORMATS = [
-    ["safetensors: fp8 (e4m3; blocks, rows or whole matrices)", "8", "multiplied as floats", "expanded"],
+    [
+        "safetensors: fp8 (e4m3; blocks, rows or whole matrices)",
+        "8",
+        "multiplied as floats",
+        "one scale a row or matrix: multiplied as floats (from compute capability 8.9 on; activations of more than 32 "
+        "rows are rounded to fp8 too); blocks and experts: expanded",
+    ],
     ["compressed-tensors W4A16 (pack-quantized, to 4 bits)", "4", _INTEGERS, _KEPT4],
     ["compressed-tensors W8A16 and W8A8 (pack-, int-, naive-quantized)", "8", _INTEGERS, _KEPT8],
-    ["compressed-tensors fp8 and mxfp8 (float-, naive-quantized)", "8", "multiplied as floats", "expanded"],
+    ["compressed-tensors fp8 and mxfp8 (float-, naive-quantized)", "8", "multiplied as floats", "as fp8 above"],
     ["compressed-tensors and ModelOpt NVFP4", "4.5", _INTEGERS, _KEPT8],
     ["ModelOpt FP8; mixtures of FP8 and NVFP4", "8", "each as above", "each as above"],
     ["GPTQ, 2, 3 and 4 bits; AWQ, 4 bits", "4", _INTEGERS, _KEPT4],
@@ -388,10 +400,70 @@ def table(columns: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+# ── types of settings ────────────────────────────────────────────────────────────────────────────────
+
+TYPES_HEAD = '''"""Types of settings that `LLM` and `AsyncEngine.start` take as keywords, for editors and type checkers.
+
+Made by `python tools/write_docs.py` from the dataclasses in `config/engine.py`, which explain each; a test compares.
+Names of other engines that mean the same (`config/other_names.py`) come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+
+class EngineSettings(TypedDict, total=False):
+'''
+
+
+def setting_types() -> str:
+    lines = [
+        f"    {name}: {annotation(with_other_spellings(name, hint))}"
+        for name, hint in sorted(engine_settings().items())
+        if name != "model"
+    ]
+    others = [f"    {name}: Any" for name, other in sorted(OTHER_NAMES.items()) if is_engine_name(other)]
+    return "\n".join([TYPES_HEAD.rstrip(), *lines, "    adapters: Mapping[str, str | Path]", *others, ""])
+
+
+def engine_settings() -> dict[str, Any]:
+    return {name: hint for part in PARTS.values() for name, hint in get_type_hints(part).items()}
+
+
+def with_other_spellings(name: str, hint: Any) -> Any:
+    """The type of a setting, and the values that other engines write for the same."""
+    if name in LEFT_TO_THE_FILES:
+        return str | None
+    return Literal[(*get_args(hint), *OUR_VALUES[name])] if name in OUR_VALUES else hint
+
+
+def is_engine_name(other: OtherName) -> bool:
+    """Return whether `LLM(...)` takes this name of another engine, with some value or in vain with a known one."""
+    known = engine_settings()
+    return other.whose == "vLLM" and (other.ours in known if other.ours else bool(other.no_effect))
+
+
+def annotation(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(annotation(one) for one in get_args(hint))
+    if get_origin(hint) is Literal:
+        return f"Literal[{', '.join(json.dumps(value) for value in get_args(hint))}]"
+    if get_origin(hint) is tuple:
+        return f"tuple[{annotation(get_args(hint)[0])}, ...]"
+    return "None" if hint is NoneType else str(hint.__name__)
+
+
 FAMILIES = ROOT / "tokenmill" / "arch" / "families"
-PAGES = {"reference.md": reference, "models.md": models}
+PAGES = {
+    "docs/reference.md": reference,
+    "docs/models.md": models,
+    "tokenmill/config/setting_types.py": setting_types,
+}
 
 if __name__ == "__main__":
     for name, made in PAGES.items():
-        (ROOT / "docs" / name).write_text(made(), encoding="utf-8")
-        print(ROOT / "docs" / name)
+        (ROOT / name).write_text(made(), encoding="utf-8")
+        print(ROOT / name)

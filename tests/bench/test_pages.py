@@ -15,7 +15,7 @@ import pytest
 from tests.support.browser import ReportPage
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.bench.compare import Comparison, compared
-from tokenmill.bench.pages import GrowthRow, html_comparison, html_growth, html_report, html_search
+from tokenmill.bench.pages import GrowthRow, averaged, html_comparison, html_growth, html_report, html_search
 from tokenmill.bench.report import ReportRun
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.search import SearchSettings, Trial, search
@@ -123,11 +123,13 @@ def test_a_look_finds_what_is_wrong(chromium: Browser, tmp_path: Path) -> None:
     drawn = (
         '<svg data-place="wide" width="90" height="40"><text x="5" y="20">one</text><text x="9" y="22">two</text></svg>'
     )
-    file.write_text(f"<figure style='width: 500px'><figcaption>NaN</figcaption>{drawn}</figure>"
+    wide = "<div class='scroll' style='overflow: auto'><div style='width: 2000px'>figures</div></div>"
+    file.write_text(f"<figure style='width: 500px'><figcaption>NaN</figcaption>{drawn}</figure>{wide}"
                     "<img src='http://127.0.0.1:9/x.png'>", encoding="utf-8")  # fmt: skip
     report = ReportPage(chromium, file)
     faults = "\n".join(report.look(390, "light"))
-    for fault in ("the page is", "no number", '"one" and "two" overlap', "nothing is drawn", "asks for"):
+    overlap = '"one" and "two" overlap'
+    for fault in ("the page is", "no number", overlap, "nothing is drawn", "asks for", "a table is cut"):
         assert fault in faults, fault
     report.page.close()
 
@@ -140,6 +142,12 @@ def test_runs_are_compared_with_the_first_one() -> None:
     for told in ("smollm2:135m", "128 tokens in, 64 out", "2026-11-16", "tokenmill bench serve"):
         assert told in page, told
     assert "before <the>" not in page
+
+
+def test_a_number_that_jumps_is_averaged() -> None:
+    assert averaged([(1.0, 2), (2.0, 6), (3.0, 0)], num_bins=2) == [(1.5, 2.0), (2.5, 6.0)]
+    assert averaged([(0.0, 4), (1.0, 0), (4.0, 0)], num_bins=2) == [(1.0, 2.0), (3.0, 0.0)]
+    assert averaged([]) == [] and averaged([(3.0, 1)]) == [(3.0, 1.0)]
 
 
 def test_a_page_without_the_package_is_refused_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,10 @@ def test_a_pasted_text_is_one_turn_and_the_history_is_the_owners(environment: di
 
 
 def test_run_without_a_prompt_on_a_terminal_is_a_chat(environment: dict[str, str]) -> None:
-    with in_terminal({**environment, "TERM": "dumb"}, "run") as screen:
+    with in_terminal({**environment, "TERM": "dumb"}, "run", "--no-context-shift") as screen:
         screen.expect(b"/help for help")
+        screen.type(b"hi\n")
+        screen.expect(b'"context_shift": false')
         screen.type(b"/exit\n")
         screen.expect(b"model closed")
 
@@ -66,6 +68,14 @@ def test_conversations_go_on_past_the_context(
     environment: dict[str, str], flags: tuple[str, ...], shifts: bool
 ) -> None:
     done = scripted(environment, "chat", *flags, stdin="hi\n")
+    assert json.loads(done.stdout.splitlines()[0])["context_shift"] is shifts
+
+
+@pytest.mark.parametrize(("flags", "shifts"), [((), None), (("--context-shift",), True)])
+def test_one_answer_ends_at_the_context_unless_told(
+    environment: dict[str, str], flags: tuple[str, ...], shifts: bool | None
+) -> None:
+    done = scripted(environment, "run", "a-model", "hi", *flags)
     assert json.loads(done.stdout.splitlines()[0])["context_shift"] is shifts
 
 

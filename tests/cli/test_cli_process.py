@@ -60,6 +60,8 @@ def test_every_verb_in_the_table_has_help(environment: dict[str, str]) -> None:
         (["run"], ["nothing to answer"]),
         (["run", "--raw", "--system", "x", "hi"], ["--raw"]),
         (["rm"], ["MODEL"]),
+        (["serve", "--max-modl-len", "3"], ["did you mean --max-model-len (vLLM)?"]),
+        (["frobnicate"], ["see tokenmill --help"]),
         (["list", "--config"], ["--config"]),
         (["list", "--config", "/does/not/exist.toml"], ["exist.toml"]),
     ],

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import signal
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 
 from tokenmill.cli.chat import Conversation
-from tokenmill.cli.session import ServedEvents, write_answer
+from tokenmill.cli.session import Answer, ServedEvents, write_answer
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.engine.stream import EventBuffer, EventStream
-from tokenmill.types import Event, TextPart, ThoughtPart
+from tokenmill.types import Event, TextPart, ThoughtPart, Usage
 
 
 @pytest.fixture
@@ -50,12 +51,25 @@ def test_what_was_said_before_ctrl_c_is_kept(left: list[EventBuffer]) -> None:
     assert answer.was_stopped and answer.text == "The capital" and out.getvalue() == "The capital\n"
 
 
+def test_tokens_of_a_stopped_answer_are_counted() -> None:
+    answer, told = Answer(), Usage(prompt_tokens=9, completion_tokens=1)
+    answer.add(Event(request_id="r", text="The", token_ids=[1], usage=told))
+    answer.add(Event(request_id="r", text=" capital is", token_ids=[2, 3]))
+    assert answer.usage is not None and answer.usage.completion_tokens == 3 and "answer 3 tokens" in answer.stats()
+    answer.add(Event(request_id="r", finish_reason="stop", usage=Usage(prompt_tokens=9, completion_tokens=7)))
+    assert answer.usage is not None and answer.usage.completion_tokens == 7
+    remote = Answer(asked_at=time.monotonic() - 2)  # whose server tells it at the end only
+    for text in ("The", " capital"):
+        remote.add(Event(request_id="", text=text))
+    assert remote.stats().startswith("answer about 2 tokens (") and remote.first_s is not None and remote.first_s >= 2
+
+
 def test_a_turn_stopped_before_a_word_is_not_remembered(
     left: list[EventBuffer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with asyncio.Runner() as runner:
         model: Any = SimpleNamespace(stream_chat=lambda messages, params: unanswered(runner, left))
-        conversation = Conversation(lambda name: (model, "m"), None, SamplingConfig(), None)
+        conversation = Conversation(lambda name: (model, "m"), None, SamplingConfig(), None, None)
         conversation.answer("a very long question")
     assert conversation.messages == [] and "(stopped)" in capsys.readouterr().err
 

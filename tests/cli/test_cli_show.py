@@ -60,6 +60,14 @@ def test_show_says_of_every_config_what_runs_it_or_what_is_missing(
     assert seen == {True, False}
 
 
+@pytest.mark.parametrize("name", ["Qwen--Qwen3.5-27B", "deepseek-ai--DeepSeek-V4-Flash", "zai-org--GLM-5.2"])
+def test_layers_that_predict_further_tokens_are_told(
+    name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(str(shared_dir / "configs" / f"{name}_config.json")) == 0
+    assert "1 layer of the file that predicts them, not used for drafts yet" in capsys.readouterr().out
+
+
 def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(str(shared_dir / "configs" / "openai--gpt-oss-20b_config.json")) == 0
     words = capsys.readouterr().out

@@ -52,7 +52,7 @@ def test_the_same_meaning_is_taken(known: list[str], given: str, ours: str, caps
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("--pipeline-parallel-size 2", "--tp"),
+        ("--data-parallel-size 2", "--tp"),
         ("--gpu-memory-utilization 0.5", "--memory-fraction"),
         ("--trust-remote-code", "never run"),
         ("--enforce-eager", "captured"),

@@ -46,6 +46,11 @@ def run(program: str, url: str, home: Path, canary: Canary) -> dict[str, Any]:
 
 def test_the_makers_sdks(url: str, canary: Canary, tmp_path: Path) -> None:
     told = run("javascript_sdks.mjs", url, tmp_path, canary)
+    library = told.pop("library")
+    assert library["shaped"] == {"city": "Zürich"} and library["generated"] == "Hello, hello."
+    assert library["listed"] == library["running"] == ["scripted:latest"]
+    assert {"completion", "tools", "thinking"} <= set(library["capabilities"])
+    assert len(set(library["widths"])) == 1 and len(library["widths"]) == 2
     assert set(told) == {"anthropic", "openai", "responses", "ollama"}
     for name, one in told.items():
         assert one["text"] == "Hello, hello.", name

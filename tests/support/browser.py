@@ -104,6 +104,8 @@ FAULTS = """() => {
       for (const text of texts) if (getComputedStyle(text).fill === ground) faults.push(`${name}: unreadable text`)
     }
   }
+  for (const frame of document.querySelectorAll(".scroll")) if (frame.scrollWidth > frame.clientWidth + 1)
+    faults.push(`a table is cut off: ${frame.textContent.slice(0, 60)}`)
   apart("the page", [...document.body.children])
   return faults
 }"""

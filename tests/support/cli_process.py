@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -12,10 +13,12 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.support.emulated_screen import EmulatedScreen
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("scripted_cli.py")
@@ -67,33 +70,58 @@ def started_with(pid: int) -> bytes:
 
 
 class Screen:
-    """What a terminal showed and was not yet waited for: text that comes in one piece is not lost between two waits."""
+    """What a terminal showed and was not yet waited for: text that comes in one piece is not lost between two waits.
+    `emulated` has what a person sees."""
 
-    def __init__(self, terminal: int) -> None:
+    def __init__(self, terminal: int, columns: int) -> None:
         self.terminal, self.unseen = terminal, b""
+        self.emulated = EmulatedScreen(columns)
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
 
     def expect(self, wanted: bytes, timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
         while wanted not in self.unseen:
             assert time.monotonic() < deadline, f"{wanted!r} did not come; got {self.unseen[-500:]!r}"
-            if select.select([self.terminal], [], [], 0.2)[0]:
-                self.unseen += os.read(self.terminal, 4096)
+            self.unseen += self._read()
         self.unseen = self.unseen.partition(wanted)[2]
+
+    def expect_seen(self, is_there: Callable[[list[str]], bool], timeout_s: float = 60.0) -> None:
+        """Wait until what a person sees is as it should be."""
+        deadline = time.monotonic() + timeout_s
+        while not is_there(self.emulated.lines()):
+            assert time.monotonic() < deadline, "\n".join(["it did not come; there is:", *self.emulated.lines()])
+            self._read()
+
+    def _read(self) -> bytes:
+        if not select.select([self.terminal], [], [], 0.2)[0]:
+            return b""
+        try:
+            came = os.read(self.terminal, 4096)
+        except OSError:
+            raise AssertionError("\n".join(["the program ended:", *self.emulated.lines()])) from None
+        self.emulated.feed(self._decode(came))
+        if self.emulated.reply:
+            self.type(self.emulated.reply)
+            self.emulated.reply = b""
+        return came
 
     def type(self, keys: bytes) -> None:
         os.write(self.terminal, keys)
 
 
 @contextmanager
-def in_terminal(environment: dict[str, str], *arguments: str, columns: int = 100) -> Iterator[Screen]:
-    """The scripted command line in a terminal of so many columns; it must have ended well at the end."""
+def in_terminal(
+    environment: dict[str, str], *arguments: str, columns: int = 100, program: tuple[str, ...] = (str(SCRIPT),)
+) -> Iterator[Screen]:
+    """The scripted command line, or another program, in a terminal of so many columns; it must have ended well at the
+    end."""
     child, terminal = pty.fork()
     if child == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests started in the background of a script inherit its deafness
-        os.execve(sys.executable, [sys.executable, str(SCRIPT), *arguments], environment)
+        os.execve(sys.executable, [sys.executable, *program, *arguments], environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     try:
-        yield Screen(terminal)
+        yield Screen(terminal, columns)
         _, status = os.waitpid(child, 0)
     except BaseException:
         os.kill(child, signal.SIGKILL)

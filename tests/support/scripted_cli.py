@@ -55,7 +55,7 @@ class ScriptedModel:
             asked |= {"model": self.config.model.model, "max_context": self.config.model.max_context}
             asked |= {"temperature": params.temperature, "seed": params.seed, "threads": self.config.ops.threads}
             asked |= {"stop": params.stop, "weights_seed": self.config.model.seed}
-            asked |= {"context_shift": self.config.cache.context_shift}
+            asked |= {"context_shift": params.context_shift}
             text = json.dumps(asked, ensure_ascii=False)
             for at in range(0, len(text), 7):
                 yield Event(request_id="r", text=text[at : at + 7])

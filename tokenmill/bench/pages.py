@@ -141,18 +141,22 @@ def _repeat(run: ReportRun, *, is_named: bool) -> str:
 
 
 def _timeline(runs: Sequence[ReportRun]) -> str:
-    lines = [Series(run.name, _steps(in_flight(run.records))) for run in runs]
+    lines = [Series(run.name, averaged(in_flight(run.records))) for run in runs]
     return line_chart("Requests running", Axis("seconds"), Axis("requests"), lines, marks=False)
 
 
-def _steps(line: Sequence[tuple[float, int]]) -> list[tuple[float, float]]:
-    every = len(line) // 2000 + 1
-    points: list[tuple[float, float]] = []
-    for at_s, running in line[::every]:
-        if points:
-            points.append((at_s, points[-1][1]))
-        points.append((at_s, float(running)))
-    return points
+def averaged(line: Sequence[tuple[float, int]], num_bins: int = 120) -> list[tuple[float, float]]:
+    """A number that jumps (when, how many from then on), as its mean over each of some equal spans of time."""
+    if len(line) < 2 or line[-1][0] <= line[0][0]:
+        return [(at_s, float(count)) for at_s, count in line]
+    began_s, width = line[0][0], (line[-1][0] - line[0][0]) / num_bins
+    sums = [0.0] * num_bins
+    for (start, count), (end, _) in pairwise(line):
+        first, last = (min(int((at_s - began_s) / width), num_bins - 1) for at_s in (start, end))
+        for number in range(first, last + 1):
+            begins = began_s + number * width
+            sums[number] += count * max(0.0, min(end, begins + width) - max(start, begins))
+    return [(began_s + (number + 0.5) * width, total / width) for number, total in enumerate(sums)]
 
 
 def _token_rate(runs: Sequence[ReportRun]) -> str:
@@ -206,7 +210,7 @@ def _growth(runs: Sequence[ReportRun]) -> list[str]:
         ("TPOT, 95th percentile", "ms", lambda f: (f.get("tpot") or {}).get("p95", 0) * 1e3),
     )
     return [
-        bars(title, Axis(unit), [Bar("", run.name, float(read(run.figures) or 0)) for run in runs], is_development=True)
+        bars(title, unit, [Bar("", run.name, float(read(run.figures) or 0)) for run in runs], is_development=True)
         for title, unit, read in figures
     ]
 
@@ -249,24 +253,32 @@ def _metric(limit: str) -> str:
 
 def html_comparison(found: Sequence[Comparison], versions: dict[str, str], facts: Sequence[tuple[str, str]],
                     command: Sequence[str]) -> str:  # fmt: skip
-    """Engines side by side: bars by the number of sequences, and the ratios with their spread."""
+    """Engines side by side: bars by the number of sequences, and a matrix of figures and ratios with their spread."""
     drawn, groups = [], []
     ordered = sorted(found, key=lambda c: (c.concurrency, c.engine != OURS, c.engine))
+    counts = list(dict.fromkeys(c.concurrency for c in ordered))
     for figure in FIGURES:
-        phase = figure.removesuffix("_tok_s")
+        phase = figure.removesuffix("_tok_s").capitalize()
         shown = [c for c in ordered if c.figure == figure]
         values = [Bar(_sequences(c.concurrency), c.engine, float(c.as_dict()["median"])) for c in shown]
-        drawn.append(bars(f"{phase.capitalize()}, tokens a second", Axis("tokens/s"), values))
-        for count in dict.fromkeys(c.concurrency for c in shown):
-            rows = [(versions.get(c.engine, c.engine), _engine_cells(c)) for c in shown if c.concurrency == count]
-            groups.append(Group(f"{phase.capitalize()}, {_sequences(count)}", rows))
-    titles = ("", "tokens/s (median)", "ours / theirs (quartiles)")
+        drawn.append(bars(phase, "tokens a second", values))
+        at = {(c.engine, c.concurrency): c for c in shown}
+        rows = [
+            (versions.get(name, name), [_engine_cell(at.get((name, count))) for count in counts])
+            for name in dict.fromkeys(c.engine for c in shown)
+        ]
+        groups.append(Group(phase, rows))
+    titles = ("tokens/s, median", *map(_sequences, counts))
     heading = Heading("Engines side by side", [*facts, ("date", today())], command_line(command))
-    return page(heading, [charts(drawn), "<h2>Figures</h2>", matrix(titles, groups)])
+    legend = f'<p class="soft">In grey: how many times as fast {OURS} is, with the quartiles of single rounds.</p>'
+    return page(heading, [charts(drawn), "<h2>Figures</h2>", matrix(titles, groups), legend])
 
 
-def _engine_cells(found: Comparison) -> list[Cell]:
-    return [Cell(f"{found.as_dict()['median']:,.1f}"), Cell(str(found.ratio) if found.ratio else "–")]
+def _engine_cell(found: Comparison | None) -> Cell:
+    if found is None:
+        return Cell("–")
+    ratio = found.ratio
+    return Cell(f"{found.as_dict()['median']:,.0f}", f"×{ratio}" if ratio else "")
 
 
 def _sequences(count: int) -> str:
@@ -288,7 +300,7 @@ def html_growth(subjects: Sequence[tuple[str, Sequence[GrowthRow]]], command: st
     for title, rows in subjects:
         sections.append(f"<h2>{html.escape(title)}</h2>")
         drawn = [
-            bars(row.name, Axis(row.unit), [Bar("", when, value) for when, value in row.values], is_development=True)
+            bars(row.name, row.unit, [Bar("", when, value) for when, value in row.values], is_development=True)
             for row in rows
         ]
         sections.append(charts(drawn))

@@ -35,7 +35,7 @@ def _run_verb(arguments: list[str]) -> int:
     if verb not in VERBS:
         print(f"tokenmill: {_unknown(verb)}", file=sys.stderr)
         return 2
-    if verb == "serve":
+    if verb in ("serve", "up"):
         _end_orderly_from_now_on()
     from tokenmill.engine.startup.core_prestart import prestart_core
 
@@ -82,5 +82,5 @@ def _unknown(verb: str) -> str:
         return f"{verb} comes after a verb; see tokenmill --help"
     import difflib
 
-    near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.6)
     return f"there is no verb {verb!r}" + (f"; did you mean {near[0]}?" if near else "; see tokenmill --help")

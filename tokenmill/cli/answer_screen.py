@@ -24,6 +24,7 @@ MAX_WORD = 4096  # characters that are held back at most
 _HEADING = re.compile(r"#{1,6}")
 _NUMBER = re.compile(r"\d{1,3}[.)]")
 _MARKS = re.compile(r"(\*\*|`)")
+_NAME = re.compile(r"\S.*?\s{2,}(?=\S)")  # of a line in two columns
 
 
 def has_colours(out: TextIO) -> bool:
@@ -40,12 +41,19 @@ def width_of(text: str) -> int:
 
 
 def say(text: str, out: TextIO | None = None) -> None:
-    """Print a line of the program's own; on a terminal its words stay whole at the right edge."""
+    """Print lines of the program's own; on a terminal words stay whole at the right edge, and what does not fit beside
+    a name in front goes on below itself."""
     out = out or sys.stdout
     width = shutil.get_terminal_size((100, 24)).columns
     if out.isatty() and width >= NARROWEST:
-        text = "\n".join(textwrap.fill(line, width, break_long_words=False) for line in text.splitlines())
+        text = "\n".join(_wrapped(line, width) for line in text.splitlines())
     print(text, file=out, flush=True)
+
+
+def _wrapped(line: str, width: int) -> str:
+    name = _NAME.match(line)
+    indent = 0 if name is None else name.end() if name.end() <= width // 2 else 4
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 class AnswerScreen:
@@ -124,7 +132,7 @@ class AnswerScreen:
             return
         reaches = self._column + len(self._gap) + width_of(_MARKS.sub("", word))
         if not self._is_line_start and reaches > self._width() and self._column > self._indent:
-            self._out.write("\n" + " " * self._indent)
+            self._out.write("\n" + ("│".ljust(self._indent) if self._is_quote else " " * self._indent))
             self._column = self._indent
         else:
             self._out.write(self._gap)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from cyclopts import App
 
-from tokenmill.cli.bench_engine import compare, latency, offline, startup
+from tokenmill.cli.bench_engine import compare, latency, links, offline, startup
 from tokenmill.cli.bench_serve import report, search, serve
 
 command = App(
-    help="Measure: the engine alone (offline, latency, startup), a server (serve, search), peers (compare).",
+    help="Measure: the engine alone (offline, latency, startup, links), a server (serve, search), peers (compare).",
     help_flags=["--help", "-h"],
     version_flags=[],
 )
-for measurement in (offline, serve, search, latency, startup, compare, report):
+for measurement in (offline, serve, search, latency, startup, links, compare, report):
     command.command(measurement)

@@ -402,3 +402,24 @@ def _show_comparison(path: Path, found: list[Any], versions: dict[str, str]) -> 
     ]
     columns = ("phase", "sequences", "engine", "tok/s (median)", "ours / theirs (quartiles)")
     print_rich_table(f"{path.name}, taking turns", columns, rows)
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def links(*, json: flags.Switch = False) -> int:
+    """Measure the links between ranks of this machine: latency and bytes per second (`plan --link FILE` reads them).
+
+    Parameters
+    ----------
+    json
+        One JSON object instead of a table; into a pipe it comes as the last line in any case.
+    """
+    from tokenmill.bench.links import measure_links
+
+    found = measure_links()
+    if not json:
+        rows = [[link.title, number(link.latency_s * 1e6, 1), number(link.bytes_s / 1e9, 2)] for link in found]
+        print_rich_table("links between two ranks", ("link", "µs", "GB/s"), rows)
+    print_result({"benchmark": "links", "links": [link.flat() for link in found]}, as_json=json)
+    return 0

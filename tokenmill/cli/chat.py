@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ HELP = '''\
 /help             this list
 /exit             leave (also Ctrl-D)
 
-Alt-Enter breaks a line, and so does \\ at its end; """ opens a block of lines and """ closes it. A pasted
+Alt-Enter breaks a line, and so does \\ at its end; """ opens a block of lines and """ closes it. A pasted \
 text is one turn. Ctrl-R searches earlier turns. Ctrl-C stops an answer.'''
 COMMANDS = tuple(dict.fromkeys(line.split()[0][1:] for line in HELP.splitlines() if line.startswith("/")))
 MAX_FILE_BYTES = 4 << 20
@@ -53,7 +54,7 @@ def command(
     *,
     url: str | None = None,
     system: str | None = None,
-    context_shift: bool = True,
+    context_shift: bool | None = None,
     sampling: flags.SamplingFlags = flags.SAMPLING,
     engine: flags.ChatEngineFlags = flags.ENGINE,
 ) -> int:
@@ -66,7 +67,8 @@ def command(
     system
         How the model should behave, in words.
     context_shift
-        Let the conversation go on past the context: the oldest turns are dropped.
+        Let the conversation go on past the context: the oldest turns are dropped. On unless told otherwise; with --url
+        it is the server's setting then.
     """
     sampling.params()  # wrong values are refused before a model is loaded
     if url is not None:
@@ -77,10 +79,10 @@ def command(
             remote = RemoteModel(url, name)
             return remote, f"{remote.name} at {url}"
         config = engine.config(name)
-        config = replace(config, cache=replace(config.cache, context_shift=context_shift))
         return session.open_model(config), config.model.model
 
-    with Conversation(open_model, model, sampling, system) as conversation:
+    shifts = True if context_shift is None and url is None else context_shift
+    with Conversation(open_model, model, sampling, system, shifts) as conversation:
         turns = PromptInput(sys.stdin)
         if turns.is_terminal:
             say(f"{conversation.name}; /help for help, /exit to leave")
@@ -94,10 +96,18 @@ OpenModel = Callable[[str | None], tuple[session.ChatModel, str]]
 class Conversation:
     """A conversation so far, the model it is held with, and the sampling settings of the next answer."""
 
-    def __init__(self, open_model: OpenModel, model: str | None, sampling: SamplingConfig, system: str | None) -> None:
+    def __init__(
+        self,
+        open_model: OpenModel,
+        model: str | None,
+        sampling: SamplingConfig,
+        system: str | None,
+        context_shift: bool | None,
+    ) -> None:
         self._open_model = open_model
         self.llm, self.name = open_model(model)
         self.sampling, self.system = sampling, system
+        self._context_shift = context_shift
         self.messages: list[dict[str, Any]] = []
         self._read = ""  # files before the next turn
         self._last: session.Answer | None = None
@@ -125,7 +135,9 @@ class Conversation:
         """Answer one turn. A turn that failed, or was stopped before any text came, is not kept."""
         asked = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
-        answer = session.write_answer(self.llm.stream_chat([*first, *asked], self.sampling.params()))
+        params = msgspec.structs.replace(self.sampling.params(), context_shift=self._context_shift)
+        asked_at = time.monotonic()
+        answer = session.write_answer(self.llm.stream_chat([*first, *asked], params), asked_at=asked_at)
         self._last = answer
         if answer.ending:
             print(answer.ending, file=sys.stderr)
@@ -139,7 +151,7 @@ class Conversation:
             case "exit" | "quit" | "bye":
                 return False
             case "help" | "?":
-                print(HELP)
+                say(HELP)
             case "clear":
                 self.messages = []
                 print("(the conversation is forgotten)")

@@ -16,7 +16,6 @@ import difflib
 import json
 import os
 import sys
-import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -33,6 +32,7 @@ from tokenmill.cli.flags import flag_name, whole_numbers_only
 from tokenmill.cli.help_screen import daily_help, wanted_help
 from tokenmill.cli.verbs import VERBS
 from tokenmill.config import CacheConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
+from tokenmill.config.cluster import read_tables, settings_tables
 from tokenmill.config.other_names import ON, OTHER_NAMES, SHORT, OtherName, by_other_name, our_value
 from tokenmill.config.sampling import SamplingConfig
 from tokenmill.config.server import ServerConfig
@@ -45,8 +45,11 @@ ENTRY_POINTS = {
     "rm": ("store_verbs", "remove_models"),
     "ps": ("server_verbs", "list_running"),
     "stop": ("server_verbs", "stop_models"),
+    "scale": ("fleet_verbs", "scale_replicas"),
+    "drain": ("fleet_verbs", "drain_replica"),
+    "roll": ("fleet_verbs", "roll_replicas"),
 }
-CONFIGURED = ("run", "chat", "serve", "batch")
+CONFIGURED = ("run", "chat", "serve", "batch", "up")
 EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_PORT=8001).\n"
 
 
@@ -56,7 +59,8 @@ def dispatch(verb: str, arguments: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
         arguments, config_file = take_config_file(arguments)
-        app = build_app(verb, config_file, asks_server=_asks_server(arguments))
+        cluster_file = Path(arguments[0]) if verb == "up" and arguments and not arguments[0].startswith("-") else None
+        app = build_app(verb, config_file, asks_server=_asks_server(arguments), cluster_file=cluster_file)
         if (asked := wanted_help(verb, arguments)) is not None:
             return _show_help(app, *asked)
         arguments = with_our_names(arguments, flags_of(app, verb))
@@ -102,10 +106,14 @@ def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
     return rest, Path(chosen).expanduser() if chosen else None
 
 
-def build_app(verb: str, config_file: Path | None, *, asks_server: bool = False) -> App:
+def build_app(
+    verb: str, config_file: Path | None, *, asks_server: bool = False, cluster_file: Path | None = None
+) -> App:
     found = [(environment_settings(os.environ), "the environment")]
     if config_file is not None:
         found.append((file_settings(config_file), str(config_file)))
+    if cluster_file is not None:
+        found.append((cluster_settings(cluster_file), str(cluster_file)))
     sources = [_source(_without_engine(values) if asks_server else values, name) for values, name in found]
     app = App(
         name="tokenmill",
@@ -235,10 +243,12 @@ def _unknown_option(verb: str, problem: UnknownOptionError, known: Sequence[str]
     if is_setting(option):
         return f"--{option} does nothing in {verb}: it is for other verbs"
     harmless = [flag for flag in known if flag.removeprefix("--no-").removeprefix("--") not in OPENING]
-    near = difflib.get_close_matches(given, harmless, n=1, cutoff=0.75)
-    return f"{verb} has no option {given}" + (
-        f"; did you mean {near[0]}?" if near else f"; see tokenmill {verb} --help"
-    )
+    elsewhere = {f"--{name.replace('_', '-')}": other for name, other in OTHER_NAMES.items()}
+    near = difflib.get_close_matches(given, [*harmless, *elsewhere], n=1, cutoff=0.75)
+    if not near:
+        return f"{verb} has no option {given}; see tokenmill {verb} --help"
+    whose = f" ({elsewhere[near[0]].whose})" if near[0] in elsewhere else ""
+    return f"{verb} has no option {given}; did you mean {near[0]}{whose}?"
 
 
 OPENING = ("allow-open", "any-model-name", "api-key", "api-key-file", "cors-origin", "host", "manage-models",
@@ -254,9 +264,8 @@ SECTIONS: dict[str, type[Any]] = {
 }
 ENGINE_SECTIONS = ("model", "cache", "scheduler", "ops", "parallel")
 PREFIX = "TOKENMILL_"
-OTHER_VARIABLES = ("TOKENMILL_HOME", "TOKENMILL_CONFIG", "TOKENMILL_DEBUG")  # and what the tests set:
-TEST_PREFIXES = ("TOKENMILL_TEST_", "TOKENMILL_CLIENTS")
-MAX_FILE_BYTES = 1 << 20
+OTHER_VARIABLES = ("TOKENMILL_HOME", "TOKENMILL_CONFIG", "TOKENMILL_DEBUG", "TOKENMILL_CLUSTER_KEY")
+TEST_PREFIXES = ("TOKENMILL_TEST_", "TOKENMILL_CLIENTS")  # what the tests set
 
 
 # ── settings from a file and the environment ─────────────────────────────────────────────────────────
@@ -264,14 +273,15 @@ MAX_FILE_BYTES = 1 << 20
 
 def file_settings(path: Path) -> dict[str, Any]:
     """Flag name → value from a TOML file."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidConfig(f"{path} is too large for a settings file")
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise InvalidConfig(f"{path} can't be read: {problem.strerror}") from problem
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise InvalidConfig(f"{path} is not valid TOML: {problem}") from problem
+    return settings_of(path, read_tables(path))
+
+
+def cluster_settings(path: Path) -> dict[str, Any]:
+    """Flag name → value from the file of a cluster, which says more than settings."""
+    return settings_of(path, settings_tables(read_tables(path)))
+
+
+def settings_of(path: Path, tables: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if (models := tables.pop("models", None)) is not None:
         found["model-tables"] = _model_tables(path, models)

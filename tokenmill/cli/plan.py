@@ -34,6 +34,9 @@ class DeviceConfig:
     """Devices that share every layer (tensor split)."""
     pp: Count = 1
     """Stages that the layers are cut into (pipeline split)."""
+    link: str | None = None
+    """What connects several devices: nvlink, pcie5, pcie4, ib, ethernet, shared or loopback; by default what such
+    devices usually have."""
     mfu: Share | None = None
     """Share of peak arithmetic that prefill reaches."""
     mbu: Share | None = None
@@ -45,8 +48,10 @@ class DeviceConfig:
 
     def named(self, name: str) -> PlanDevice:
         from tokenmill.planner.device import plan_device
+        from tokenmill.planner.links import find_link
 
-        return plan_device(name, mfu=self.mfu, mbu=self.mbu)
+        device = plan_device(name, mfu=self.mfu, mbu=self.mbu)
+        return device if self.link is None else replace(device, linked_by=find_link(self.link))
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class ShowConfig:
     """More devices or models to show side by side."""
     fit: Annotated[bool, Parameter(negative="")] = False
     """Show every precision and split on the device."""
+    topologies: Count | None = None
+    """Rank all ways to put the model on so many devices: tensor splits, pipelines, replicas."""
     which: Annotated[bool, Parameter(negative="")] = False
     """Rank all known devices by the price of a request within the limits, 1 to 8 of each side by side."""
     devices: Annotated[bool, Parameter(negative="")] = False
@@ -105,9 +112,13 @@ DEVICE, LOAD, PRECISION, SHOW = DeviceConfig(), LoadConfig(), PrecisionConfig(),
 def require_no_idle(device: DeviceConfig, precision: PrecisionConfig, show: ShowConfig) -> None:
     """Refuse flags that --calibrate measures, and flags that --fit tries in every way."""
     refuse_idle(device, dict.fromkeys(("mfu", "mbu"), (device.calibrate is None, "a plan without --calibrate")))
-    ranked = ("tp", "pp", "mfu", "mbu", "calibrate", "usd_per_hour")
+    ranked = ("tp", "pp", "link", "mfu", "mbu", "calibrate", "usd_per_hour")
     refuse_idle(device, dict.fromkeys(ranked, (not show.which, "a plan without --which, which asks the table")))
     refuse_idle(show, dict.fromkeys(("compare", "fit", "html"), (not show.which, "a plan without --which")))
+    asked = show.topologies is None
+    refuse_idle(device, dict.fromkeys(("tp", "pp"), (asked, "a plan without --topologies, which tries them all")))
+    others = ("compare", "fit", "which", "html", "verbose")
+    refuse_idle(show, dict.fromkeys(others, (asked, "a plan without --topologies")))
     for group, names in ((device, ("tp", "pp")), (precision, ("weight_dtype", "kv_dtype"))):
         refuse_idle(group, dict.fromkeys(names, (not show.fit, "a plan without --fit, which tries them all")))
 
@@ -170,6 +181,9 @@ def command(
         return 0
     require_page(show.html)
     require_no_idle(device, precision, show)
+    if show.topologies is not None:
+        _rank_splits(model, device, show, question(device, load, precision))
+        return 0
     if show.which:
         _rank(model, device, show, question(device, load, precision))
         return 0
@@ -196,6 +210,22 @@ def _rank(model: str, asked: DeviceConfig, show: ShowConfig, question: Question)
         )
         return
     print_table(TITLES, rows(options))
+    print(f"\n{verdict(options)}")
+
+
+def _rank_splits(model: str, asked: DeviceConfig, show: ShowConfig, question: Question) -> None:
+    from tokenmill.planner.model import find_model
+    from tokenmill.planner.splits import TITLES, rank_splits, table_rows, verdict
+
+    assert show.topologies is not None
+    planned = find_model(model)
+    if asked.calibrate is not None:
+        question = replace(question, speeds=measured_speeds(asked.calibrate, planned, question.kv_dtype))
+    options = rank_splits(planned, asked.named(asked.device), question, show.topologies)
+    if show.json:
+        print_json_line({"topologies": [option.flat() for option in options]})
+        return
+    print_table(TITLES, table_rows(options))
     print(f"\n{verdict(options)}")
 
 

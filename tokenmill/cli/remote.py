@@ -28,7 +28,7 @@ MAX_ERROR_BYTES = 64 << 10
 MAX_LINE_BYTES = 8 << 20
 FINISH_REASONS = ("stop", "length", "tool_calls")
 DEFAULTS = SamplingParams()
-NOT_SENT = ("guided", "beam", "watermark", "logits_processors", "context_shift", "context_keep", "thinking_markers")
+NOT_SENT = ("guided", "beam", "watermark", "logits_processors", "thinking_markers")
 
 
 class RemoteModel:

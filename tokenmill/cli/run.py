@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,8 +39,9 @@ def command(
     schema: Path | None = None,
     raw: Annotated[bool, Parameter(negative="")] = False,
     stats: Annotated[bool, Parameter(negative="")] = False,
+    context_shift: bool | None = None,
     sampling: flags.SamplingFlags = flags.SAMPLING,
-    engine: flags.EngineFlags = flags.ENGINE,
+    engine: flags.ChatEngineFlags = flags.ENGINE,
 ) -> int:
     """Answer one prompt on stdout, streamed. Text piped in is the prompt, or follows it. Without either, on a terminal,
     it is `tokenmill chat`.
@@ -60,6 +62,8 @@ def command(
         Continue the text as it is, without the chat template.
     stats
         Tell on stderr how many tokens and how fast.
+    context_shift
+        Let the answer go on past the context: the oldest tokens are dropped. Off unless told otherwise, on in a chat.
     """
     model, prompt = tell_apart(model, prompt) if url is None or prompt is not None else (None, model)
     if url is not None:
@@ -68,14 +72,18 @@ def command(
     if raw and system:
         raise InvalidRequest("--system needs the chat template, which --raw leaves out")
     if not text and not raw and schema is None and sys.stdin.isatty() and sys.stdout.isatty():
-        return chat.command(model, url=url, system=system, sampling=sampling, engine=engine)
+        return chat.command(
+            model, url=url, system=system, context_shift=context_shift, sampling=sampling, engine=engine
+        )
     if not text:
         raise InvalidRequest("nothing to answer", hint='tokenmill run "your question", or pipe text in')
-    params = following(schema, sampling.params())  # wrong values are refused before a model is loaded
+    asked = msgspec.structs.replace(sampling.params(), context_shift=context_shift)
+    params = following(schema, asked)  # wrong values are refused before a model is loaded
     llm = RemoteModel(url, model) if url else session.open_model(engine.config(model))
+    asked_at = time.monotonic()
     try:
         events = llm.stream(text, params) if raw else llm.stream_chat(conversation(system, text), params)
-        answer = session.write_answer(events)
+        answer = session.write_answer(events, asked_at=asked_at)
     finally:
         llm.close()
     if answer.ending and sys.stderr.isatty():

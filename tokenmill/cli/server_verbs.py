@@ -33,20 +33,21 @@ def list_running(*, url: str = DEFAULT_URL, json: Flag = False) -> int:
     return 0
 
 
-def stop_models(model: str, /, *more: str, url: str = DEFAULT_URL) -> int:
+def stop_models(*models: str, url: str = DEFAULT_URL) -> int:
     """Take models out of a running server's memory, after their running requests. The next request loads them again.
 
     Parameters
     ----------
-    model
-        Name as `tokenmill ps` shows it.
-    more
-        More of them.
+    models
+        Names as `tokenmill ps` shows them; all that are loaded without any.
     url
         Where the server is; its key is TOKENMILL_API_KEY.
     """
     server = _server(url)
-    for name in (model, *more):
+    names = models or tuple(str(row.get("id")) for row in server.get("/models").get("data") or [] if _is_loaded(row))
+    if not names:
+        print("no model is loaded")
+    for name in names:
         done = server.change("/models/unload", {"model": name})
         print(f"{done.get('model', name)} is {done.get('status', 'unloaded')}")
     return 0
@@ -54,6 +55,10 @@ def stop_models(model: str, /, *more: str, url: str = DEFAULT_URL) -> int:
 
 def _server(url: str) -> RemoteServer:
     return RemoteServer(url, os.environ.get("TOKENMILL_API_KEY"))
+
+
+def _is_loaded(row: dict[str, Any]) -> bool:
+    return (row.get("status") or {}).get("value") == "loaded" and not row.get("parent")
 
 
 def _in_words(row: dict[str, Any]) -> tuple[str, ...]:

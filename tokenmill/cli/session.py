@@ -27,7 +27,7 @@ from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.engine.stream import EventStream
 from tokenmill.errors import InvalidConfig
 from tokenmill.params import SamplingParams
-from tokenmill.report.units import duration
+from tokenmill.report.units import counted, duration
 from tokenmill.store import Customization, ResolvedModel, resolve_model
 from tokenmill.types import ChatRequest, Event, Message, PromptRequest, Usage
 
@@ -213,22 +213,34 @@ def stoppable(events: Events) -> Generator[Stop, None, None]:
 class Answer:
     """The text of an answer so far, how long it took, and how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked_at: float | None = None) -> None:
+        """`asked_at`: when it was asked for, by the monotonic clock; now by default."""
         self.text = ""
-        self.usage: Usage | None = None
+        self._told: Usage | None = None  # by the engine or the server: at the beginning and at the end
+        self._num_tokens = 0  # that came
         self.finish_reason: str | None = None
         self.was_stopped = False
-        self._began = time.monotonic()
+        self._began = time.monotonic() if asked_at is None else asked_at
         self.first_s: float | None = None  # until the first token
         self.total_s = 0.0
 
     def add(self, event: Event) -> None:
         self.text += event.text
-        self.usage = event.usage or self.usage
+        self._told = event.usage or self._told
+        self._num_tokens += len(event.token_ids) or bool(event.text or event.parts)  # servers send a token at a time
         self.finish_reason = event.finish_reason or self.finish_reason
         self.total_s = time.monotonic() - self._began
         if self.first_s is None and (event.text or event.parts or event.token_ids):
             self.first_s = self.total_s
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the answer took so far; of one that was stopped, the tokens that came are counted."""
+        if self._told is None or self.finish_reason is not None:
+            return self._told
+        return msgspec.structs.replace(
+            self._told, completion_tokens=max(self._told.completion_tokens, self._num_tokens)
+        )
 
     @property
     def ending(self) -> str:
@@ -239,24 +251,31 @@ class Answer:
 
     def stats(self) -> str:
         """One line: tokens and speed of the prompt and of the answer."""
-        if self.usage is None or self.first_s is None:
+        usage = self.usage
+        if self.first_s is None:
             return f"no tokens, {duration(self.total_s)}"
-        usage, answer_s = self.usage, self.total_s - self.first_s
+        answer_s = self.total_s - self.first_s
+        if usage is None:  # stopped, and the server tells it at the end only
+            return f"answer about {counted(self._num_tokens, 'token')} ({duration(answer_s)})"
         computed = usage.prompt_tokens - usage.cached_tokens
         cached = f", {usage.cached_tokens:,} of them cached" if usage.cached_tokens else ""
         speed_in = f"{computed / self.first_s:,.0f} tokens/s" if self.first_s else ""
         rate = f", {(usage.completion_tokens - 1) / answer_s:,.1f} tokens/s" if answer_s > 0 else ""
-        prompt = f"prompt {usage.prompt_tokens:,} tokens{cached} ({duration(self.first_s)}, {speed_in})"
-        return f"{prompt}; answer {usage.completion_tokens:,} tokens ({duration(answer_s)}{rate})"
+        prompt = f"prompt {counted(usage.prompt_tokens, 'token')}{cached} ({duration(self.first_s)}, {speed_in})"
+        return f"{prompt}; answer {counted(usage.completion_tokens, 'token')} ({duration(answer_s)}{rate})"
 
 
-def write_answer(events: Events, out: TextIO = sys.stdout, thoughts: TextIO = sys.stderr) -> Answer:
+def write_answer(
+    events: Events, out: TextIO = sys.stdout, thoughts: TextIO = sys.stderr, *, asked_at: float | None = None
+) -> Answer:
     """Write the text as it comes; end with a line break; free the sequence when it is stopped early.
+
+    `asked_at` is when it was asked for: a server's first token may have come before its events are read.
 
     What the model thinks is shown dimmed on `thoughts` where that is a terminal, so that a redirected answer is only
     the answer.
     """
-    answer = Answer()
+    answer = Answer(asked_at)
     thinking, screen = ThoughtScreen(thoughts), AnswerScreen(out)
     try:
         with stoppable(events) as stop, without_echo():

@@ -89,6 +89,7 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "custom": {} if resolved.custom is None else msgspec.to_builtins(resolved.custom),
         "family": spec.family,
         "num_layers": spec.num_layers,
+        "num_further_token_layers": spec.num_extra_layers,
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "attention": mixers_in_words(spec),
@@ -293,6 +294,7 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("architecture", f"{facts['family']}, {facts['num_layers']} layers, {facts['hidden_size']} wide"),
         ("attention", facts["attention"]),
         ("mlp", facts["mlp"]),
+        *_further_in_words(facts["num_further_token_layers"]),
         ("vocabulary", f"{facts['vocab_size']:,} tokens"),
         ("parameters", _parameters_in_words(facts)),
         *([("quantised", facts["quantised_as"])] if facts["quantised_as"] else []),
@@ -307,6 +309,11 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("speed here", _speed_in_words(facts["speed_here"])))
     raw = "" if facts["has_chat_template"] else " --raw"
     return [*rows, ("try", f'tokenmill run {shlex.quote(facts["name"])}{raw} "Why is the sky blue?"')]
+
+
+def _further_in_words(count: int) -> list[tuple[str, str]]:
+    layers = f"{count} layer{'s' * (count > 1)} of the file that predict{'s' * (count == 1)} them"
+    return [("further tokens", f"{layers}, not used for drafts yet")] if count else []
 
 
 def _cache_in_words(per_token: dict[str, int]) -> str:

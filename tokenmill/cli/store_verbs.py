@@ -71,13 +71,12 @@ def _store_rows() -> list[dict[str, Any]]:
 
 
 def planned_bytes(name: str) -> int:
-    """About how much a model of the catalog takes, by its shape and precision."""
-    from tokenmill.planner.device import unmeasured_machine
+    """About how large the file of a model of the catalog is, by its shape and the types of its tensors."""
+    from tokenmill.arch.gguf_mixes import file_bytes
     from tokenmill.planner.model import known_model
-    from tokenmill.planner.plan import Question, place
 
     model = known_model(name)
-    return 0 if model is None else place(model, unmeasured_machine(use_gpu=False), Question()).memory.weights
+    return 0 if model is None else file_bytes(model.weights("auto"), model.spec.vocab_size)
 
 
 def _catalog_rows() -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -48,6 +49,18 @@ def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any])
     return replace(config, **{part: replace(getattr(config, part), **values) for part, values in changed.items()})
 
 
+def settings_signature() -> Signature:
+    """What `LLM(...)` takes, each setting by its name: for tab completion and `help`."""
+    model = Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, default=ModelConfig().model)
+    named = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for part in PARTS.values()
+        for field in fields(part)
+        if field.name != "model"
+    ]
+    return Signature([model, *named, Parameter("other_names", Parameter.VAR_KEYWORD)])
+
+
 def _by_our_names(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         if name == "seed" and settings.get("load_format") != "dummy":
@@ -60,10 +73,10 @@ def _by_our_names(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _part_with(name: str, hints: dict[str, dict[str, Any]]) -> str:
-    for part, fields in hints.items():
-        if name in fields:
+    for part, named in hints.items():
+        if name in named:
             return part
-    near = difflib.get_close_matches(name, [field for fields in hints.values() for field in fields], n=1)
+    near = difflib.get_close_matches(name, [field for named in hints.values() for field in named], n=1)
     raise InvalidConfig(f"there is no setting {name!r}{f'; did you mean {near[0]}?' if near else ''}", param=name)
 
 

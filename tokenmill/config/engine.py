@@ -84,6 +84,13 @@ class CacheConfig:
     vector: about half the memory of the default."""
     prefix_caching: bool = True
     """Reuse the KV blocks of prompts that begin alike."""
+    kv_disk: str | None = None
+    """Folder in which computed KV blocks are kept, so that prompts are found again after they had to leave the pool,
+    and after a restart; several servers may share it. By default none, or one in $TOKENMILL_HOME with --kv-disk-gb."""
+    kv_disk_gb: float | None = None
+    """Gigabytes that the folder of --kv-disk may take, 16 by default; blocks not used for longest go first."""
+    kv_host_gb: float = 0.0
+    """Gigabytes of pinned host memory in which a GPU's computed KV blocks are kept beside the pool."""
     context_shift: bool = False
     """Let conversations go on past the context: the first tokens stay, the older half of the others is forgotten each
     time the context is full. Requests can ask for it, or against it, themselves."""
@@ -150,9 +157,32 @@ class ParallelConfig:
     """Tensor parallel: ranks that compute every step together, each with some rows of every matrix, on CPUs of this
     machine (`--threads` are those of a rank). Answers are the same with any number, bit for bit with native kernels. It
     pays where each rank has memory of its own (sockets); on one, threads are faster."""
+    pp: int = 1
+    """Pipeline parallel: stages of layers, each on `tp` ranks, that compute several steps at the same time, one behind
+    the other. Layers are parted by cost; answers are the same with any number of stages."""
+    lanes: int | None = None
+    """Steps that a pipeline has in flight, each with its share of the running requests; the number of stages by
+    default. Only for `pp` above 1."""
+    ep: bool = False
+    """Expert parallel: of the experts of a layer each of the `tp` ranks has some as a whole, instead of some rows of
+    all. Results travel once instead of twice; answers are the same."""
+    expert_loads: str | None = None
+    """Tokens that each expert has been seen to get, a file of `benchmarks/experts.py`: experts are placed so that ranks
+    get about as many. Only with `ep`."""
+    expert_copies: int = 0
+    """So many experts of a layer, those with most tokens, are on one more rank, which then take turns. Only with
+    `expert_loads`."""
     link: Link = "auto"
     """How ranks reach each other. In a process each: by `shared` memory, or with torch's ops also by `gloo` over this
     machine's loopback; `threads`: in one process, for tests."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def num_lanes(self) -> int:
+        return self.lanes or self.pp
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,9 @@ OTHER_NAMES: dict[str, OtherName] = {
     "uvicorn_log_level": OtherName(VLLM, "log_level", {"critical": "error", "trace": "debug"}),
     "allowed_origins": OtherName(VLLM, instead="--cors-origin lets the pages of one origin in"),
     "tensor_parallel_size": OtherName(VLLM, "tp", no_effect=("1",)),
+    "pipeline_parallel_size": OtherName(VLLM, "pp", no_effect=("1",)),
     "tp_size": OtherName(SGLANG, "tp", no_effect=("1",)),
-    "pipeline_parallel_size": OtherName(VLLM, no_effect=("1",), instead=ONE_DEVICE),
+    "pp_size": OtherName(SGLANG, "pp", no_effect=("1",)),
     "data_parallel_size": OtherName(VLLM, no_effect=("1",), instead=ONE_DEVICE),
     "dp_size": OtherName(SGLANG, no_effect=("1",), instead=ONE_DEVICE),
     "enforce_eager": OtherName(VLLM, is_switch=True, no_effect=OFF, instead="decoding steps are always captured"),
@@ -80,6 +81,11 @@ OTHER_NAMES: dict[str, OtherName] = {
     "disable_log_requests": OtherName(VLLM, is_switch=True, no_effect=ON, instead="requests are not logged"),
     "disable_log_stats": OtherName(VLLM, is_switch=True, no_effect=OFF, instead="--log-level warning"),
     "max_logprobs": OtherName(VLLM, instead="a request may ask for 20 alternatives, as with OpenAI"),
+    "task": OtherName(VLLM, no_effect=("auto", "generate"), instead="generate, chat and embed work with every model"),
+    "runner": OtherName(VLLM, no_effect=("auto", "generate"), instead="generate, chat and embed work with every model"),
+    "generation_config": OtherName(
+        VLLM, no_effect=("auto",), instead="--no-sampling-defaults leaves the model's own settings out"
+    ),
     "hf_token": OtherName(VLLM, instead="set HF_TOKEN in the environment"),
     "enable_lora": OtherName(
         VLLM,

@@ -50,6 +50,9 @@ class ServerConfig:
     replicas: int = 1
     """Engine processes of each model that the server is started with; requests go where their beginning is cached and
     little waits. On CPUs they share threads and memory; on GPUs each has a device of its own."""
+    roles: str | None = None
+    """What each replica is for, with commas between: `prefill` computes prompts, `decode` answers whose long prompts
+    come computed from those, so that no prompt holds up its streams, `any` both, which is the default."""
     manage_models: bool | None = None
     """Let clients load and unload models, and pull, create, copy, delete and upload them (Ollama's /api routes for
     that); by default only where the server listens on this machine alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -52,7 +52,7 @@ class ParamsMeta(msgspec.StructMeta):
     Messages from another process are decoded without this.
     """
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:  # noqa: N805  # self is a class here
+    def make(cls, *args: Any, **given: Any) -> Any:  # noqa: N805  # self is a class here
         known = cls.__struct_fields__
         named = {name: value for name, value in given.items() if name in known}
         for name in given.keys() - named.keys():
@@ -65,6 +65,9 @@ class ParamsMeta(msgspec.StructMeta):
             if name in named:
                 named[name] = respell(named[name])
         return super().__call__(*args, **named)
+
+    if not TYPE_CHECKING:  # for which params are made from their fields
+        __call__ = make
 
 
 def _by_other_name(name: str, value: Any, known: tuple[str, ...]) -> tuple[str | None, Any]:

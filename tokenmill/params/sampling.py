@@ -211,9 +211,13 @@ TOKEN_LISTS: dict[str, int | None] = {
 
 def _check_ranges(params: SamplingParams) -> None:
     for name, (low, high) in NUMBERS.items():
-        require_number(name, getattr(params, name), low, high)
+        number = getattr(params, name)
+        if type(number) is not float or not low <= number <= high:  # else nothing is wrong with it
+            require_number(name, number, low, high)
     for name, (least, most) in INTEGERS.items():
-        require_int(name, getattr(params, name), least, most)
+        count = getattr(params, name)
+        if type(count) is not int or not least <= count <= most:
+            require_int(name, count, least, most)
     for name, (least, most) in OPTIONAL_INTEGERS.items():
         if (value := getattr(params, name)) is not None:
             require_int(name, value, least, most)

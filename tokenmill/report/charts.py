@@ -139,18 +139,23 @@ def cdf(title: str, x: Axis, series: Sequence[tuple[str, Sequence[float]]], *, m
     return line_chart(title, x, Axis("share of requests"), curves, marks=False)
 
 
-def bars(title: str, x: Axis, values: Sequence[Bar], *, is_development: bool = False) -> str:
+def bars(title: str, unit: str, values: Sequence[Bar], *, is_development: bool = False) -> str:
     """Horizontal bars, each with its name and its value; names keep their colours from group to group.
 
-    `is_development`: the bars are one thing at several times, so they have one colour."""
+    The longest bar of a group fills it, so that bars of one group can be compared however small its values are; the
+    values are written, and need no axis. `is_development`: the bars are one thing at several times, so they have one
+    colour."""
     if not values:
         return _empty(title)
     names = list(dict.fromkeys(bar.name for bar in values))
-    rows = [{"group": bar.group, "name": bar.name, "value": bar.value, "shown": short(bar.value)} for bar in values]
-    most = max(bar.value for bar in values)
+    longest: dict[str, float] = {}
+    for bar in values:
+        longest[bar.group] = max(bar.value, longest.get(bar.group, 0.0))
+    rows = [{"group": bar.group, "name": bar.name, "share": bar.value / (longest[bar.group] or 1.0),
+             "shown": short(bar.value)} for bar in values]  # fmt: skip
     encoding = {
         "y": {"field": "name", "type": "nominal", "sort": names, "axis": _names_axis()},
-        "x": {**_quantity("value", x, [0.0, most], starts_at_zero=True), "scale": {"domain": [0, most]}},
+        "x": {"field": "share", "type": "quantitative", "axis": None, "scale": {"domain": [0, 1]}},
     }
     colours = [COLOURS[0]] * len(names) if is_development else _cycled(COLOURS, names)
     colour = {"field": "name", "type": "nominal", "legend": None, "scale": {"domain": names, "range": colours}}
@@ -164,11 +169,11 @@ def bars(title: str, x: Axis, values: Sequence[Bar], *, is_development: bool = F
     }
     groups = list(dict.fromkeys(bar.group for bar in values))
     if groups == [""]:
-        return _figure(title, {"data": {"values": rows}, **spec}, [], beside=_longest(names))
+        return _figure(title, {"data": {"values": rows}, **spec}, [], unit=unit, beside=_longest(names))
     header = {"labelOrient": "top", "labelAnchor": "start", "labelFontWeight": "bold", "title": None}
     facet = {"field": "group", "type": "nominal", "sort": groups, "header": header, "title": None}
     whole = {"data": {"values": rows}, "facet": {"row": facet}, "spec": spec, "spacing": 12}
-    return _figure(title, whole, [], beside=_longest(names))
+    return _figure(title, whole, [], unit=unit, beside=_longest(names))
 
 
 def stacked_bars(title: str, x: Axis, values: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
@@ -221,7 +226,13 @@ def short(value: float) -> str:
 
 
 def _figure(
-    title: str, spec: dict[str, Any], names: Sequence[str], *, beside: int = 0, always_legend: bool = False
+    title: str,
+    spec: dict[str, Any],
+    names: Sequence[str],
+    *,
+    unit: str = "",
+    beside: int = 0,
+    always_legend: bool = False,
 ) -> str:
     """Title, legend and the drawing for both widths. `beside`: pixels that names take beside the bars."""
     drawings = []
@@ -229,7 +240,8 @@ def _figure(
         taken = min(beside, width // 2)
         drawings.append(_themed(svg(_sized(spec, width, height, taken)), kind, title))
     legend = _legend(names, is_line="layer" in spec) if len(names) > 1 or always_legend else ""
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>{legend}{''.join(drawings)}</figure>"
+    of_unit = f' <span class="unit">{html.escape(unit)}</span>' if unit else ""
+    return f"<figure><figcaption>{html.escape(title)}{of_unit}</figcaption>{legend}{''.join(drawings)}</figure>"
 
 
 def _sized(spec: dict[str, Any], width: int, height: int, beside: int) -> dict[str, Any]:
@@ -284,8 +296,15 @@ def _quantity(field: str, axis: Axis, values: Sequence[float], *, starts_at_zero
     if min(finite) == max(finite) and not axis.is_log:
         scale["zero"] = True
     pattern = "~s" if max(finite) >= 10_000 else ",~r" if max(finite) >= 100 else ".3~r"
-    shown = {"title": axis.label, "format": pattern, "tickCount": 5, "labelOverlap": True}
+    shown: dict[str, Any] = {"title": axis.label, "format": pattern, "labelOverlap": True}
+    shown |= {"values": _doublings(min(finite), max(finite))} if axis.is_log else {"tickCount": 5}
     return {"field": field, "type": "quantitative", "scale": scale, "axis": shown}
+
+
+def _doublings(low: float, high: float) -> list[float]:
+    """Powers of two from one value to the other; every second, third, … of them where there are many."""
+    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    return [2.0**power for power in range(first, last + 1, (last - first) // 8 + 1)]
 
 
 def _names_axis() -> dict[str, Any]:

@@ -4,7 +4,8 @@
     matrix: names × figures, a mark where one is better or worse than the first
 
 The page fills a wide window with several charts in a row and fits a phone; it follows the reader's choice of light or
-dark. Tables wider than the window scroll by themselves.
+dark. On a narrow screen titles of columns wrap, marks stand below their values, and a row of a table with many columns
+becomes a list; a table that is wider all the same scrolls by itself.
 """
 
 from __future__ import annotations
@@ -34,24 +35,39 @@ pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6p
   white-space: pre-wrap }
 .verdict { font-size: 1.1em; border-left: 4px solid var(--series-0); padding: .3em .8em; margin: .8em 0 }
 .scroll { overflow-x: auto } table { border-collapse: collapse; margin: .4em 0 1em }
-td, th { padding: .3em .8em; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
-th { color: var(--soft); font-weight: normal } td { font-variant-numeric: tabular-nums }
-td:first-child, th:first-child { text-align: left; padding-left: 0 }
+td, th { padding: .3em .8em; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap;
+  overflow-wrap: break-word }
+th { color: var(--soft); font-weight: normal; white-space: normal; vertical-align: bottom }
+td { font-variant-numeric: tabular-nums }
+td:first-child, th:first-child { text-align: left; padding-left: 0; white-space: normal }
 table.words td { text-align: left; white-space: normal } table.words td:first-child { color: var(--soft);
   white-space: nowrap }
 tr.group td { font-weight: bold; border-bottom: 0; padding-top: .9em } mark { background: none; font-size: .9em }
 details { margin: .4em 0 } summary { cursor: pointer } .good, mark.good { color: var(--good) } .bad, mark.bad {
   color: var(--bad) } .soft { color: var(--soft) }
 .charts { display: grid; gap: 20px 28px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)) }
+@media (min-width: 1240px) { .charts { grid-template-columns: repeat(var(--columns), 1fr) } }
 figure { margin: 0; max-width: 880px; min-width: 0; container-type: inline-size } figcaption { font-weight: bold }
+figcaption .unit { font-weight: normal; color: var(--soft) }
 ul.legend { display: flex; flex-wrap: wrap; gap: .1em 1.2em; list-style: none; margin: .3em 0; padding: 0;
   font-size: 13px }
 ul.legend li { min-width: 0 } .swatch { margin-right: .5em; vertical-align: middle; flex: none }
-@media (max-width: 600px) { td:first-child { white-space: normal; min-width: 7em } td, th { padding: .3em .5em } }
+@media (max-width: 1000px) { td, th { padding: .3em .45em } table.wide { font-size: 14px } }
+@media (max-width: 600px) { table { width: 100%; font-size: 13px }
+  td, th { padding: .3em .25em } td:last-child, th:last-child { padding-right: 0 } td mark { display: block;
+  font-size: 12px } td mark.soft { white-space: normal }
+  table.wide, table.wide tbody, table.wide tr { display: block } table.wide tr:first-child { display: none }
+  table.wide td { display: flex; gap: .5em; padding: .3em 0; font-size: 15px }
+  table.wide td::before { content: attr(data-title); color: var(--soft); margin-right: auto }
+  table.wide td:first-child { font-weight: bold; padding-top: .8em } table.wide mark { display: inline }
+  table.wide td:first-child::before { content: none } table.wide td:first-child:empty { display: none } }
 svg[data-place] { display: none; width: 100%; height: auto } svg[data-place="narrow"] { display: block; max-width:
   500px }
 @container (min-width: 500px) { svg[data-place="narrow"] { display: none } svg[data-place="wide"] { display: block } }
 """
+
+
+WIDE_COLUMNS = 6  # a table with more of them is a list of lists on a phone
 
 
 @dataclass(frozen=True)
@@ -101,30 +117,36 @@ def page(heading: Heading, sections: Sequence[str]) -> str:
 
 
 def charts(drawn: Sequence[str]) -> str:
-    """Charts in as many columns as the page has room for."""
-    return f'<div class="charts">{"".join(drawn)}</div>'
+    """Charts in as many columns as the page has room for; on a wide one in full rows, where their number allows it."""
+    columns = {1: 1, 2: 2, 4: 2, 8: 4}.get(len(drawn), 3)
+    return f'<div class="charts" style="--columns: {columns}">{"".join(drawn)}</div>'
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_words: bool = False) -> str:
     """A table of figures, or of words in two columns."""
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    kind = ' class="words"' if is_words else ""
-    shown = f"<tr>{head}</tr>" if any(titles) else ""
-    return f'<div class="scroll"><table{kind}>{shown}{body}</table></div>'
+    found = [(row[0], [Cell(text) for text in row[1:]]) for row in rows]
+    return _table(titles, [Group("", found)], kind="words" if is_words else "")
 
 
 def matrix(titles: Sequence[str], groups: Sequence[Group]) -> str:
     """Figures by name, with marks for better and worse."""
+    return _table(titles, groups, kind="")
+
+
+def _table(titles: Sequence[str], groups: Sequence[Group], *, kind: str) -> str:
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
-    lines = []
+    lines = [f"<tr>{head}</tr>"] if any(titles) else []
+    is_wide = len(titles) > WIDE_COLUMNS
     for group in groups:
         if group.name:
             lines.append(f'<tr class="group"><td colspan="{len(titles)}">{html.escape(group.name)}</td></tr>')
         for name, cells in group.rows:
-            shown = "".join(f"<td>{_cell(cell)}</td>" for cell in cells)
+            named = [f' data-title="{html.escape(title)}"' if is_wide else "" for title in titles[1:]]
+            shown = "".join(f"<td{title}>{_cell(cell)}</td>" for title, cell in zip(named, cells, strict=True))
             lines.append(f"<tr><td>{html.escape(name)}</td>{shown}</tr>")
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+    kinds = " ".join(filter(None, (kind, "wide" if is_wide else "")))
+    attribute = f' class="{kinds}"' if kinds else ""
+    return f'<div class="scroll"><table{attribute}>{"".join(lines)}</table></div>'
 
 
 def _cell(cell: Cell) -> str:

@@ -1,4 +1,4 @@
-"""Quantities as people read them: 840 ms, 32 s, 5 min."""
+"""Quantities as people read them: 840 ms, 32 s, 5 min, 1 request, 1,200 tokens."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def duration(seconds: float | None) -> str:
         return f"{seconds / 60:.0f} min"
     hours = seconds / 3600
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
+
+
+def counted(number: int, thing: str) -> str:
+    """So many of a thing, in the singular where it is one."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

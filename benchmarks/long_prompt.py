@@ -3,7 +3,8 @@
     python benchmarks/long_prompt.py MODEL [--prompt-len 4096] [--streams 8] [--step-ms 0,100] [--slo tpot=60ms]
 
 For each setting: the gaps between tokens of the streams before the prompt comes and while it is computed, and the time
-to its own first token, alone and beside them. One JSON object a setting.
+to its own first token, alone and beside them. Against the first setting, what the limit costs in throughput: how much
+longer it takes to compute the prompt and as many tokens of streams. One JSON object a setting.
 """
 
 from __future__ import annotations
@@ -64,9 +65,21 @@ async def measure(model: str, length: int, num_streams: int, settings: dict[str,
         "gap_p99_ms_before": round(percentile(quiet, 99) * 1e3, 1),
         "gap_p50_ms_during": round(percentile(during, 50) * 1e3, 1),
         "gap_p99_ms_during": round(percentile(during, 99) * 1e3, 1),
+        "gap_ratio_p99": round(percentile(during, 99) / percentile(quiet, 99), 2),
         "ttft_s_alone": round(alone_s, 3),
         "ttft_s_beside": round(beside_s, 3),
+        "ttft_ratio": round(beside_s / alone_s, 2),
+        "tokens_during": len(during),
+        "tokens_a_second_before": round(len(quiet) / 2.0, 1),
     }
+
+
+def throughput_cost(first: dict[str, Any], limited: dict[str, Any]) -> float:
+    """How much longer the same work takes: the first setting does the prompt, then the streams' tokens that it had not
+    done meanwhile, at their undisturbed rate."""
+    left = limited["tokens_during"] - first["tokens_during"]
+    same_work_s = first["ttft_s_beside"] + left / first["tokens_a_second_before"]
+    return float(limited["ttft_s_beside"] / same_work_s - 1.0)
 
 
 def main() -> None:
@@ -75,12 +88,18 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=4096)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--step-ms", default="0,100")
-    parser.add_argument("--slo", default="")
+    parser.add_argument("--settings", default="{}", help='of the engine, as JSON: {"load_format": "dummy"}')
+    parser.add_argument("--slo", default="", help="promises, several with + between them")
     args = parser.parse_args()
+    more: dict[str, Any] = json.loads(args.settings)
     tried: list[dict[str, Any]] = [{"step_ms": float(one)} for one in args.step_ms.split(",") if one]
-    tried += [{"slo": args.slo}] if args.slo else []
+    tried += [{"slo": one} for one in args.slo.split("+") if one]
+    found: list[dict[str, Any]] = []
     for settings in tried:
-        print(json.dumps(asyncio.run(measure(args.model, args.prompt_len, args.streams, settings))), flush=True)
+        found.append(asyncio.run(measure(args.model, args.prompt_len, args.streams, {**more, **settings})))
+        if len(found) > 1:
+            found[-1]["throughput_cost"] = round(throughput_cost(found[0], found[-1]), 3)
+        print(json.dumps(found[-1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """An ordeal for a server: faults and hostile clients, for some minutes, beside requests whose answers are known.
 
 A `tokenmill serve` process is started (a scripted model, unless `--model` names another). Golden requests run all the
-time; beside them one trial after another is made: its engine is killed and stopped, its disk refuses writes, its
-descriptors run out, clients vanish, do not read, come by the thousand, and send what nobody should. After each trial
-the server has to be ready again. A golden request may be refused with a reason while an engine is down, and is sent
-again; a wrong answer, a stream that is cut without an error, or a request that hangs is a fault.
+time; beside them one trial after another is made: its engine is killed and stopped, its clock jumps, its disk refuses
+writes, its descriptors run out, clients vanish, do not read, come by the thousand, and send what nobody should. After
+each trial the server has to be ready again. A golden request may be refused with a reason while an engine is down, and
+is sent again; a wrong answer, a stream that is cut without an error, or a request that hangs is a fault.
 
     python benchmarks/ordeal.py [--minutes 10] [--model smollm2:135m] [--seed 1] [--only kill_engine] [--broken]
 
@@ -48,6 +48,19 @@ EventBuffer.put = lose
 from tokenmill.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+JUMPING_CLOCK = """
+import os, time
+real, jump, read = time.time, os.path.join(os.path.dirname(__file__), "clock"), [float("-inf"), 0.0]
+def jumping():
+    now = time.monotonic()
+    if now - read[0] > 0.2:
+        try:  # a link tells without a descriptor, of which none may be left
+            read[:] = now, float(os.readlink(jump))
+        except (OSError, ValueError):
+            pass
+    return real() + read[1]
+time.time = jumping
+"""
 EXPECTED_REFUSALS = {429, 500, 503}  # while an engine is down or a server is full; with a reason in the dialect
 
 
@@ -59,15 +72,26 @@ class Server:
             self.port = listener.getsockname()[1]
         start = ["-c", BROKEN] if is_broken else ["-m", "tokenmill"]
         self.log = folder / "server.log"
+        self.clock = folder / "site" / "clock"  # seconds by which the clock of the server's processes is wrong
+        self.clock.parent.mkdir()
+        (self.clock.parent / "sitecustomize.py").write_text(JUMPING_CLOCK)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self.clock.parent), *sys.path[1:]])}
+        if model.startswith("scripted:"):
+            environment["TOKENMILL_HOME"] = str(folder / "home")
         flags = ["--port", str(self.port), "--state-dir", str(folder / "state"), "--ledger", "--log-level", "warning"]
         with self.log.open("w") as output:
             self.child = subprocess.Popen(
                 [sys.executable, *start, "serve", model, *flags],
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "TOKENMILL_HOME": str(folder / "home")} if model.startswith("scripted:") else None,
+                env=environment,
             )
         self.url = f"http://127.0.0.1:{self.port}"
+
+    def set_clock(self, jump_s: float) -> None:
+        aside = self.clock.with_name("aside")
+        aside.symlink_to(str(jump_s))
+        aside.replace(self.clock)
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_S
@@ -81,8 +105,14 @@ class Server:
         raise RuntimeError(f"the server was not ready again within {READY_S:.0f} s")
 
     def engine(self) -> psutil.Process:
-        children = psutil.Process(self.child.pid).children()
-        return max(children, key=lambda child: child.memory_info().rss)
+        """Its largest child; one that died a moment ago is waited for to come again."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if children := psutil.Process(self.child.pid).children():
+                    return max(children, key=lambda child: child.memory_info().rss)
+            time.sleep(0.1)
+        raise RuntimeError(f"the server had no engine within {READY_S:.0f} s")
 
     def held(self) -> dict[str, float]:
         front = psutil.Process(self.child.pid)
@@ -90,6 +120,7 @@ class Server:
             "front_mb": front.memory_info().rss / 1e6,
             "descriptors": front.num_fds(),
             "threads": front.num_threads(),
+            "processes": len(front.children(recursive=True)),
         }
 
     def connect(self) -> socket.socket:
@@ -192,7 +223,15 @@ def stop_engine(server: Server, rng: random.Random) -> None:
     engine = server.engine()
     engine.suspend()
     time.sleep(rng.uniform(2, 12))
-    engine.resume()
+    with contextlib.suppress(psutil.NoSuchProcess):  # the watchdog has ended it
+        engine.resume()
+
+
+def clock_jumps(server: Server, rng: random.Random) -> None:
+    """An hour back, a day ahead, and to 1970, as by a machine whose clock is put right."""
+    for jump_s in (-3600.0, 86_400.0, -time.time(), 0.0):
+        server.set_clock(jump_s)
+        time.sleep(1.5)
 
 
 def disk_refuses(server: Server, rng: random.Random) -> None:
@@ -212,12 +251,15 @@ def descriptors_run_out(server: Server, rng: random.Random) -> None:
 
 @contextlib.contextmanager
 def limited(server: Server, what: int, limit: int) -> Iterator[None]:
+    """Limit the server's process for a while; an engine that was started meanwhile has inherited the limit."""
     before = resource.prlimit(server.child.pid, what)
     resource.prlimit(server.child.pid, what, (limit, before[1]))
     try:
         yield
     finally:
-        resource.prlimit(server.child.pid, what, before)
+        for pid in (server.child.pid, *(child.pid for child in psutil.Process(server.child.pid).children())):
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, what, before)
 
 
 def vanishing_clients(server: Server, rng: random.Random) -> None:
@@ -317,6 +359,7 @@ TRIALS: dict[str, Trial] = {
     for trial in (
         kill_engine,
         stop_engine,
+        clock_jumps,
         disk_refuses,
         descriptors_run_out,
         vanishing_clients,

@@ -37,6 +37,7 @@ CHAPTERS = {
     "Accuracy": ["perplexity", "llama-cpp-agreement", "gpu-dtype"],
     "Features": ["speculation", "context-shift", "kv-int8-cpu", "guided", "batching"],
     "Server, load generator, planner": ["server-compare", "fleet-routing", "load-generator", "planner-calibration"],
+    "Tenants": ["fairness", "long-prompt", "ledger", "timing-oracle"],
 }  # fmt: skip
 HEAD = """# Performance
 

@@ -9,6 +9,9 @@ What counts is CPU time a token, of each thread that does it, because a busy mac
 takes 20 us a token carries 50,000 tokens a second. Prints a table and, as the last line, one JSON object.
 
     python benchmarks/stream_capacity.py [--streams 1,16,128,512] [--step-ms 5] [--tokens 256] [--model smollm2:135m]
+
+`--traces` lets the front send spans to a collector that takes everything and reads nothing; `front_whole_us` is all CPU
+time of the front for one answer, until its span is sent.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,7 @@ BLOCK_SIZE = 16
 MAX_ROWS = 1024
 TOKEN_S = 20e-6  # what a step takes longer for each token fed; 8 GB of weights on a large GPU behave like that
 WORD = " the"  # what the model always says
+SPANS_SENT_S = 7.0  # spans are sent every five seconds
 
 
 # ── the core's process ─────────────────────────────────────────────────────────────────────────────────
@@ -120,7 +126,7 @@ def run_core(
 # ── the front's process ────────────────────────────────────────────────────────────────────────────────
 
 
-def run_front(model: str, port: int, core: list[str]) -> int:
+def run_front(model: str, port: int, core: list[str], otlp_endpoint: str | None = None) -> int:
     """Serve before a core that `python *core TOKEN_ID` starts."""
     config = engine_config(model, {})
 
@@ -133,16 +139,18 @@ def run_front(model: str, port: int, core: list[str]) -> int:
         await engine.open()
         return engine
 
-    settings = ServerConfig(port=(port,), any_model_name=True, state=False, log_level="warning")
+    settings = ServerConfig(
+        port=(port,), any_model_name=True, state=False, log_level="warning", otlp_endpoint=otlp_endpoint
+    )
     return serve(start_engine, settings, Metrics(model=model))
 
 
 @contextmanager
-def serving(model: str, step_s: float) -> Iterator[tuple[int, int]]:
+def serving(model: str, step_s: float, otlp_endpoint: str) -> Iterator[tuple[int, int]]:
     """Process id and port of a front that answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, __file__, "frontend", model, str(port), str(step_s)]
+    command = [sys.executable, __file__, "frontend", model, str(port), str(step_s), otlp_endpoint]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as frontend:
         try:
             while not answers(port):
@@ -153,6 +161,29 @@ def serving(model: str, step_s: float) -> Iterator[tuple[int, int]]:
         finally:
             frontend.send_signal(signal.SIGTERM)
             frontend.wait(60)
+
+
+@contextmanager
+def collecting(is_wanted: bool) -> Iterator[str]:
+    """The address of a collector of spans; empty where none is wanted."""
+
+    class Taken(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    if not is_wanted:
+        yield ""
+        return
+    with ThreadingHTTPServer(("127.0.0.1", 0), Taken) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{collector.server_port}"
+        collector.shutdown()
 
 
 def answers(port: int) -> bool:
@@ -228,12 +259,15 @@ def snapshot(pids: dict[str, int], streams: Streams) -> dict[str, float]:
     return {**times, "wall": time.perf_counter(), "words": streams.num_words, "chunks": streams.num_chunks}
 
 
-def measure(model: str, num_streams: int, num_tokens: int, step_s: float) -> dict[str, Any]:
-    with serving(model, step_s) as (pid, port):
+def measure(model: str, num_streams: int, num_tokens: int, step_s: float, *, traces: bool = False) -> dict[str, Any]:
+    with collecting(traces) as otlp_endpoint, serving(model, step_s, otlp_endpoint) as (pid, port):
         pids = {"front": pid, "core": child_of(pid)}
         requests_cost(pids, port, 2)  # a warm-up
         asking = requests_cost(pids, port, max(16, num_streams))
+        before_s = sum(cpu_s(pid).values())
         spent = streaming_cost(pids, Streams(port, num_streams, num_tokens), num_streams)
+        time.sleep(SPANS_SENT_S if traces else 0.0)
+        whole_s = sum(cpu_s(pid).values()) - before_s
     tokens = spent["words"]
     return {
         "streams": num_streams,
@@ -243,6 +277,7 @@ def measure(model: str, num_streams: int, num_tokens: int, step_s: float) -> dic
         **{f"{name}_us": round(spent[name] / tokens * 1e6, 1) for name in sorted(spent) if "_" in name},
         "front_tokens_per_s": round(tokens / spent["front_main"]),
         "core_tokens_per_s": round(tokens / spent["core_main"]),
+        "front_whole_us": round(whole_s / num_streams * 1e6),
         "front_us_a_request": round(asking["front_main"] * 1e6),
         "core_us_a_request": round(asking["core_main"] * 1e6),
     }
@@ -277,10 +312,12 @@ def main() -> int:
     parser.add_argument("--streams", default="1,16,128,512")
     parser.add_argument("--step-ms", type=float, default=5.0, help="of a step of no tokens; each adds 0.02")
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--traces", action="store_true")
     options = parser.parse_args()
     rows = []
     for num_streams in map(int, options.streams.split(",")):
-        rows.append(measure(options.model, num_streams, options.tokens, options.step_ms / 1e3))
+        row = measure(options.model, num_streams, options.tokens, options.step_ms / 1e3, traces=options.traces)
+        rows.append(row)
         if len(rows) == 1:
             print(" ".join(rows[0]))
         print(" ".join(f"{value:>{len(name)}}" for name, value in rows[-1].items()), flush=True)
@@ -293,5 +330,5 @@ if __name__ == "__main__":
         runner = Metronome(step_s=float(sys.argv[2]), token_id=int(sys.argv[3]))
         sys.exit(run_core(runner, sys.argv[4], int(sys.argv[5])))
     if sys.argv[1:2] == ["frontend"]:
-        sys.exit(run_front(sys.argv[2], int(sys.argv[3]), [__file__, "core", sys.argv[4]]))
+        sys.exit(run_front(sys.argv[2], int(sys.argv[3]), [__file__, "core", sys.argv[4]], sys.argv[5] or None))
     sys.exit(main())

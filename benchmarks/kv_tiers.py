@@ -1,0 +1,193 @@
+"""What it brings to keep KV blocks beside the pool, and what it costs where nothing is found.
+
+    python benchmarks/kv_tiers.py disk [MODEL] [--conversations 20] [--tokens 4096] [--folder DIR]
+    python benchmarks/kv_tiers.py cost [MODEL] [--rounds 5]
+    python benchmarks/kv_tiers.py host [SHAPE] [--tokens 32768]            (a GPU, random weights)
+
+disk: conversations that do not fit into the pool, twice, and once more after a restart: seconds to the first token, and
+whether all tokens are those of an engine without the folder. cost: prompts that are never seen again, with and without
+the folder in turns. host: a prefix from pinned memory against computing it, the copies' bandwidth against a plain
+pinned copy, and the steps of others meanwhile. One JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tokenmill import LLM, SamplingParams
+from tokenmill.types import PromptRequest
+
+NUM_BLOCKS = 512
+
+
+def conversation(number: int, length: int) -> list[int]:
+    drawing = random.Random(number)
+    return [drawing.randrange(1000, 30_000) for _ in range(length)]
+
+
+def first_tokens(llm: LLM, prompts: list[list[int]]) -> tuple[list[float], list[list[int]]]:
+    """Seconds to the first token of each prompt, one after another, and the first tokens of each."""
+    seconds, answers = [], []
+    for number, prompt in enumerate(prompts):
+        asked = PromptRequest(
+            prompt=prompt, params=SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), request_id=str(number)
+        )
+        began, tokens, first_s = time.perf_counter(), [], 0.0
+        llm.core.add(llm.frontend.input_processor(len(prompt) + 64).process(asked))
+        while llm.core.has_work:
+            for output in llm.core.step():
+                first_s = first_s or time.perf_counter() - began
+                tokens += output.token_ids
+        seconds.append(first_s)
+        answers.append(tokens)
+    return seconds, answers
+
+
+def disk(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    prompts = [conversation(number, args.tokens) for number in range(args.conversations)]
+    settings: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "speculate": "off"}
+    plain = LLM(args.model, **settings)
+    first_tokens(plain, [conversation(-1, 512)])
+    computed_s, expected = first_tokens(plain, prompts)
+    del plain
+    found: dict[str, Any] = {"computed_s": statistics.median(computed_s)}
+    llm = LLM(args.model, kv_disk=folder, **settings)
+    first_tokens(llm, [conversation(-1, 512)])
+    for turn in ("written_s", "again_s", "restarted_s"):
+        if turn == "restarted_s":
+            llm.close()
+            llm = LLM(args.model, kv_disk=folder, **settings)
+            first_tokens(llm, [conversation(-1, 512)])
+        seconds, answers = first_tokens(llm, prompts)
+        found[turn], found[f"{turn[:-2]}_is_same"] = statistics.median(seconds), answers == expected
+        print(turn, round(statistics.median(seconds), 4), round(max(seconds), 4), answers == expected, flush=True)
+    stats = llm.core.stats()
+    found["gb_per_s"] = stats.fetched_bytes / max(1e-9, stats.fetch_s) / 1e9
+    found["again_times"], found["restarted_times"] = (
+        found["computed_s"] / found[one] for one in ("again_s", "restarted_s")
+    )
+    llm.close()
+    return found
+
+
+def cost(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Prompts of 1,024 tokens and their answers, each engine's turn after the other's."""
+    engines = {
+        "without": LLM(args.model, num_blocks=NUM_BLOCKS, speculate="off"),
+        "with": LLM(args.model, num_blocks=NUM_BLOCKS, speculate="off", kv_disk=folder),
+    }
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(args.rounds + 1):
+        for name, llm in engines.items():
+            prompts = [conversation(number * 100 + place, 1024) for place in range(4)]
+            began = time.perf_counter()
+            llm.generate(prompts, params)
+            seconds[name] += [time.perf_counter() - began] if number else []
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    engines["with"].close()
+    ratios = [one / other for one, other in zip(seconds["with"], seconds["without"], strict=True)]
+    saved = engines["with"].core.stats().saved_bytes
+    return {**medians, "ratio": statistics.median(ratios), "saved_mb": saved / 1e6}
+
+
+def host(args: argparse.Namespace, _: str) -> dict[str, Any]:
+    import torch
+
+    length = args.tokens
+    llm = LLM(
+        args.model,
+        load_format="dummy",
+        device="cuda",
+        dtype="bfloat16",
+        num_blocks=length // 16 + 600,
+        max_context=length + 256,
+        max_running=16,
+        kv_host_gb=args.host_gb,
+        deterministic=args.deterministic,
+    )
+    first_tokens(llm, [conversation(-1, 512)])
+    one, other = conversation(1, length), conversation(2, length)
+    (first_s,), expected = first_tokens(llm, [one])
+    (computed_s,), _ = first_tokens(llm, [other])  # takes the first one's blocks
+    time.sleep(2.0)  # the last blocks are saved
+    (fetched_s,), answers = first_tokens(llm, [one])
+    stats = llm.core.stats()
+    gb_per_s = stats.fetched_bytes / stats.fetch_s / 1e9
+    pinned = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(pinned, device="cuda")
+    device.copy_(pinned, non_blocking=True)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(4):
+        device.copy_(pinned, non_blocking=True)
+    torch.cuda.synchronize()
+    pinned_gb_per_s = 4 * pinned.nbytes / (time.perf_counter() - began) / 1e9
+    steps = steps_beside(llm, other)
+    return {
+        "first_s": first_s, "computed_s": computed_s, "fetched_s": fetched_s, "times": computed_s / fetched_s,
+        "is_same": answers == expected, "fetched_tokens": stats.fetched_tokens, "gb_per_s": gb_per_s,
+        "pinned_gb_per_s": pinned_gb_per_s, "share": gb_per_s / pinned_gb_per_s, **steps,
+    }  # fmt: skip
+
+
+def steps_beside(llm: LLM, prompt: list[int]) -> dict[str, float]:
+    """Seconds of steps that decode eight streams, alone and while a prefix is fetched beside them."""
+    for number in range(8):
+        params = SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True)
+        asked = PromptRequest(prompt=conversation(50 + number, 64), params=params, request_id=f"stream{number}")
+        llm.core.add(llm.frontend.input_processor(4096).process(asked))
+    alone, beside = [], []
+    for number in range(400):
+        began = time.perf_counter()
+        llm.core.step()
+        alone += [time.perf_counter() - began] if number >= 200 else []
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    asked = PromptRequest(prompt=prompt, params=params, request_id="prefix")
+    llm.core.add(llm.frontend.input_processor(len(prompt) + 64).process(asked))
+    is_there = False
+    while not is_there:
+        before = llm.core.stats().fetched_tokens
+        began = time.perf_counter()
+        outputs = llm.core.step()
+        if llm.core.stats().fetched_tokens == before:
+            beside.append(time.perf_counter() - began)
+        is_there = any(output.request_id == "prefix" for output in outputs)
+    llm.close()
+    return {
+        "step_ms": statistics.mean(alone) * 1e3,
+        "step_beside_ms": statistics.mean(beside[:-3] or [0]) * 1e3,
+        "steps_beside": len(beside),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["disk", "cost", "host"])
+    parser.add_argument("model", nargs="?", default="smollm2:135m")
+    parser.add_argument("--conversations", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--host-gb", type=float, default=16.0)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--deterministic", action="store_true")
+    args = parser.parse_args()
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="tokenmill-kv-"))
+    try:
+        found = {"disk": disk, "cost": cost, "host": host}[args.what](args, str(folder))
+    finally:
+        if args.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

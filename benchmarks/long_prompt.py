@@ -20,6 +20,9 @@ from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.bench.measures import percentile
 from tokenmill.types import PromptRequest
 
+NUM_WARM = 20  # tokens of each stream before anything is measured
+BEFORE_S = 3.0  # the undisturbed time that is measured
+
 
 def prompt(length: int, seed: int) -> PromptRequest:
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
@@ -31,6 +34,17 @@ async def stream(engine: AsyncEngine, seed: int, times: list[float]) -> None:
     asked = PromptRequest(prompt=[seed % 4000 + 100 + place for place in range(32)], params=params)
     async for event in engine.submit(asked):
         times += [time.perf_counter()] if event.token_ids else []
+
+
+async def wait_for_tokens(tasks: list[asyncio.Task[None]], times: list[list[float]], num_more: int) -> None:
+    """Wait until every stream has so many more tokens: the first ones may take long, where kernels are compiled for
+    them. A stream that failed ends the measurement."""
+    wanted = [len(seen) + num_more for seen in times]
+    while not all(len(seen) >= number for seen, number in zip(times, wanted, strict=True)):
+        for task in tasks:
+            if task.done():
+                task.result()
+        await asyncio.sleep(0.1)
 
 
 async def first_token_s(engine: AsyncEngine, asked: PromptRequest) -> float:
@@ -47,18 +61,20 @@ async def measure(model: str, length: int, num_streams: int, settings: dict[str,
         alone_s = await first_token_s(engine, prompt(length, 2))
         times: list[list[float]] = [[] for _ in range(num_streams)]
         tasks = [asyncio.create_task(stream(engine, number, seen)) for number, seen in enumerate(times)]
-        await asyncio.sleep(4.0)
+        await wait_for_tokens(tasks, times, NUM_WARM)
+        await asyncio.sleep(BEFORE_S)
         began = time.perf_counter()
         beside_s = await first_token_s(engine, prompt(length, 3))
         ended = time.perf_counter()
+        await wait_for_tokens(tasks, times, 1)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     finally:
         await engine.close()
     gaps = [(after, after - before) for seen in times for before, after in pairwise(seen)]
-    quiet = [gap for at, gap in gaps if began - 2.0 < at < began]
-    during = [gap for at, gap in gaps if began < at < ended]
+    quiet = [gap for at, gap in gaps if began - BEFORE_S < at < began]
+    during = [gap for at, gap in gaps if began < at and at - gap < ended]  # the one that it ended in too
     return {
         **settings,
         "gap_p50_ms_before": round(percentile(quiet, 50) * 1e3, 1),
@@ -70,7 +86,7 @@ async def measure(model: str, length: int, num_streams: int, settings: dict[str,
         "ttft_s_beside": round(beside_s, 3),
         "ttft_ratio": round(beside_s / alone_s, 2),
         "tokens_during": len(during),
-        "tokens_a_second_before": round(len(quiet) / 2.0, 1),
+        "tokens_a_second_before": round(len(quiet) / BEFORE_S, 1),
     }
 
 

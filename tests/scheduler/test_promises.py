@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
 
-from tests.support.virtual_device import Device, Life, VirtualServer, quantile
+from tests.support.virtual_device import LARGE_GPU, Device, Life, VirtualServer, quantile
 from tokenmill.bench.search import SearchSettings, Trial, search
 from tokenmill.config.promises import ServiceLevel, read_service_level
 from tokenmill.errors import InvalidConfig, Overloaded
@@ -116,7 +117,7 @@ def test_a_prompt_alone_takes_all_of_a_step() -> None:
     assert max(size.tokens for size, _ in server.steps) == 512
 
 
-@pytest.mark.parametrize("device", [Device(), Device(0.004, 2.4e-5, 1e-5, 4.4e-10), Device(context_s=0.0)])
+@pytest.mark.parametrize("device", [Device(), LARGE_GPU, Device(context_s=0.0)])
 def test_the_time_of_steps_is_learned(device: Device) -> None:
     rng = random.Random(3)
     model = StepTime()
@@ -167,3 +168,72 @@ def test_a_full_queue_tells_how_long_others_waited() -> None:
     server.run()
     waits = [life.token_times[0] - life.sent_s for life in list(server.lives.values())[-10:]]
     assert min(waits) / 3 < server.scheduler.stats().wait_s < max(waits)
+
+
+# ── a GPU: two steps in flight, prompts in a pass of their own ─────────────────────────────────────────
+
+LONG_TOKENS = 16_384
+NUM_STREAMS = 32
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """What a long prompt and the streams beside it saw."""
+
+    alone_s: float  # to its first token
+    beside_s: float
+    num_started: int  # streams that had a token before it came
+    gaps: list[float]  # of the streams, while it was computed
+    chunks: list[int]
+
+
+def long_prompt_on_gpu(*, depth: int, num_cold: int = 0, **settings: object) -> LongPrompt:
+    """`num_cold`: the first steps of a server take seconds, since kernels are compiled in them."""
+    server = VirtualServer(LARGE_GPU, rows=256, tokens=8192, num_blocks=10_000, depth=depth, **settings)  # type: ignore[arg-type]
+    server.cold_steps = [2.0] * num_cold
+    server.ask(prompt=512, output=4)
+    server.run()
+    alone = server.ask(prompt=LONG_TOKENS, output=4)
+    server.run()
+    streams = [server.ask(prompt=32, output=100_000) for _ in range(NUM_STREAMS)]
+    server.run(server.now + 0.5)
+    num_started, num_before = sum(bool(life.token_times) for life in streams), len(server.steps)
+    beside = server.ask(prompt=LONG_TOKENS, output=4)
+    while not beside.token_times and server.now < beside.sent_s + 20.0:
+        server.run(server.now + 0.1)
+    answered_s = beside.token_times[0] if beside.token_times else float("inf")
+    times = [time_s for life in streams for time_s in zip(life.gaps, life.token_times[1:], strict=True)]
+    gaps = [gap for gap, at in times if beside.sent_s < at <= answered_s]
+    chunks = [size.tokens - size.samples for size, _ in server.steps[num_before:] if size.has_prompts]
+    return LongPrompt(alone.ttft_s, answered_s - beside.sent_s, num_started, gaps, chunks)
+
+
+ANSWERS_S = LARGE_GPU.seconds(StepSize(NUM_STREAMS, NUM_STREAMS, NUM_STREAMS * 200))
+
+
+@pytest.mark.parametrize(("tpot_s", "depth"), [(0.02, 2), (0.012, 2), (0.0055, 2), (0.001, 2), (0.001, 1)])
+def test_streams_and_a_long_prompt_go_on_whatever_is_promised(tpot_s: float, depth: int) -> None:
+    """Also where not even a step of a lone sequence is as short as promised, or none with a prompt in it."""
+    seen = long_prompt_on_gpu(depth=depth, step_limit_s=tpot_s, promised=ServiceLevel(tpot_s=tpot_s))
+    assert seen.num_started == NUM_STREAMS, "a promise that can't be kept stops nobody"
+    least_s = (ANSWERS_S + LARGE_GPU.prompts_s) * 4 / 3  # a quarter of a step is for the tokens of prompts
+    assert quantile(seen.gaps, 0.99) <= 1.05 * max(tpot_s, least_s)
+    part = 1.0 - (ANSWERS_S + LARGE_GPU.prompts_s) / max(tpot_s, least_s)
+    assert seen.beside_s <= 1.2 * seen.alone_s / part
+
+
+@pytest.mark.parametrize("num_cold", [0, 3])
+def test_streams_go_on_beside_a_long_prompt_by_default(num_cold: int) -> None:
+    seen = long_prompt_on_gpu(depth=2, step_limit_s=0.05, num_cold=num_cold)
+    assert seen.num_started == NUM_STREAMS
+    assert len(seen.gaps) >= NUM_STREAMS * len(seen.chunks) * 0.9, "every step has a token of every stream"
+    assert quantile(seen.gaps, 0.99) <= 1.1 * 0.05
+    assert seen.beside_s <= 1.3 * seen.alone_s * 0.05 / (0.05 - ANSWERS_S - LARGE_GPU.prompts_s)
+
+
+def test_chunks_of_a_prompt_do_not_shrink_because_they_are_small() -> None:
+    """The pass that prompts have of their own costs as much for ten tokens as for a thousand."""
+    chunks = long_prompt_on_gpu(depth=2, step_limit_s=0.02, promised=ServiceLevel(tpot_s=0.02)).chunks
+    expected_s = 0.02 - ANSWERS_S - LARGE_GPU.prompts_s
+    halfway = chunks[len(chunks) // 2]
+    assert halfway * (LARGE_GPU.token_s + LONG_TOKENS / 2 * LARGE_GPU.context_s) >= 0.8 * expected_s

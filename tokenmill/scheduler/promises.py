@@ -16,14 +16,15 @@ from collections.abc import Iterable
 
 from tokenmill.config.promises import ServiceLevel
 from tokenmill.errors import Overloaded
-from tokenmill.scheduler.request import Sequence, SequenceGroup
+from tokenmill.scheduler.request import RequestState, Sequence, SequenceGroup
 from tokenmill.scheduler.running import RunningSet
-from tokenmill.scheduler.step_time import StepSize, StepTime
+from tokenmill.scheduler.step_time import Excess, StepSize, StepTime
 from tokenmill.scheduler.tenants import TenantAccount
 from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import BACKGROUND_PRIORITY, Request
 
 LEAST_PROMPT_PART = 0.25  # of the time of a step that prompts may always have
+LATE_PART = 0.5  # of the promised time to the first token
 CHUNK_UNIT = 16  # tokens: what is longer than a few of these is cut to a multiple, as kernels compute it best
 STEADINESS = 20  # the newest answer weighs a twentieth in the mean length
 
@@ -42,6 +43,7 @@ class Promises:
         self._step_time = step_time
         self._running = running
         self._waiting = waiting
+        self._excess = Excess()  # of the waits of those whose first token came late in the promised time, or too late
         self._answer_steps = 0.0  # mean number of an answer's steps; 0: none has ended yet
 
     def note_end(self, sequence: Sequence) -> None:
@@ -58,45 +60,60 @@ class Promises:
         answers, start = _answers_and_start(groups)
         if self.step_limit_s is None or not answers or not self._step_time.is_known:
             return all_tokens
-        limit_s = self._planned_s(self.step_limit_s)
-        num_tokens = max(
-            self._step_time.tokens_within(limit_s, _size(answers), start),
-            self._step_time.tokens_in(LEAST_PROMPT_PART * limit_s, start),
-        )
+        part_s = self._part_s(self._step_time.seconds(_size(answers)), self.step_limit_s)
+        num_tokens = self._step_time.tokens_in(part_s, start)
         if num_tokens > 4 * CHUNK_UNIT:
             num_tokens -= num_tokens % CHUNK_UNIT
         return min(all_tokens, max(1, num_tokens))
 
+    def _part_s(self, answers_s: float, limit_s: float) -> float:
+        """The seconds that the tokens of prompts have in a step beside answers: what is left of it, a quarter of it at
+        least, also where answers alone take longer than they may."""
+        planned_s = self._planned_s(limit_s)
+        beside_s = answers_s + self._step_time.prompts_s
+        least_s = max(LEAST_PROMPT_PART * planned_s, beside_s * LEAST_PROMPT_PART / (1.0 - LEAST_PROMPT_PART))
+        return max(planned_s - beside_s, least_s)
+
     def _planned_s(self, limit_s: float) -> float:
         """How long a step with prompts is meant to take: a promise is kept by nearly all steps, not by half of them."""
-        return limit_s if self.level.tpot_s is None else limit_s / self._step_time.excess
+        return limit_s if self.level.tpot_s is None else limit_s / self._step_time.excess.factor
 
     def rows_left(self) -> int:
-        """How many more sequences may run so that the promised time between tokens is kept."""
+        """How many more sequences may run so that the promised time between tokens is kept. Where not even one alone
+        would keep it, as many as make its steps longer by a third: no promise may stop all work."""
         num_running = self._running.num_sequences
         if self.level.tpot_s is None or not self._step_time.is_known or not num_running:
             return self._running.row_allocator.num_rows
         members = [sequence for group in self._running.groups for sequence in group.members]
-        left_s = (1.0 - LEAST_PROMPT_PART) * self.level.tpot_s - self._step_time.seconds(_size(members))
         context = sum(sequence.planned for sequence in members) // num_running
+        lone_s = self._step_time.seconds(StepSize(1, 1, context))
+        most_s = max((1.0 - LEAST_PROMPT_PART) * self.level.tpot_s, lone_s / (1.0 - LEAST_PROMPT_PART))
         row_s = self._step_time.token_s(context) + self._step_time.row_s(1 << 30)
-        return max(0, int(left_s / row_s))
+        left_s = most_s - self._step_time.seconds(_size(members))
+        return 0 if left_s < 0.0 else max(1, int(left_s / row_s))  # what one more costs is known once it was tried
 
     # ── a request ──────────────────────────────────────────────────────────────────────────────────────
 
-    def require(self, request: Request, account: TenantAccount, num_cached: int, now_s: float) -> None:
-        """Refuse a request whose first token would come too late, counted from when it was sent: that was while the
-        last step ran."""
+    def require(self, request: Request, account: TenantAccount, num_cached: int, now_s: float) -> float | None:
+        """In how many seconds the first token of a request is expected, counted from when it was sent: that was while
+        the last step ran. One whose token would come too late is refused. None: nothing is promised to it."""
         most_s = self.level.ttft_s
         if most_s is None or request.priority >= BACKGROUND_PRIORITY or request.given:
-            return
+            return None
         sent_before_s = min(max(0.0, now_s - request.arrival_s), self.step_limit_s or 0.0)
-        wait_s = sent_before_s + self.wait_s(len(request.prompt_token_ids) - num_cached, account)
+        expected_s = sent_before_s + self.wait_s(len(request.prompt_token_ids) - num_cached, account)
+        wait_s = expected_s * self._excess.factor
         if wait_s > most_s:
             raise Overloaded(
                 f"the first token would come in about {wait_s:.1f} s, and {most_s:g} s are promised",
                 retry_after_s=wait_s,
             )
+        return expected_s
+
+    def note_first_token(self, state: RequestState, now_s: float) -> None:
+        """Learn how late first tokens are which were expected late in the promised time: those decide on refusals."""
+        if state.expected_s is not None and state.expected_s > LATE_PART * (self.level.ttft_s or 0.0):
+            self._excess.note((now_s - state.request.arrival_s) / state.expected_s)
 
     def wait_s(self, num_tokens: int, account: TenantAccount) -> float:
         """In how many seconds the first token of a new request would come that has so many tokens to compute."""
@@ -112,9 +129,8 @@ class Promises:
         answers_s = self._step_time.seconds(_size(answers)) if answers else 0.0
         prompts_s = running_s + ahead_s + own_s
         if answers and self.step_limit_s is not None:
-            limit_s = self._planned_s(self.step_limit_s)
-            part_s = max(limit_s - answers_s, LEAST_PROMPT_PART * limit_s)
-            prompts_s *= (part_s + answers_s) / part_s
+            part_s = self._part_s(answers_s, self.step_limit_s)
+            prompts_s *= (part_s + self._step_time.prompts_s + answers_s) / part_s
         free = min(self._running.row_allocator.num_free, self.rows_left())
         return max(prompts_s + answers_s, self._rows_s(num_ahead + 1 - free, answers_s, prompts_s - running_s))
 

@@ -93,6 +93,7 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprobs] = []  # entry i belongs to prompt position i + 1
         self.num_cached_tokens = 0
         self.queue_s: float | None = None  # None: not scheduled yet
+        self.expected_s: float | None = None  # to its first token; None: nothing was promised
         self.device_s = 0.0  # its part of the steps so far
         self.adapter_slot = 0  # while one of its groups runs; 0: it has no adapter
 

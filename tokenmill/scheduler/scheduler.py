@@ -124,13 +124,15 @@ class Scheduler:
             raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
         check_feasible(request, self._cache, self._num_rows, self._config.num_tokens)
         account = self._tenants.open(request.tenant)
+        expected_s: float | None = None
         try:
             if self._promises.level.ttft_s is not None:
-                self._promises.require(request, account, self._num_cached(request), self._clock())
+                expected_s = self._promises.require(request, account, self._num_cached(request), self._clock())
         except Overloaded:
             self._tenants.close(account)
             raise
         state = build_request_state(request, self._num_added, account, self._cache, self._num_rows, self._continues)
+        state.expected_s = expected_s
         self._num_added += 1
         self._states[request.request_id] = state
         self._background.note_added(request.priority)
@@ -537,6 +539,8 @@ class Scheduler:
             return self._fail(state, "the model drew no token")
         self._counters.generated_tokens += len(result.token_ids)
         num_before = len(sequence.tokens)
+        if state.expected_s is not None and not sequence.num_outputs and sequence.index == 0:
+            self._promises.note_first_token(state, self._clock())
         outputs = state.output_mode.take(sequence, result)
         if len(sequence.tokens) - num_before > 1:  # forced tokens, or drafts, which are never in flight with others
             sequence.void_draws()

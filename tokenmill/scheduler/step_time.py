@@ -1,13 +1,15 @@
 """How long a step takes, learned from the steps that ran.
 
-    seconds = base + a · tokens + b · samples + c · context        context: fed tokens × tokens that each looks back at
+    seconds = base + a · tokens + b · samples + c · context + d · (0 or 1)
 
     base      reading the weights, launching kernels
     a         one more token, of a prompt or of an answer
     b         what a row that samples costs beside its token: the vocabulary's logits, drawing
-    c         attention
+    c         attention; context: fed tokens × tokens that each looks back at
+    d         that there are prompts at all: a GPU computes them in a pass of their own, which reads the weights again
 
-The four are fitted to the steps of the last while by least squares of relative errors, and none is negative. A step
+Without d, a small chunk of a prompt would make its tokens look dear, which would make the next chunk smaller still. The
+five are fitted to the steps of the last while by least squares of relative errors, and none is negative. A step
 that took much longer than expected counts as three times as long: the machine was busy otherwise. Before the first
 prompt was computed nothing is known (`is_known`).
 
@@ -26,13 +28,15 @@ from typing import NamedTuple
 MEMORY = 0.98  # what a step weighs when the next one is noted
 MOST_SURPRISE = 3.0  # a step counts as at most this many times as long as expected
 NUM_TRUSTED = 8  # steps before which nothing is a surprise
-RIDGE = 1e-4  # keeps what was not seen at nothing: as much as so many steps
+RIDGES = (1e-4, 1e-4, 1e-2, 1e-4, 1e-4)  # by feature: keep what was not seen at nothing, as much as so many steps; and
+# what all rows share is not put down to each, before steps of several rows were seen
 NUM_SWEEPS = 12
 LEAST_S = 1e-7
-TAIL = 0.05  # the part of steps with prompts that may exceed what is planned for
-TAIL_STRIDE = 0.05  # how fast `excess` follows
+TAIL = 0.05  # the part that may exceed what is planned for
+TAIL_STRIDE = 0.05  # how fast an `Excess` follows
 MOST_EXCESS = 1.5
-SCALES = (100.0, 1.0, 10.0, 1e5)  # tokens, base, samples, context: so that the fit is among numbers of one size
+SCALES = (100.0, 1.0, 10.0, 1e5, 1.0)  # by feature: so that the fit is among numbers of one size
+TOKENS, BASE, SAMPLES, CONTEXT, PROMPTS = range(len(SCALES))
 
 
 class StepSize(NamedTuple):
@@ -42,18 +46,34 @@ class StepSize(NamedTuple):
     samples: int  # rows that draw a token
     context: int  # summed over the fed tokens: how many tokens each looks back at
 
+    @property
+    def has_prompts(self) -> bool:
+        return self.tokens > self.samples
+
+
+class Excess:
+    """The 95th percentile of how many times as long something took as was expected of it, followed as it changes."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def note(self, ratio: float) -> None:
+        """Move the estimate: up by much where it was exceeded, down by little where it was not."""
+        step = 1.0 - TAIL if ratio > self.factor else -TAIL
+        self.factor = min(MOST_EXCESS, max(1.0, self.factor + TAIL_STRIDE * step))
+
 
 class StepTime:
     """Estimates the seconds of a step from its size."""
 
     def __init__(self) -> None:
-        self._squares = [[0.0] * 4 for _ in range(4)]  # weighted sums of products of features
-        self._products = [0.0] * 4  # ... and of features and seconds
-        self._fit = [0.0] * 4  # by feature: tokens, base, samples, context
+        self._squares = [[0.0] * len(SCALES) for _ in SCALES]  # weighted sums of products of features
+        self._products = [0.0] * len(SCALES)  # ... and of features and seconds
+        self._fit = [0.0] * len(SCALES)
         self._num_noted = 0
         self._has_prompt = False
         self._is_stale = False
-        self.excess = 1.0  # the 95th percentile of a step's seconds over those expected of it
+        self.excess = Excess()  # of steps with prompts
 
     @property
     def is_known(self) -> bool:
@@ -65,8 +85,8 @@ class StepTime:
             return
         if self._num_noted >= NUM_TRUSTED:
             expected_s = max(self.seconds(size), LEAST_S)
-            if self._has_prompt and size.tokens > size.samples:
-                self._note_excess(seconds / expected_s)
+            if self._has_prompt and size.has_prompts:
+                self.excess.note(seconds / expected_s)
             seconds = min(seconds, MOST_SURPRISE * expected_s)
         features = _features(size)
         weight = 1.0 / seconds**2
@@ -76,38 +96,34 @@ class StepTime:
                 row[j] = row[j] * MEMORY + weight * feature * other
             self._products[i] = self._products[i] * MEMORY + weight * feature * seconds
         self._num_noted += 1
-        self._has_prompt = self._has_prompt or size.tokens > size.samples
+        self._has_prompt = self._has_prompt or size.has_prompts
         self._is_stale = True
-
-    def _note_excess(self, ratio: float) -> None:
-        """Move the estimated percentile: up by much where it was exceeded, down by little where it was not."""
-        step = 1.0 - TAIL if ratio > self.excess else -TAIL
-        self.excess = min(MOST_EXCESS, max(1.0, self.excess + TAIL_STRIDE * step))
 
     def seconds(self, size: StepSize) -> float:
         return sum(one * feature for one, feature in zip(self._fitted(), _features(size), strict=True))
-
-    def tokens_within(self, seconds: float, beside: StepSize, start: int) -> int:
-        """How many tokens of a prompt, from `start` on, fit into a step of so many seconds beside what it computes
-        already."""
-        return self.tokens_in(seconds - self.seconds(beside), start)
 
     def tokens_in(self, seconds: float, start: int) -> int:
         """How many tokens of a prompt, from `start` on, take so many seconds: each looks back at one more."""
         if seconds <= 0.0:
             return 0
-        token_s, more_s = self.token_s(start), self._fitted()[3] / SCALES[3]  # n · token_s + n² / 2 · more_s
+        token_s, more_s = self.token_s(start), self._fitted()[CONTEXT] / SCALES[CONTEXT]
+        # They take n · token_s + n² / 2 · more_s.
         return int(2.0 * seconds / (token_s + math.sqrt(token_s**2 + 2.0 * more_s * seconds)))
 
     def token_s(self, start: int = 0) -> float:
         """One more token of a prompt, with so many before it."""
         fit = self._fitted()
-        return max(LEAST_S, fit[0] / SCALES[0] + start * fit[3] / SCALES[3])
+        return max(LEAST_S, fit[TOKENS] / SCALES[TOKENS] + start * fit[CONTEXT] / SCALES[CONTEXT])
+
+    @property
+    def prompts_s(self) -> float:
+        """What a step costs more for computing prompts, however few tokens of them."""
+        return self._fitted()[PROMPTS] / SCALES[PROMPTS]
 
     def row_s(self, num_rows: int) -> float:
         """What a row that samples costs beside its token and context: its part of what all rows share, and its own."""
         fit = self._fitted()
-        return fit[1] / max(1, num_rows) + fit[2] / SCALES[2]
+        return fit[BASE] / max(1, num_rows) + fit[SAMPLES] / SCALES[SAMPLES]
 
     def _fitted(self) -> list[float]:
         """The coefficients: least squares among numbers that are not negative, one after another, from the last ones
@@ -116,14 +132,14 @@ class StepTime:
             self._is_stale = False
             fit, squares = self._fit, self._squares
             for _ in range(NUM_SWEEPS):
-                for i in range(4):
-                    row = squares[i]
+                for i, row in enumerate(squares):
                     if row[i] > 0.0:
-                        others = sum(row[j] * fit[j] for j in range(4) if j != i)
-                        fit[i] = max(0.0, (self._products[i] - others) / (row[i] * (1.0 + RIDGE)))
+                        others = sum(row[j] * fit[j] for j in range(len(fit)) if j != i)
+                        fit[i] = max(0.0, (self._products[i] - others) / (row[i] * (1.0 + RIDGES[i])))
         return self._fit
 
 
-def _features(size: StepSize) -> tuple[float, float, float, float]:
-    tokens, base, samples, context = SCALES
-    return size.tokens / tokens, base, size.samples / samples, size.context / context
+def _features(size: StepSize) -> tuple[float, ...]:
+    tokens, base, samples, context, prompts = SCALES
+    has_prompts = prompts if size.has_prompts else 0.0
+    return size.tokens / tokens, base, size.samples / samples, size.context / context, has_prompts

@@ -32,6 +32,7 @@ struct Norm {
 struct Mlp {
   Linear gate, up, down;  // an empty gate: down(act(up))
   Activation activation = Activation::Silu;
+  std::optional<float> cutoff = {};  // a token's gates count by what they are above their mean and so many deviations
 
   bool is_gated() const { return gate.w.data != nullptr; }
   // The first product of a gated one is with `gate`, and `up` beside it.
@@ -53,6 +54,7 @@ struct Routing {
   float scale = 1.0f;
   Vector expert_scales;
   bool weights_input = false;  // an expert's input is weighted, not its output
+  std::vector<int32_t> table = {};  // [tokens][num_active]: the experts of each; empty: those with the best scores
 };
 
 struct Moe {
@@ -86,6 +88,39 @@ struct LayerInput {
   Activation activation = Activation::GeluTanh;
 };
 
+// Several residual streams around a layer, see decoder/streams.cpp. AltUp (Gemma 3n): the layer reads the first, the others
+// are predicted before it and corrected behind it; a low-rank branch stands beside attention.
+struct AltUp {
+  Linear router;            // [streams][hidden], float32
+  Vector router_norm;       // [hidden]
+  Vector predict, correct;  // [streams * streams][streams], [streams][streams]
+  Vector scale;             // [hidden], of what gates the layer's own embedding; empty: 1
+  Linear left, right;       // [rank][hidden], [hidden][rank]
+  Norm branch_norm;
+};
+
+// Hyper-connections (DeepSeek V4): coefficients of what a part of a layer reads of the streams and of how its result
+// reaches them, linear in the normed streams.
+struct Connection {
+  Linear weight;  // [coefficients][streams * hidden], float32
+  Vector base;    // [coefficients]
+  Vector scale;   // one number for each kind of coefficient
+};
+struct Connections {
+  Connection mixer, feed;
+};
+
+// What a decoder's layers exchange, where it is more than one stream.
+struct Streams {
+  int count = 1;
+  std::vector<Linear> in, out;  // AltUp: [hidden][hidden] of all but the first, from the embedding and at the end
+  Connection end;               // hyper-connections: one more mixture
+  int rounds = 0;               // of dividing by sums
+  float eps = 0.0f, norm_eps = 0.0f;
+
+  bool are_connected() const { return end.weight.w.data != nullptr; }
+};
+
 // What of a layer does not depend on its mixer.
 struct LayerFrame {
   Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;  // empty where the model has none
@@ -99,6 +134,8 @@ struct LayerFrame {
   std::optional<LayerInput> input;
   float stream_scale = 1.0f;  // multiplies the stream at the end
   bool is_held = false;  // what the mixer adds waits for the next layer's, which reads the same stream; nothing is fed
+  std::optional<AltUp> altup = {};
+  std::optional<Connections> connections = {};
 };
 
 enum class HeadNorm : uint8_t { None, Before, After, Joint };  // of queries and keys: the rotation, or all heads at once
@@ -147,6 +184,14 @@ struct Recurrent {
   int block_size = 0, state_group = 0, num_states = 0;
 };
 
+// What an indexer chooses among: keys, one for each `rate` tokens.
+struct IndexView {
+  const Linear* q;
+  const EntryCache* keys;
+  int heads, top_k, group, rate;
+  float scale;
+};
+
 // Chooses the `top_k` entries of a context that latent attention looks at, see decoder/indexer.cpp. Queries are made of the
 // latent that attention's own are made of, keys and the weights of heads of the layer's input.
 struct EntryIndexer {
@@ -156,6 +201,8 @@ struct EntryIndexer {
   float scale = 1.0f, eps = 0.0f;
   EntryCache keys;  // one a token, of `keys.width` numbers
   int group = 0, num_blocks = 0;
+
+  IndexView view() const { return {&q, &keys, heads, top_k, group, 1, scale}; }
 };
 
 inline constexpr int kSeesAll = -1;  // in the place of a number of chosen entries
@@ -174,6 +221,44 @@ struct LatentAttention {
   bool shares_index = false;          // what the indexer before this layer has chosen holds here too
 
   bool is_sparse() const { return index.has_value() || shares_index; }
+};
+
+// Entries of several tokens each. What they are made of, values and gates, is kept of every token until it is used.
+struct CompressedEntries {
+  Vector bias, norm;       // [rate][series * dim], added to gates; [dim]
+  float* inputs = nullptr;  // [block][token][2 * series * dim]
+  EntryCache entries;       // `block_size` counts entries
+  int inputs_group = 0, num_inputs = 0, group = 0, num_blocks = 0;
+};
+
+// Attention over a window and compressed entries behind it, see decoder/compressed_attention.cpp.
+struct CompressedAttention {
+  std::vector<Linear> in;  // the latent of queries, the key; values and gates of entries, of the index; weights of its heads
+  Linear q_up;
+  Vector q_norm, kv_norm, sinks;
+  std::vector<Linear> out;  // of each group of heads
+  int heads = 0, window = 0;
+  float scale = 1.0f, eps = 0.0f;
+  EntryCache keys;  // one a token, which is the value too
+  int rate = 0;     // tokens of an entry; 0: there are none
+  bool overlaps = false;
+  CompressedEntries compressed;
+  struct Index {
+    Linear q;
+    int heads = 0, top_k = 0;
+    float scale = 1.0f;
+    CompressedEntries keys;
+
+    IndexView view(int rate) const { return {&q, &keys.entries, heads, top_k, keys.group, rate, scale}; }
+  };
+  std::optional<Index> index;
+
+  int head_dim() const { return keys.width; }
+  int series() const { return overlaps ? 2 : 1; }
+  bool has_cache() const {
+    const auto is_bound = [](const CompressedEntries& e) { return e.inputs != nullptr && e.entries.entries != nullptr; };
+    return keys.entries != nullptr && (rate == 0 || is_bound(compressed)) && (!index || is_bound(index->keys));
+  }
 };
 
 struct Layer : LayerFrame {
@@ -196,14 +281,17 @@ struct Layer : LayerFrame {
   std::optional<Recurrent> recurrent;  // likewise
 
   std::optional<LatentAttention> latent;  // likewise
+  std::optional<CompressedAttention> compressed;  // likewise
 
   bool has_own_kv() const { return k.w.data != nullptr; }
   bool has_cache() const {
+    if (compressed) return compressed->has_cache();
     if (recurrent) return recurrent->states != nullptr;
     if (latent) return latent->cache.entries != nullptr && (!latent->index || latent->index->keys.entries != nullptr);
     return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr;
   }
   int block_size() const {
+    if (compressed) return compressed->keys.block_size;
     if (recurrent) return recurrent->block_size;
     if (latent) return latent->cache.block_size;
     return conv ? conv->block_size : attention.cache.block_size;
@@ -222,7 +310,9 @@ class Decoder {
   bool is_last_stage() const { return is_last_stage_; }
   // The other ranks, where several compute the model together: they run the same steps at the same time.
   void set_window(std::shared_ptr<Window> window) { window_ = std::move(window); }
-  // Embeddings that each layer has for itself: [vocab][layers * width], [layers * width][hidden], [width].
+  // Before any layer is added.
+  void set_streams(Streams streams);
+  // Embeddings that each layer has for itself: [vocab or fewer][layers * width], [layers * width][hidden], [width].
   void set_layer_inputs(Linear table, Linear project, Vector norm);
 
   int add_rope(RopeTable table);
@@ -237,6 +327,9 @@ class Decoder {
   void set_recurrent_cache(int layer, int group, const Recurrent& cache, int num_cells);
   void set_entry_cache(int layer, int group, const EntryCache& cache, int num_blocks);
   void set_index_cache(int layer, int group, const EntryCache& cache, int num_blocks);
+  // Of attention over a window: its keys, and what is compressed, of the index too where there is one.
+  void set_window_cache(int layer, int group, const EntryCache& cache, int num_blocks);
+  void set_compressed_cache(int layer, bool of_index, const CompressedEntries& cache);
 
   // The matrices that adapters may change, and how many adapters there is room for.
   void set_adapter_sites(int slots, std::vector<AdapterSlots::Site> sites) { adapters_.declare(slots, std::move(sites)); }
@@ -255,6 +348,8 @@ class Decoder {
   int hidden() const { return hidden_; }
   int vocab() const { return vocab_; }
   RecurrentShape recurrent_shape(int layer) const;
+  int entry_series(int layer) const { return compressed_at(layer).series(); }
+  int entry_rate(int layer) const { return compressed_at(layer).rate; }
   int num_layers() const { return static_cast<int>(layers_.size()); }
   const Kernels& kernels() const { return *kernels_; }
   size_t computed_rows() const { return computed_rows_; }
@@ -279,6 +374,10 @@ class Decoder {
   void recur_head(const Layer& layer, const RecurrentRow& row, int head, int thread);
   void recurrent_outputs(const Layer& layer, int tokens);
   bool latent_fits(const Layer& layer) const;
+  const CompressedAttention& compressed_at(int layer) const;
+  bool compressed_fits(const Layer& layer) const;
+  bool streams_fit(const Layer& layer) const;
+  void check_compressed(const Layer& layer, const BatchView& batch) const;
   bool index_fits(const LatentAttention& latent) const;
   void check(const BatchView& batch, bool has_stream) const;
   void take_adapters(const int32_t* slots, int rows);
@@ -306,9 +405,31 @@ class Decoder {
   bool adapt(const Linear& w, const Gemm& gemm, AdaptedRows& rows, Shrinking& shrinking);
   // What the inputs of these must be kept as: plain too where adapters read them.
   Form form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) const;
+  Form form_for_all(const std::vector<Linear>& readers, float outlier_threshold) const;
   Form form_of_input(const Mlp& mlp, float outlier_threshold) const;
   void embed(const BatchView& batch);
   void enter(const float* stream, int tokens);
+  void begin_layer(const Layer& layer, int tokens);
+  void begin_streams(int tokens);
+  void finish_streams(int tokens);
+  void judge_streams(const AltUp& altup, const float* x, size_t stride, int tokens);
+  void predict_streams(const AltUp& altup, int tokens);
+  void add_branch(const Layer& layer, int tokens);
+  void correct_streams(const AltUp& altup, int tokens);
+  void add_to_streams(const Norm& norm, int tokens);
+  void connect(const Connection& connection, int tokens);
+  void read_streams(const Connection& connection, int tokens);
+  void write_streams(int tokens);
+  void output_and_mlp_of_streams(const Layer& layer, int tokens);
+  void attend_compressed(const Layer& layer, const BatchView& batch);
+  void project_compressed(const Layer& layer, const BatchView& batch);
+  void place_compressed(const Layer& layer, const BatchView& batch);
+  void make_entries(const Layer& layer, const BatchView& batch);
+  void make_entry(const Layer& layer, const CompressedEntries& of, const BatchView& batch, int row, int number) const;
+  void compressed_outputs(const Layer& layer, const BatchView& batch);
+  void compressed_queries(const Layer& layer, const BatchView& batch);
+  void attend_window(const Layer& layer, const BatchView& batch);
+  void turn(const Layer& layer, int64_t position, float direction, float* values, int dim) const;
   void mixer(const Layer& layer, const BatchView& batch);
   void last_layer(const Layer& layer, const BatchView& batch);
   void keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows);
@@ -316,6 +437,7 @@ class Decoder {
   void hold_result(int tokens);
   void add_held(float scale, int tokens);
   size_t projected_width(const Layer& layer) const;
+  void project_to(const std::vector<Linear>& matrices, const Layer& layer, int tokens);
   void attend_latent(const Layer& layer, const BatchView& batch);
   void project_latent(const Layer& layer, const BatchView& batch);
   void rotate_at(const Layer& layer, int64_t position, float* values) const;
@@ -324,8 +446,8 @@ class Decoder {
   void absorb_queries(const Layer& layer, const BatchView& batch);
   void attend_tokens(const Layer& layer, const BatchView& batch);
   void place_index_keys(const Layer& layer, const BatchView& batch);
-  void prepare_index_queries(const Layer& layer, const BatchView& batch);
-  void choose_entries(const Layer& layer, const BatchView& batch);
+  void prepare_index_queries(const IndexView& index, const Layer& layer, const BatchView& batch);
+  void choose_entries(const IndexView& index, const Layer& layer, const BatchView& batch);
   void choose_best(const float* scores, int count, int top_k, int thread, int32_t* chosen);
   void keep_wanted_choices(const BatchView& batch);
   void convolve(const Layer& layer, const BatchView& batch);
@@ -361,13 +483,15 @@ class Decoder {
   void mlp_of_stream(const Layer& layer, int tokens, Gemm::Mode mode, float* out);
   void moe_of_stream(const Layer& layer, const Norm& norm, int tokens, float* out);
   void mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out);
+  void gate_above_cutoff(const Mlp& mlp, const Rows& in, float outlier_threshold);
+  void gate_row(const float* gates, const float* ups, int width, Activation activation, float* out) const;
   void moe(const Moe& moe, int tokens, float outlier_threshold, float* out);
   void route(const Moe& moe, int tokens);
   void place_experts(const Moe& moe, int tokens);
   void exchange_rows(float* rows, const std::vector<size_t>& first, size_t width);
   void add_shared_expert(const Moe& moe, int tokens, float outlier_threshold, float* out);
   void layer_inputs(const BatchView& batch);
-  void add_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows);
+  void gate_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows);
   void end_layer(const Layer& layer, int number, int tokens, const int64_t* rows);
   bool frame_fits(const Layer& layer) const;
   bool experts_fit(const Moe& moe, int width) const;
@@ -400,6 +524,7 @@ class Decoder {
   bool is_last_stage_ = true;
   Linear input_table_, input_project_;
   Vector input_norm_;
+  Streams streams_;
 
   AdapterSlots adapters_;
   std::shared_ptr<Window> window_;  // null: this is the only rank
@@ -410,7 +535,13 @@ class Decoder {
   std::vector<AdaptedRows> adapted_rows_;
   PageVector<float> shrunk_;  // products with a's
   std::vector<std::vector<int32_t>> expert_slots_;  // [experts][rows]
-  PageVector<float> x_;       // [T][hidden] the residual stream
+  PageVector<float> x_;       // [T][hidden] the residual stream, or what a part of a layer reads of several
+  PageVector<float> all_streams_, coefficients_;  // [T][streams][hidden], [T][coefficients]
+  Activations stream_rows_, branch_rows_;
+  Vector ones_;  // the weights of a norm that has none
+  std::vector<int64_t> row_tokens_;  // of the rows that are computed now, where experts are looked up
+  std::vector<Activations> group_rows_;  // of each group of heads
+  PageVector<float> cut_gates_;          // [T][2][inter]
   PageVector<float> projected_;  // [T][q + 2 kv], or [T][3 hidden] of a convolution
   PageVector<float> convolved_, recurred_;  // of a recurrent mixer: [T][channels], [T][values]
   PageVector<float> queries_, absorbed_, mixtures_, latent_values_;  // of latent attention: [T][heads] of each

@@ -63,7 +63,7 @@ struct Rows {
 };
 
 enum class Store : uint8_t { F32, F16, BF16, I8 };
-enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu2, SwigluOai };
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu2, SwigluOai, SiluTo10 };
 
 inline constexpr int kMaxHeadDim = 512;
 
@@ -202,6 +202,9 @@ struct Kernels {
                        int to, float* out, float* scratch);
   size_t index_scratch_floats;
   void (*write_entry)(const EntryCache&, int64_t slot, const float* values);
+  // out [size]: the sum of values[k], each number weighted by the softmax over k of gates[k] + biases[k]
+  void (*mix_by_gates)(const float* const* values, const float* const* gates, const float* const* biases, int count,
+                       int size, float* out);
   void (*softcap)(float* x, float cap, int size);
   // looks at `size` numbers that stand at `place` and behind; what was seen before stands before them
   void (*take_best)(const float* x, int size, int place, Best&);

@@ -12,6 +12,7 @@ Activation activation_named(const std::string& name) {
   if (name == "gelu_tanh") return Activation::GeluTanh;
   if (name == "relu2") return Activation::Relu2;
   if (name == "swiglu_oai") return Activation::SwigluOai;
+  if (name == "silu_to_10") return Activation::SiluTo10;
   throw std::invalid_argument("unknown activation " + name);
 }
 
@@ -52,6 +53,34 @@ void bind_entry_cache(HeldDecoder& decoder, int layer, int group, AnyArray entri
   HeldCache held;
   held.entries = std::move(entries);
   hold_cache(decoder, layer, std::move(held));
+}
+
+void bind_window_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys) {
+  const DecoderLock lock(decoder);
+  decoder.set_window_cache(layer, group, entry_cache(keys), static_cast<int>(keys.shape(0)));
+  HeldCache held;
+  held.entries = std::move(keys);
+  hold_cache(decoder, layer, std::move(held));
+}
+
+// Of a layer whose keys are bound already: what entries, or the keys of its indexer, are made of, and what is made.
+void bind_compressed_cache(HeldDecoder& decoder, int layer, bool of_index, int inputs_group, Array<float, 3> inputs,
+                           int group, AnyArray entries) {
+  const DecoderLock lock(decoder);
+  CompressedEntries cache;
+  cache.entries = entry_cache(entries);
+  const size_t series = static_cast<size_t>(decoder.entry_series(layer)), rate = static_cast<size_t>(decoder.entry_rate(layer));
+  if (inputs.shape(1) != entries.shape(1) || inputs.shape(2) != 2 * series * rate * entries.shape(2))
+    throw std::invalid_argument("what entries are made of does not fit them");
+  cache.inputs = inputs.data();
+  cache.inputs_group = inputs_group;
+  cache.num_inputs = static_cast<int>(inputs.shape(0));
+  cache.group = group;
+  cache.num_blocks = static_cast<int>(entries.shape(0));
+  decoder.set_compressed_cache(layer, of_index, cache);
+  HeldCache& held = decoder.caches.at(static_cast<size_t>(layer));
+  held.compressed.emplace_back(inputs);
+  held.compressed.push_back(std::move(entries));
 }
 
 void bind_conv_cache(HeldDecoder& decoder, int layer, int group, Array<float, 3> inputs) {
@@ -123,6 +152,42 @@ void add_latent_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& 
   latent.index = std::move(index);
   latent.shares_index = shares_index;
   layer.latent = std::move(latent);
+  layer.o = o;
+  layer.rope = rope;
+  self.add_layer(std::move(layer));
+}
+
+CompressedEntries compressed_entries(Array<const float, 2> bias, FloatVector norm) {
+  CompressedEntries entries;
+  entries.bias.assign(bias.data(), bias.data() + bias.size());
+  entries.norm = copied(norm);
+  entries.entries.width = static_cast<int>(norm.size());
+  return entries;
+}
+
+void add_compressed_layer(HeldDecoder& self, const LayerFrame& frame, std::vector<Linear> in, const Linear& q_up,
+                          std::vector<Linear> out, const Linear& o, FloatVector q_norm, FloatVector kv_norm,
+                          FloatVector sinks, int window, float scale, float eps, int rope, int rate, bool overlaps,
+                          std::optional<CompressedEntries> entries, std::optional<CompressedAttention::Index> index) {
+  Layer layer(frame);
+  CompressedAttention mixer;
+  if ((rate > 0) != entries.has_value()) throw std::invalid_argument("entries have a rate, and what is compressed has entries");
+  mixer.in = std::move(in);
+  mixer.q_up = q_up;
+  mixer.out = std::move(out);
+  mixer.q_norm = copied(q_norm);
+  mixer.kv_norm = copied(kv_norm);
+  mixer.sinks = copied(sinks);
+  mixer.heads = static_cast<int>(sinks.size());
+  mixer.window = window;
+  mixer.scale = scale;
+  mixer.eps = eps;
+  mixer.keys.width = mixer.keys.rank = static_cast<int>(kv_norm.size());
+  mixer.rate = rate;
+  mixer.overlaps = overlaps;
+  if (entries) mixer.compressed = std::move(*entries);
+  mixer.index = std::move(index);
+  layer.compressed = std::move(mixer);
   layer.o = o;
   layer.rope = rope;
   self.add_layer(std::move(layer));
@@ -290,22 +355,25 @@ void bind_parts(nb::module_& m) {
   }, "weight"_a, "bias"_a.none());
 
   nb::class_<Mlp>(m, "Mlp").def("__init__", [](Mlp* self, std::optional<Linear> gate, const Linear& up, const Linear& down,
-                                               const std::string& activation) {
+                                               const std::string& activation, std::optional<float> cutoff) {
     if ((gate && (gate->w.rows != up.w.rows || gate->borders != up.borders || gate->w.cols != up.w.cols)) ||
         down.w.cols != up.rows())
       throw std::invalid_argument("gate, up and down do not fit together");
-    new (self) Mlp{gate.value_or(Linear()), up, down, activation_named(activation)};
-  }, "gate"_a.none(), "up"_a, "down"_a, "activation"_a);
+    new (self) Mlp{gate.value_or(Linear()), up, down, activation_named(activation), cutoff};
+  }, "gate"_a.none(), "up"_a, "down"_a, "activation"_a, "cutoff"_a.none() = nb::none());
 
   nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_active, const std::string& score,
                                                        bool renormalize, float epsilon, MaybeVector choice_bias,
                                                        int num_groups, int kept_groups, int judged_by, float scale,
-                                                       MaybeVector expert_scales, bool weights_input) {
+                                                       MaybeVector expert_scales, bool weights_input,
+                                                       std::optional<Array<const int32_t, 2>> table) {
+    std::vector<int32_t> experts;
+    if (table) experts.assign(table->data(), table->data() + table->size());
     new (self) Routing{num_active, score_named(score), renormalize, epsilon, copied(choice_bias), num_groups, kept_groups,
-                       judged_by, scale, copied(expert_scales), weights_input};
+                       judged_by, scale, copied(expert_scales), weights_input, std::move(experts)};
   }, "num_active"_a, "score"_a = "softmax", "renormalize"_a = true, "epsilon"_a = 0.0f, "choice_bias"_a.none() = nb::none(),
      "num_groups"_a = 1, "kept_groups"_a = 1, "judged_by"_a = 2, "scale"_a = 1.0f,
-     "expert_scales"_a.none() = nb::none(), "weights_input"_a = false);
+     "expert_scales"_a.none() = nb::none(), "weights_input"_a = false, "table"_a.none() = nb::none());
 
   nb::class_<Moe>(m, "Moe").def("__init__", [](Moe* self, const Linear& router, std::vector<std::optional<Mlp>> given_experts,
                                                const Routing& routing, std::optional<Mlp> shared, MaybeVector shared_gate,
@@ -338,6 +406,35 @@ void bind_parts(nb::module_& m) {
     new (self) EntryIndexer(std::move(index));
   }, "q"_a, "k"_a, "weights"_a, "norm"_a, "norm_bias"_a, "heads"_a, "top_k"_a, "scale"_a, "eps"_a);
 
+  nb::class_<CompressedEntries>(m, "CompressedEntries")
+      .def("__init__", [](CompressedEntries* self, Array<const float, 2> bias, FloatVector norm) {
+        new (self) CompressedEntries(compressed_entries(bias, norm));
+      }, "bias"_a, "norm"_a);
+
+  nb::class_<CompressedAttention::Index>(m, "CompressedIndex")
+      .def("__init__", [](CompressedAttention::Index* self, const Linear& q, int heads, int top_k, float scale,
+                          const CompressedEntries& keys) {
+        new (self) CompressedAttention::Index{q, heads, top_k, scale, keys};
+      }, "q"_a, "heads"_a, "top_k"_a, "scale"_a, "keys"_a);
+
+  nb::class_<AltUp>(m, "AltUp")
+      .def("__init__", [](AltUp* self, const Linear& router, FloatVector router_norm, Array<const float, 2> predict,
+                          Array<const float, 2> correct, MaybeVector scale, const Linear& left, const Linear& right,
+                          const Norm& branch_norm) {
+        new (self) AltUp{router, copied(router_norm), Vector(predict.data(), predict.data() + predict.size()),
+                         Vector(correct.data(), correct.data() + correct.size()), copied(scale), left, right, branch_norm};
+      }, "router"_a, "router_norm"_a, "predict"_a, "correct"_a, "scale"_a.none(), "left"_a, "right"_a, "branch_norm"_a);
+
+  nb::class_<Connection>(m, "Connection")
+      .def("__init__", [](Connection* self, const Linear& weight, FloatVector base, FloatVector scale) {
+        new (self) Connection{weight, copied(base), copied(scale)};
+      }, "weight"_a, "base"_a, "scale"_a);
+
+  nb::class_<Connections>(m, "Connections")
+      .def("__init__", [](Connections* self, const Connection& mixer, const Connection& feed) {
+        new (self) Connections{mixer, feed};
+      }, "mixer"_a, "feed"_a);
+
   nb::class_<LayerInput>(m, "LayerInput").def("__init__", [](LayerInput* self, const Linear& gate, const Linear& up,
                                                              const Norm& norm, const std::string& activation) {
     new (self) LayerInput{gate, up, norm, activation_named(activation)};
@@ -347,19 +444,20 @@ void bind_parts(nb::module_& m) {
       std::optional<Norm> mlp_norm, std::optional<Norm> attn_post_norm, std::optional<Norm> mlp_post_norm,
       std::optional<Mlp> mlp, std::optional<Moe> moe, std::optional<Norm> side_norm, std::optional<Norm> side_post_norm,
       std::optional<Norm> side_mlp_post_norm, bool is_parallel, float residual_scale, std::optional<LayerInput> input,
-      float stream_scale, bool is_held) {
+      float stream_scale, bool is_held, std::optional<AltUp> altup, std::optional<Connections> connections) {
     const auto given = [&](const std::optional<Norm>& norm) {
       if (norm && norm->weight.size() != static_cast<size_t>(hidden)) throw std::invalid_argument("a norm is not [hidden]");
       return norm.value_or(Norm());
     };
     new (self) LayerFrame{given(attn_norm), given(mlp_norm), given(attn_post_norm), given(mlp_post_norm), std::move(mlp),
                           std::move(moe), {given(side_norm), given(side_post_norm), given(side_mlp_post_norm)}, is_parallel,
-                          residual_scale, std::move(input), stream_scale, is_held};
+                          residual_scale, std::move(input), stream_scale, is_held, std::move(altup),
+                          std::move(connections)};
   }, "hidden"_a, "attn_norm"_a.none() = nb::none(), "mlp_norm"_a.none() = nb::none(), "attn_post_norm"_a.none() = nb::none(),
      "mlp_post_norm"_a.none() = nb::none(), "mlp"_a.none() = nb::none(), "moe"_a.none() = nb::none(),
      "side_norm"_a.none() = nb::none(), "side_post_norm"_a.none() = nb::none(), "side_mlp_post_norm"_a.none() = nb::none(),
      "is_parallel"_a = false, "residual_scale"_a = 1.0f, "input"_a.none() = nb::none(), "stream_scale"_a = 1.0f,
-     "is_held"_a = false);
+     "is_held"_a = false, "altup"_a.none() = nb::none(), "connections"_a.none() = nb::none());
 }
 
 }  // namespace
@@ -413,6 +511,28 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("add_latent_layer", &add_latent_layer, "frame"_a, "q"_a, "kv_down"_a, "q_up"_a.none(), "o"_a, "q_norm"_a.none(),
            "kv_norm"_a, "absorb"_a, "expand"_a, "nope_dim"_a, "rope_dim"_a, "scale"_a, "eps"_a, "rope"_a,
            "index"_a.none() = nb::none(), "shares_index"_a = false)
+      .def("add_compressed_layer", &add_compressed_layer, "frame"_a, "inputs"_a, "q_up"_a, "out"_a, "o"_a, "q_norm"_a,
+           "kv_norm"_a, "sinks"_a, "window"_a, "scale"_a, "eps"_a, "rope"_a, "rate"_a = 0, "overlaps"_a = false,
+           "entries"_a.none() = nb::none(), "index"_a.none() = nb::none())
+      .def("bind_window_cache", &bind_window_cache, "layer"_a, "group"_a, "keys"_a.noconvert())
+      .def("bind_compressed_cache", &bind_compressed_cache, "layer"_a, "of_index"_a, "inputs_group"_a,
+           "inputs"_a.noconvert(), "group"_a, "entries"_a.noconvert())
+      .def("set_altup_streams", [](HeldDecoder& self, std::vector<Linear> in, std::vector<Linear> out) {
+        Streams streams;
+        streams.count = static_cast<int>(in.size()) + 1;
+        streams.in = std::move(in);
+        streams.out = std::move(out);
+        self.set_streams(std::move(streams));
+      }, "into"_a, "out_of"_a)
+      .def("set_connected_streams", [](HeldDecoder& self, const Connection& end, int rounds, float eps, float norm_eps) {
+        Streams streams;
+        streams.count = end.weight.rows();
+        streams.end = end;
+        streams.rounds = rounds;
+        streams.eps = eps;
+        streams.norm_eps = norm_eps;
+        self.set_streams(std::move(streams));
+      }, "end"_a, "rounds"_a, "eps"_a, "norm_eps"_a)
       .def("bind_index_cache", &bind_index_cache, "layer"_a, "group"_a, "keys"_a.noconvert())
       .def("bind_entry_cache", &bind_entry_cache, "layer"_a, "group"_a, "entries"_a.noconvert())
       .def("bind_conv_cache", &bind_conv_cache, "layer"_a, "group"_a, "inputs"_a.noconvert())

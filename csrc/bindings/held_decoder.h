@@ -23,6 +23,7 @@ struct HeldCache {
   std::vector<AnyArray> recurrent;        // cells and states
   std::optional<AnyArray> entries = {};  // of latent attention
   std::optional<AnyArray> index_keys = {};  // of its indexer
+  std::vector<AnyArray> compressed = {};    // entries of several tokens, and what they are made of
 };
 
 // A decoder as Python holds it: with the inputs of the present step, and the time spent in kernels.

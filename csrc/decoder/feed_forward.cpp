@@ -54,14 +54,48 @@ void Decoder::moe_of_stream(const Layer& layer, const Norm& norm, int tokens, fl
 }
 
 void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out) {
-  inner_.prepare(in.quant.rows, mlp.up.rows(), *kernels_, form_for({&mlp.down}, outlier_threshold));
-  Gemm gate{&mlp.first(), mlp.second(), in, Gemm::Mode::Gate};
-  gate.activation = mlp.activation;
-  gate.gated = &inner_;
-  run(&gate, 1);
-  mark_outliers(inner_);
+  if (mlp.cutoff) {
+    gate_above_cutoff(mlp, in, outlier_threshold);
+  } else {
+    inner_.prepare(in.quant.rows, mlp.up.rows(), *kernels_, form_for({&mlp.down}, outlier_threshold));
+    Gemm gate{&mlp.first(), mlp.second(), in, Gemm::Mode::Gate};
+    gate.activation = mlp.activation;
+    gate.gated = &inner_;
+    run(&gate, 1);
+    mark_outliers(inner_);
+  }
   const Gemm down{&mlp.down, nullptr, inner_.view(), mode, out, static_cast<size_t>(hidden_)};
   run(&down, 1);
+}
+
+// act(gate) * up into `inner_`, where gates are what they exceed their mean and some standard deviations by: all gates of
+// a token have to be there first.
+void Decoder::gate_above_cutoff(const Mlp& mlp, const Rows& in, float outlier_threshold) {
+  const int tokens = in.quant.rows, inter = mlp.up.rows();
+  const size_t stride = 2 * static_cast<size_t>(inter);
+  grow(cut_gates_, static_cast<size_t>(tokens) * stride);
+  const Gemm gemms[] = {{&mlp.gate, nullptr, in, Gemm::Mode::Store, cut_gates_.data(), stride},
+                        {&mlp.up, nullptr, in, Gemm::Mode::Store, cut_gates_.data() + inter, stride}};
+  run(gemms, 2);
+  fill_rows(tokens, inter, 8 * inter, inner_, form_for({&mlp.down}, outlier_threshold), [&](int t, float* out) {
+    float* gates = cut_gates_.data() + static_cast<size_t>(t) * stride;
+    const float mean = mean_of(inter, [&](int i) { return gates[i]; });
+    const float variance = mean_of(inter, [&](int i) { return (gates[i] - mean) * (gates[i] - mean); });
+    const float least = mean + std::sqrt(variance) * *mlp.cutoff;
+    for (int i = 0; i < inter; ++i) gates[i] = std::max(0.0f, gates[i] - least);
+    gate_row(gates, gates + inter, inter, mlp.activation, out);
+  });
+}
+
+void Decoder::gate_row(const float* gates, const float* ups, int width, Activation activation, float* out) const {
+  for (int at = 0; at < width; at += kBlock) {
+    float blocks[3][kBlock] = {};
+    const int count = std::min(kBlock, width - at);
+    std::copy_n(gates + at, count, blocks[0]);
+    std::copy_n(ups + at, count, blocks[1]);
+    kernels_->gate(blocks[0], blocks[1], activation, blocks[2]);
+    std::copy_n(blocks[2], count, out + at);
+  }
 }
 
 namespace {
@@ -108,19 +142,22 @@ void keep_best_groups(const Routing& routing, std::vector<float>& wanted) {
     if (!is_kept[e / static_cast<size_t>(size)]) wanted[e] = -std::numeric_limits<float>::infinity();
 }
 
-void choose_experts(const Routing& routing, const float* logits, int experts, int32_t* ids, float* shares) {
-  std::vector<float> scores;
-  score_all(logits, experts, routing.score, scores);
-  std::vector<float> wanted = scores;
+// The experts with the best scores into `ids`.
+void take_best_experts(const Routing& routing, std::vector<float> wanted, int32_t* ids) {
   for (size_t e = 0; e < routing.choice_bias.size(); ++e) wanted[e] += routing.choice_bias[e];
   if (routing.num_groups > 1) keep_best_groups(routing, wanted);
+  for (int k = 0; k < routing.num_active; ++k) take_best(wanted, ids[k]);
+}
+
+// `looked_up`: the token's experts, where a table has them; else null.
+void choose_experts(const Routing& routing, const float* logits, int experts, const int32_t* looked_up, int32_t* ids,
+                    float* shares) {
+  std::vector<float> scores;
+  score_all(logits, experts, routing.score, scores);
+  if (looked_up != nullptr) std::copy_n(looked_up, routing.num_active, ids);
+  else take_best_experts(routing, scores, ids);
   float chosen = routing.epsilon;
-  for (int k = 0; k < routing.num_active; ++k) {
-    int place;
-    take_best(wanted, place);
-    ids[k] = place;
-    chosen += shares[k] = scores[static_cast<size_t>(place)];
-  }
+  for (int k = 0; k < routing.num_active; ++k) chosen += shares[k] = scores[static_cast<size_t>(ids[k])];
   for (int k = 0; k < routing.num_active; ++k) {
     if (routing.renormalize) shares[k] /= chosen;
     shares[k] *= routing.scale;
@@ -138,8 +175,10 @@ void Decoder::route(const Moe& moe, int tokens) {
   const Rows in = moe.router_norm.empty() ? normed_.view() : routed_.view();
   const Gemm router{&moe.router, nullptr, in, Gemm::Mode::Store, router_logits_.data(), static_cast<size_t>(experts)};
   run(&router, 1);
+  const std::vector<int32_t>& table = moe.routing.table;
   for (int t = 0; t < tokens; ++t)
     choose_experts(moe.routing, router_logits_.data() + static_cast<size_t>(t) * experts, experts,
+                   table.empty() ? nullptr : table.data() + row_tokens_[static_cast<size_t>(t)] * active,
                    expert_ids_.data() + static_cast<size_t>(t) * active,
                    expert_shares_.data() + static_cast<size_t>(t) * active);
 }

@@ -1,10 +1,11 @@
-// An indexer of latent attention: which entries of its context a token looks at (DeepSeek's sparse attention).
+// An indexer: which entries of its context a token looks at (DeepSeek's sparse attention, latent or compressed).
 //
 //   input → key → (norm, rotate, write to the cache)       latent of queries → queries, rotated       input → a weight a head
 //   score of an entry = sum over heads of weight * max(0, query . key);  seen: the `top_k` best, of equals the earliest
 //
 // In contexts of up to `top_k` tokens everything is seen and nothing is scored. What is chosen is kept for the layers behind
-// that have no indexer of their own. A token's choice depends on its own context alone.
+// that have no indexer of their own. A token's choice depends on its own context alone. Where entries are of several tokens,
+// their keys are made as the entries are (decoder/compressed_attention.cpp), and those count that are complete.
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -35,19 +36,19 @@ void Decoder::place_index_keys(const Layer& layer, const BatchView& batch) {
 }
 
 // [T][heads][padded dim], from the latents that attention's own queries were made of
-void Decoder::prepare_index_queries(const Layer& layer, const BatchView& batch) {
-  const EntryIndexer& index = *layer.latent->index;
-  const int dim = index.keys.width, tokens = batch.tokens;
+void Decoder::prepare_index_queries(const IndexView& index, const Layer& layer, const BatchView& batch) {
+  const int dim = index.keys->width, tokens = batch.tokens;
   const size_t width = static_cast<size_t>(index.heads) * dim, wide = padded16(dim);
   grow(index_rows_, static_cast<size_t>(tokens) * width);
   grow(index_queries_, static_cast<size_t>(tokens) * index.heads * wide);
-  const Gemm product{&index.q, nullptr, query_latents_.view(), Gemm::Mode::Store, index_rows_.data(), width};
+  const Gemm product{index.q, nullptr, query_latents_.view(), Gemm::Mode::Store, index_rows_.data(), width};
   run(&product, 1);
   for_rows(pool_, tokens, 4 * static_cast<int>(width), [&](int t) {
     for (int h = 0; h < index.heads; ++h) {
       float* to = index_queries_.data() + (static_cast<size_t>(t) * index.heads + h) * wide;
       std::copy_n(index_rows_.data() + static_cast<size_t>(t) * width + static_cast<size_t>(h) * dim, dim, to);
-      rotate_at(layer, batch.positions[t], to);
+      if (layer.compressed) turn(layer, batch.positions[t], 1.0f, to, dim);
+      else rotate_at(layer, batch.positions[t], to);
       std::fill(to + dim, to + wide, 0.0f);
     }
     float* weights = projected_.data() + static_cast<size_t>(t + 1) * projected_width(layer) - index.heads;
@@ -55,13 +56,12 @@ void Decoder::prepare_index_queries(const Layer& layer, const BatchView& batch) 
   });
 }
 
-void Decoder::choose_entries(const Layer& layer, const BatchView& batch) {
-  const EntryIndexer& index = *layer.latent->index;
+void Decoder::choose_entries(const IndexView& index, const Layer& layer, const BatchView& batch) {
   const int tokens = batch.tokens;
   num_chosen_.assign(static_cast<size_t>(tokens), kSeesAll);
-  const int longest = *std::max_element(batch.context_lens, batch.context_lens + batch.rows);
+  const int longest = *std::max_element(batch.context_lens, batch.context_lens + batch.rows) / index.rate;
   if (longest <= index.top_k) return;
-  prepare_index_queries(layer, batch);
+  prepare_index_queries(index, layer, batch);
   chosen_stride_ = index.top_k;
   choosing_.resize(row_scratch_.size());
   grow(chosen_, static_cast<size_t>(tokens) * index.top_k);
@@ -72,9 +72,9 @@ void Decoder::choose_entries(const Layer& layer, const BatchView& batch) {
   };
   const auto context_of = [&](int t) {
     const size_t row = row_of(t);
-    return batch.context_lens[row] - (batch.query_starts[row + 1] - t) + 1;
+    return (batch.context_lens[row] - (batch.query_starts[row + 1] - t) + 1) / index.rate;
   };
-  const size_t stride = static_cast<size_t>(longest), wide = padded16(index.keys.width);
+  const size_t stride = static_cast<size_t>(longest), wide = padded16(index.keys->width);
   const int turn = static_cast<int>(std::clamp<size_t>(kMostScores / stride, 1, static_cast<size_t>(tokens)));
   const int pieces = (longest + kPiece - 1) / kPiece;
   grow(index_scores_, static_cast<size_t>(turn) * stride);
@@ -85,7 +85,7 @@ void Decoder::choose_entries(const Layer& layer, const BatchView& batch) {
       if (context <= index.top_k || lo >= context) return;
       Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
       grow(scratch, kernels_->index_scratch_floats);
-      kernels_->index_scores(index.keys, group.block_tables + row_of(t) * group.max_blocks,
+      kernels_->index_scores(*index.keys, group.block_tables + row_of(t) * group.max_blocks,
                              index_queries_.data() + static_cast<size_t>(t) * index.heads * wide,
                              projected_.data() + static_cast<size_t>(t + 1) * projected_width(layer) - index.heads,
                              index.heads, lo, std::min(context, lo + kPiece),

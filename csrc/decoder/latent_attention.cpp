@@ -76,7 +76,7 @@ void Decoder::latent_outputs(const Layer& layer, const BatchView& batch) {
   const LatentAttention& latent = *layer.latent;
   const int tokens = batch.tokens, value_width = latent.heads * latent.value_dim;
   absorb_queries(layer, batch);
-  if (latent.index) choose_entries(layer, batch);
+  if (latent.index) choose_entries(latent.index->view(), layer, batch);
   attend_tokens(layer, batch);
   grow(latent_values_, static_cast<size_t>(tokens) * value_width);
   const size_t wide = padded16(latent.cache.rank), stride = latent.heads * wide;

@@ -1,4 +1,4 @@
-// Embeddings that each layer has for itself (Gemma 4): a second table's row of the token and a projection of its embedding,
+// Embeddings that each layer has for itself (Gemma 3n and 4): a second table's row of the token and a projection of its embedding,
 // joined once a step; a layer adds its own through a gate that reads the stream.
 //
 //   input[t][l] = (norm(project(x_t)[l] / sqrt(hidden)) + table[token][l] * sqrt(width)) / sqrt(2)
@@ -20,7 +20,9 @@ void Decoder::layer_inputs(const BatchView& batch) {
   run(&project, 1);
   const float narrower = 1.0f / std::sqrt(static_cast<float>(hidden_)), wider = std::sqrt(static_cast<float>(width));
   grow(embedded_, static_cast<size_t>(batch.tokens) * all);
-  embed_rows(input_table_, batch.token_ids, batch.tokens, wider, embedded_.data());
+  std::vector<int64_t> known(batch.token_ids, batch.token_ids + batch.tokens);
+  for (int64_t& id : known) id = id < input_table_.rows() ? id : 0;
+  embed_rows(input_table_, known.data(), batch.tokens, wider, embedded_.data());
   for_rows(pool_, batch.tokens, 4 * all, [&](int t) {
     float* row = layer_inputs_.data() + static_cast<size_t>(t) * all;
     const float* embedded = embedded_.data() + static_cast<size_t>(t) * all;
@@ -31,7 +33,8 @@ void Decoder::layer_inputs(const BatchView& batch) {
   });
 }
 
-void Decoder::add_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows) {
+// What is added, before its norm: into `mixed_`.
+void Decoder::gate_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows) {
   const LayerInput& input = *layer.input;
   const int width = static_cast<int>(input_norm_.size()), all = input_project_.rows();
   const float threshold = outlier_threshold(layer);
@@ -44,19 +47,10 @@ void Decoder::add_layer_input(const Layer& layer, int number, int tokens, const 
   fill_rows(tokens, width, width, inner_, form_for({&input.up}, threshold), [&](int t, float* out) {
     const size_t token = static_cast<size_t>(rows == nullptr ? t : rows[t]);
     const float* own = layer_inputs_.data() + token * all + static_cast<size_t>(number) * width;
-    const float* gates = input_gates_.data() + static_cast<size_t>(t) * width;
-    for (int at = 0; at < width; at += kBlock) {
-      float blocks[3][kBlock] = {};
-      const int count = std::min(kBlock, width - at);
-      std::copy_n(gates + at, count, blocks[0]);
-      std::copy_n(own + at, count, blocks[1]);
-      kernels_->gate(blocks[0], blocks[1], input.activation, blocks[2]);
-      std::copy_n(blocks[2], count, out + at);
-    }
+    gate_row(input_gates_.data() + static_cast<size_t>(t) * width, own, width, input.activation, out);
   });
   const Gemm up{&input.up, nullptr, inner_.view(), Gemm::Mode::Store, mixed_.data(), static_cast<size_t>(hidden_)};
   run(&up, 1);
-  add_result(input.norm, 1.0f, tokens);
 }
 
 }  // namespace tokenmill

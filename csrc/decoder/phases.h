@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <initializer_list>
+#include <vector>
 
 #include "decoder.h"
 
@@ -43,9 +44,28 @@ void Decoder::fill_rows(int tokens, int cols, int work_per_row, Activations& to,
   if (!in_tiles) mark_outliers(to);
 }
 
+// The mean of number(0) ... number(size - 1): sixteen sums side by side, always in the same order.
+template <class Number>
+float mean_of(int size, const Number& number) {
+  constexpr int kLanes = 16;
+  float sums[kLanes] = {}, total = 0.0f;
+  int i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += number(i + lane);
+  for (; i < size; ++i) total += number(i);
+  for (const float sum : sums) total += sum;
+  return total / static_cast<float>(size);
+}
+
 inline Form Decoder::form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) const {
   const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
   return {quantised > 0, is_adapted_ || static_cast<size_t>(quantised) < readers.size(), outlier_threshold};
+}
+
+inline Form Decoder::form_for_all(const std::vector<Linear>& readers, float outlier_threshold) const {
+  Form form{false, is_adapted_, outlier_threshold};
+  for (const Linear& reader : readers) (is_quantised(reader.w.kind) ? form.quantised : form.plain) = true;
+  return form;
 }
 
 // What the input of an MLP must be kept as.

@@ -51,23 +51,8 @@ void Decoder::recur(const Layer& layer, const BatchView& batch) {
 
 void Decoder::project_recurrent(const Layer& layer, const BatchView& batch) {
   const Recurrent& mixer = *layer.recurrent;
-  Form form{false, false, outlier_threshold(layer)};
-  for (const Linear& linear : mixer.in) {
-    const Form one = form_for({&linear}, outlier_threshold(layer));
-    form.quantised |= one.quantised;
-    form.plain |= one.plain;
-  }
-  norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, form);
-  const size_t stride = projected_width(layer);
-  grow(projected_, static_cast<size_t>(batch.tokens) * stride);
+  project_to(mixer.in, layer, batch.tokens);
   grow(convolved_, static_cast<size_t>(batch.tokens) * mixer.shape.channels());
-  std::vector<Gemm> gemms;
-  size_t at = 0;
-  for (const Linear& linear : mixer.in) {
-    gemms.push_back({&linear, nullptr, normed_.view(), Gemm::Mode::Store, projected_.data() + at, stride});
-    at += static_cast<size_t>(linear.rows());
-  }
-  run(gemms.data(), static_cast<int>(gemms.size()));
 }
 
 // The convolution's input of the token at a position: of this step, of the row's chunk before it, or before that chunk.

@@ -87,6 +87,80 @@ bool Decoder::latent_fits(const Layer& layer) const {
          (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= latent.rope_dim);
 }
 
+bool Decoder::compressed_fits(const Layer& layer) const {
+  const CompressedAttention& mixer = *layer.compressed;
+  const int dim = mixer.head_dim(), rate = mixer.rate, series = mixer.series();
+  if (mixer.in.size() < 2 || mixer.heads <= 0 || dim <= 0 || mixer.window <= 0 || mixer.out.empty()) return false;
+  const int q_rank = mixer.in[0].rows(), groups = static_cast<int>(mixer.out.size());
+  std::vector<int> rows{q_rank, dim};
+  const auto entries_fit = [&](const CompressedEntries& of) {
+    const int width = of.entries.width;
+    rows.insert(rows.end(), 2, series * width);
+    return width > 0 && static_cast<int>(of.norm.size()) == width && static_cast<int>(of.bias.size()) == rate * series * width;
+  };
+  if (rate < 0 || (rate > 0 && (mixer.compressed.entries.width != dim || !entries_fit(mixer.compressed)))) return false;
+  if (mixer.index) {
+    const CompressedAttention::Index& index = *mixer.index;
+    if (rate == 0 || !entries_fit(index.keys) || index.heads <= 0 || index.top_k <= 0 ||
+        !fits(index.q, int64_t{index.heads} * index.keys.entries.width, q_rank))
+      return false;
+    rows.push_back(index.heads);
+  }
+  bool good = mixer.in.size() == rows.size();
+  for (size_t i = 0; good && i < rows.size(); ++i) good = fits(mixer.in[i], rows[i], hidden_);
+  int64_t out_rows = 0;
+  for (const Linear& out : mixer.out) {
+    good = good && mixer.heads % groups == 0 && out.w.cols == mixer.heads / groups * dim;
+    out_rows += out.rows();
+  }
+  const int least = mixer.index ? std::min(dim, mixer.index->keys.entries.width) : dim;  // of what is rotated
+  return good && fits(mixer.q_up, int64_t{mixer.heads} * dim, q_rank) && static_cast<int>(mixer.q_norm.size()) == q_rank &&
+         static_cast<int>(mixer.kv_norm.size()) == dim && static_cast<int>(mixer.sinks.size()) == mixer.heads &&
+         fits(layer.o, hidden_, out_rows) && layer.rope >= 0 && layer.rope < static_cast<int>(ropes_.size()) &&
+         2 * ropes_[static_cast<size_t>(layer.rope)].half <= least;
+}
+
+// What of a layer stands between its streams and those around it.
+bool Decoder::streams_fit(const Layer& layer) const {
+  const int count = streams_.count;
+  const size_t number = static_cast<size_t>(count), hidden = static_cast<size_t>(hidden_);
+  if (count == 1) return !layer.altup && !layer.connections;
+  if (layer.is_held || layer.is_parallel || (layer.altup && layer.stream_scale != 1.0f)) return false;
+  if (streams_.are_connected()) {
+    const auto connects = [&](const Connection& connection) {
+      return fits(connection.weight, (2 + count) * count, int64_t{count} * hidden_) &&
+             !is_quantised(connection.weight.w.kind) && connection.base.size() == (2 + number) * number &&
+             connection.scale.size() == 3;
+    };
+    return layer.connections && connects(layer.connections->mixer) && connects(layer.connections->feed) &&
+           layer.attn_post_norm.empty() && layer.mlp_post_norm.empty() && layer.residual_scale == 1.0f && !layer.input &&
+           layer.stream_scale == 1.0f && (layer.mlp || layer.moe);
+  }
+  if (!layer.altup || layer.attn_norm.empty()) return false;
+  const AltUp& altup = *layer.altup;
+  return fits(altup.router, count, hidden_) && !is_quantised(altup.router.w.kind) && altup.router_norm.size() == hidden &&
+         altup.predict.size() == number * number * number && altup.correct.size() == number * number &&
+         (altup.scale.empty() || altup.scale.size() == hidden) && altup.left.w.cols == hidden_ &&
+         fits(altup.right, hidden_, altup.left.rows()) && altup.branch_norm.weight.size() == hidden;
+}
+
+void Decoder::set_streams(Streams streams) {
+  const int count = streams.count;
+  const size_t others = static_cast<size_t>(std::max(0, count - 1)), number = static_cast<size_t>(std::max(0, count));
+  const auto all_fit = [&](const std::vector<Linear>& matrices) {
+    return matrices.size() == others &&
+           std::all_of(matrices.begin(), matrices.end(), [&](const Linear& l) { return fits(l, hidden_, hidden_); });
+  };
+  const bool ends_fit = streams.are_connected()
+                            ? fits(streams.end.weight, count, int64_t{count} * hidden_) && streams.end.base.size() == number &&
+                                  streams.end.scale.size() == 1 && !is_quantised(streams.end.weight.w.kind) && streams.rounds > 0
+                            : all_fit(streams.in) && all_fit(streams.out);
+  if (count < 2 || !ends_fit || !layers_.empty() || !is_last_stage_)
+    throw std::invalid_argument("the ends of several streams do not fit together");
+  streams_ = std::move(streams);
+  ones_.assign(std::max(ones_.size(), number * static_cast<size_t>(hidden_)), 1.0f);
+}
+
 bool Decoder::index_fits(const LatentAttention& latent) const {
   if (latent.shares_index) {
     const auto chooses = [](const Layer& layer) { return layer.latent && layer.latent->index; };
@@ -185,7 +259,8 @@ void Decoder::check_recurrent(const Layer& layer, const BatchView& batch) const 
 // What does not depend on the mixer.
 bool Decoder::frame_fits(const Layer& layer) const {
   const auto mlp_fits = [](const Mlp& m, int width) {
-    return m.up.w.cols == width && fits(m.down, width, m.up.rows()) && (!m.is_gated() || fits(m.gate, m.up.rows(), width));
+    return m.up.w.cols == width && fits(m.down, width, m.up.rows()) && (!m.is_gated() || fits(m.gate, m.up.rows(), width)) &&
+           (!m.cutoff || m.is_gated());
   };
   if (!layer.mlp && !layer.moe && layer.is_parallel) return false;
   if (layer.is_held && (layer.mlp || layer.moe || layer.input || !layer.attn_post_norm.empty())) return false;
@@ -200,6 +275,9 @@ bool Decoder::frame_fits(const Layer& layer) const {
   const bool is_latent = moe.latent_in.w.data != nullptr;
   const int width = is_latent ? moe.latent_in.rows() : hidden_;
   const auto of_experts = [&](const Vector& v) { return v.empty() || v.size() == moe.experts.size(); };
+  const size_t looked_up = routing.table.size();
+  if (looked_up != 0 && looked_up != static_cast<size_t>(vocab_) * static_cast<size_t>(routing.num_active)) return false;
+  if (std::any_of(routing.table.begin(), routing.table.end(), [&](int32_t e) { return e < 0 || e >= experts; })) return false;
   return fits(moe.router, experts, hidden_) && routing.num_active >= 1 && routing.num_active <= experts &&
          routing.num_groups >= 1 && experts % routing.num_groups == 0 && routing.kept_groups >= 1 &&
          routing.kept_groups <= routing.num_groups &&
@@ -212,14 +290,16 @@ bool Decoder::frame_fits(const Layer& layer) const {
 
 void Decoder::add_layer(Layer layer) {
   const bool mixer_fits = layer.conv ? conv_fits(layer) : layer.recurrent ? recurrent_fits(layer)
-                          : layer.latent ? latent_fits(layer) : attention_fits(layer);
-  const bool good = mixer_fits && frame_fits(layer);
+                          : layer.latent ? latent_fits(layer) : layer.compressed ? compressed_fits(layer)
+                                                                                 : attention_fits(layer);
+  const bool good = mixer_fits && frame_fits(layer) && streams_fit(layer);
   if (!good) throw std::invalid_argument("the parts of a layer do not fit together");
   layer.attention.sinks = nullptr;
   for (auto& scratch : attention_scratch_)
-    if (!layer.conv && !layer.recurrent && !layer.latent)
+    if (!layer.conv && !layer.recurrent && !layer.latent && !layer.compressed)
       grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
   if (layer.moe) layer.moe->layer = layers_.size();
+  if (layer.compressed) ones_.assign(std::max(ones_.size(), static_cast<size_t>(layer.compressed->head_dim())), 1.0f);
   expert_counts_.emplace_back(layer.moe ? layer.moe->experts.size() : 0, 0);
   layers_.push_back(std::move(layer));
   Layer& kept = layers_.back();
@@ -227,7 +307,7 @@ void Decoder::add_layer(Layer layer) {
 }
 
 void Decoder::set_layer_inputs(Linear table, Linear project, Vector norm) {
-  if (norm.empty() || !fits(table, vocab_, project.rows()) || project.w.cols != hidden_ ||
+  if (norm.empty() || table.rows() < 1 || table.rows() > vocab_ || table.w.cols != project.rows() || project.w.cols != hidden_ ||
       project.rows() % static_cast<int>(norm.size()) != 0)
     throw std::invalid_argument("the layers' own embeddings do not fit together");
   input_table_ = std::move(table);
@@ -289,6 +369,62 @@ void Decoder::set_index_cache(int layer, int group, const EntryCache& cache, int
   index.num_blocks = num_blocks;
 }
 
+const CompressedAttention& Decoder::compressed_at(int layer) const {
+  const Layer& of = layers_.at(static_cast<size_t>(layer));
+  if (!of.compressed) throw std::invalid_argument("the layer has no compressed entries");
+  return *of.compressed;
+}
+
+void Decoder::set_window_cache(int layer, int group, const EntryCache& cache, int num_blocks) {
+  Layer& to = layers_.at(static_cast<size_t>(layer));
+  if (!to.compressed) throw std::invalid_argument("the layer has no window over keys that are values");
+  if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
+  EntryCache& own = to.compressed->keys;
+  if (cache.width != own.width || cache.block_size <= 0 || cache.store == Store::I8 ||
+      (to.compressed->rate != 0 && cache.block_size % to.compressed->rate != 0))
+    throw std::invalid_argument("the cache does not fit the layer's keys");
+  own = cache;
+  own.rank = cache.width;
+  to.group = group;
+  to.num_blocks = num_blocks;
+}
+
+// The pointers, groups and numbers of blocks in `cache`, and as `entries.width` and `entries.block_size` those of tokens.
+void Decoder::set_compressed_cache(int layer, bool of_index, const CompressedEntries& cache) {
+  Layer& to = layers_.at(static_cast<size_t>(layer));
+  const bool has_entries = to.compressed && to.compressed->rate != 0;
+  if (!has_entries || (of_index && !to.compressed->index)) throw std::invalid_argument("the layer has no compressed entries");
+  CompressedAttention& mixer = *to.compressed;
+  CompressedEntries& own = of_index ? mixer.index->keys : mixer.compressed;
+  if (cache.inputs_group < 0 || cache.group < 0) throw std::invalid_argument("cache groups are counted from 0");
+  if (cache.entries.width * mixer.rate != own.entries.width || cache.entries.store == Store::I8 ||
+      cache.entries.block_size <= 0 || cache.entries.block_size % mixer.rate != 0)
+    throw std::invalid_argument("the cache does not fit the layer's entries");
+  const int width = own.entries.width;
+  own.inputs = cache.inputs;
+  own.entries = cache.entries;
+  own.entries.width = own.entries.rank = width;
+  own.entries.block_size = cache.entries.block_size / mixer.rate;
+  own.inputs_group = cache.inputs_group;
+  own.num_inputs = cache.num_inputs;
+  own.group = cache.group;
+  own.num_blocks = cache.num_blocks;
+}
+
+void Decoder::check_compressed(const Layer& layer, const BatchView& batch) const {
+  const CompressedAttention& mixer = *layer.compressed;
+  const auto check_tables = [&](int group, int num_blocks, int block_size) {
+    require(group < static_cast<int>(batch.groups.size()), "a KV group is missing");
+    require_tables(batch, batch.groups[static_cast<size_t>(group)], num_blocks, block_size);
+  };
+  const auto check_entries = [&](const CompressedEntries& of) {
+    check_tables(of.inputs_group, of.num_inputs, of.entries.block_size * mixer.rate);
+    check_tables(of.group, of.num_blocks, of.entries.block_size * mixer.rate);
+  };
+  if (mixer.rate != 0) check_entries(mixer.compressed);
+  if (mixer.index) check_entries(mixer.index->keys);
+}
+
 void Decoder::set_conv_cache(int layer, int group, float* inputs, int num_blocks, int block_size) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
   if (!to.conv) throw std::invalid_argument("the layer has no convolution");
@@ -301,7 +437,7 @@ void Decoder::set_conv_cache(int layer, int group, float* inputs, int num_blocks
 
 void Decoder::set_cache(int layer, int group, const PagedCache& cache, int num_blocks) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
-  if (to.conv || to.latent) throw std::invalid_argument("the layer has no keys and values");
+  if (to.conv || to.latent || to.compressed) throw std::invalid_argument("the layer has no keys and values");
   if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
   const PagedCache& own = to.attention.cache;
   if (own.kv_heads != cache.kv_heads || own.head_dim != cache.head_dim)
@@ -320,6 +456,9 @@ size_t Decoder::weight_bytes() const {
   const auto add = [&](const Mlp& m) {
     total += m.gate.w.num_bytes() + m.up.w.num_bytes() + m.down.w.num_bytes();
   };
+  for (const auto* ends : {&streams_.in, &streams_.out})
+    for (const Linear& l : *ends) total += l.w.num_bytes();
+  total += streams_.end.weight.w.num_bytes();
   for (const Layer& layer : layers_) {
     for (const Linear* l : {&layer.q, &layer.k, &layer.v, &layer.o}) total += l->w.num_bytes();
     if (layer.conv) total += layer.conv->in.w.num_bytes();
@@ -334,6 +473,16 @@ size_t Decoder::weight_bytes() const {
       for (const auto* heads : {&layer.latent->absorb, &layer.latent->expand})
         for (const Linear& l : *heads) total += l.w.num_bytes();
     }
+    if (layer.compressed) {
+      total += layer.compressed->q_up.w.num_bytes();
+      if (layer.compressed->index) total += layer.compressed->index->q.w.num_bytes();
+      for (const auto* matrices : {&layer.compressed->in, &layer.compressed->out})
+        for (const Linear& l : *matrices) total += l.w.num_bytes();
+    }
+    if (layer.altup)
+      for (const Linear* l : {&layer.altup->router, &layer.altup->left, &layer.altup->right}) total += l->w.num_bytes();
+    if (layer.connections)
+      total += layer.connections->mixer.weight.w.num_bytes() + layer.connections->feed.weight.w.num_bytes();
     if (layer.mlp) add(*layer.mlp);
     total += layer.gate.w.num_bytes();
     if (layer.input) total += layer.input->gate.w.num_bytes() + layer.input->up.w.num_bytes();
@@ -368,6 +517,7 @@ void Decoder::check(const BatchView& batch, bool has_stream) const {
       check_recurrent(layer, batch);
       continue;
     }
+    if (layer.compressed) check_compressed(layer, batch);
     if (layer.latent && layer.latent->index) {
       const EntryIndexer& index = *layer.latent->index;
       require(index.group < static_cast<int>(batch.groups.size()), "a group of an index is missing");

@@ -18,6 +18,7 @@ void Decoder::forward(const BatchView& batch, const float* entering, float* hidd
   else enter(entering, batch.tokens);
   const size_t whole_layers = layers_.size() - (is_last_stage_ ? 1 : 0);
   for (size_t i = 0; i < whole_layers; ++i) {
+    begin_layer(layers_[i], batch.tokens);
     mixer(layers_[i], batch);
     output_and_mlp(layers_[i], batch.tokens);
     end_layer(layers_[i], static_cast<int>(i), batch.tokens, nullptr);
@@ -27,13 +28,20 @@ void Decoder::forward(const BatchView& batch, const float* entering, float* hidd
     return;
   }
   last_layer(layers_.back(), batch);
+  if (streams_.count > 1) finish_streams(batch.wanted);
   for_rows(pool_, batch.wanted, hidden_, [&](int i) {
     const size_t at = static_cast<size_t>(i) * hidden_;
     norm_row(final_norm_, x_.data() + at, hidden + at);
   });
 }
 
+void Decoder::begin_layer(const Layer& layer, int tokens) {
+  if (layer.altup) predict_streams(*layer.altup, tokens);
+  if (layer.connections) read_streams(layer.connections->mixer, tokens);
+}
+
 void Decoder::mixer(const Layer& layer, const BatchView& batch) {
+  if (layer.compressed) return attend_compressed(layer, batch);
   if (layer.conv) return convolve(layer, batch);
   if (layer.latent) return attend_latent(layer, batch);
   if (!layer.recurrent) return attention(layer, batch);
@@ -43,9 +51,10 @@ void Decoder::mixer(const Layer& layer, const BatchView& batch) {
 
 size_t Decoder::projected_width(const Layer& layer) const {
   if (layer.conv) return 3 * static_cast<size_t>(hidden_);
-  if (layer.recurrent) {
+  if (layer.recurrent || layer.compressed) {
     size_t width = 0;
-    for (const Linear& linear : layer.recurrent->in) width += static_cast<size_t>(linear.rows());
+    for (const Linear& linear : layer.recurrent ? layer.recurrent->in : layer.compressed->in)
+      width += static_cast<size_t>(linear.rows());
     return width;
   }
   if (layer.latent) {
@@ -57,10 +66,25 @@ size_t Decoder::projected_width(const Layer& layer) const {
   return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.rows());
 }
 
+// Products of the normed stream with several matrices, side by side in `projected_`.
+void Decoder::project_to(const std::vector<Linear>& matrices, const Layer& layer, int tokens) {
+  norm_rows(layer.attn_norm, x_.data(), tokens, normed_, form_for_all(matrices, outlier_threshold(layer)));
+  const size_t stride = projected_width(layer);
+  grow(projected_, static_cast<size_t>(tokens) * stride);
+  std::vector<Gemm> gemms;
+  size_t at = 0;
+  for (const Linear& matrix : matrices) {
+    gemms.push_back({&matrix, nullptr, normed_.view(), Gemm::Mode::Store, projected_.data() + at, stride});
+    at += static_cast<size_t>(matrix.rows());
+  }
+  run(gemms.data(), static_cast<int>(gemms.size()));
+}
+
 // Of the last layer every token's key and value (or input of the convolution) is kept, but only the wanted tokens go on
 // from there: each of them is then a row of its own whose context ends with it.
 void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   const int number = num_layers() - 1;
+  begin_layer(layer, batch.tokens);
   if (batch.wants_all()) {
     mixer(layer, batch);
     output_and_mlp(layer, batch.tokens);
@@ -75,6 +99,9 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   } else if (layer.latent) {
     project_latent(layer, batch);
     place_entries(layer, batch);
+  } else if (layer.compressed) {
+    project_compressed(layer, batch);
+    place_compressed(layer, batch);
   } else {
     project(layer, batch);
     if (layer.has_own_kv()) place_all(layer, batch);
@@ -82,17 +109,25 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   keep_wanted(batch, projected_width(layer), projected_);
   keep_wanted(batch, static_cast<size_t>(hidden_), x_);
   if (has_held_) keep_wanted(batch, static_cast<size_t>(hidden_), held_);
+  if (streams_.count > 1) keep_wanted(batch, static_cast<size_t>(streams_.count) * hidden_, all_streams_);
+  if (layer.connections) keep_wanted(batch, static_cast<size_t>(layer.connections->mixer.weight.rows()), coefficients_);
+  if (!row_tokens_.empty())
+    for (int i = 0; i < batch.wanted; ++i) row_tokens_[static_cast<size_t>(i)] = batch.token_ids[batch.logit_rows[i]];
   keep_wanted_adapters(batch);
   if (layer.latent && layer.latent->shares_index) keep_wanted_choices(batch);
   if (batch.wanted == 0) return;
   narrowed_.take(batch, layer.group);
   if (layer.latent && layer.latent->index) narrowed_.take_tables(batch, layer.latent->index->group);
+  if (layer.compressed && layer.compressed->rate) narrowed_.take_tables(batch, layer.compressed->compressed.group);
+  if (layer.compressed && layer.compressed->index) narrowed_.take_tables(batch, layer.compressed->index->keys.group);
   if (layer.recurrent) {
     recurrent_outputs(layer, batch.wanted);
   } else if (layer.conv) {
     conv_outputs(layer, narrowed_.view, false);
   } else if (layer.latent) {
     latent_outputs(layer, narrowed_.view);
+  } else if (layer.compressed) {
+    compressed_outputs(layer, narrowed_.view);
   } else {
     prepare_heads(layer, batch.wanted);
     attend_placed(layer, narrowed_.view);
@@ -124,11 +159,17 @@ void Decoder::embed(const BatchView& batch) {
   embed_rows(embedding_, batch.token_ids, batch.tokens, embedding_scale_, x_.data());
   embed_adapters(batch);
   if (!input_norm_.empty()) layer_inputs(batch);
+  if (streams_.count > 1) begin_streams(batch.tokens);
+  const bool looks_up = std::any_of(layers_.begin(), layers_.end(), [](const Layer& layer) {
+    return layer.moe && !layer.moe->routing.table.empty();
+  });
+  if (looks_up) row_tokens_.assign(batch.token_ids, batch.token_ids + batch.tokens);
 }
 
 // What follows the mixer: its output product, then the feed-forward part. Where both read the same stream, what the MLP
 // makes of it waits in `side_` until the mixer's output is added.
 void Decoder::output_and_mlp(const Layer& layer, int tokens) {
+  if (layer.connections) return output_and_mlp_of_streams(layer, tokens);
   if (layer.is_parallel) {
     feed(layer, tokens);
     grow(side_, static_cast<size_t>(tokens) * hidden_);
@@ -141,6 +182,7 @@ void Decoder::output_and_mlp(const Layer& layer, int tokens) {
   if (layer.is_held) return hold_result(tokens);
   if (!is_added) add_result(layer.attn_post_norm, layer.residual_scale, tokens);
   if (has_held_) add_held(layer.residual_scale, tokens);
+  if (layer.altup) add_branch(layer, tokens);
   if (!layer.mlp && !layer.moe) return;
   if (!layer.is_parallel) return feed_forward(layer, tokens);
   std::swap(side_, mixed_);
@@ -163,7 +205,10 @@ void Decoder::add_held(float scale, int tokens) {
 
 // The layer's own embeddings and its number, where it has them. `rows`: which of the step's tokens are left; null: all.
 void Decoder::end_layer(const Layer& layer, int number, int tokens, const int64_t* rows) {
-  if (layer.input) add_layer_input(layer, number, tokens, rows);
+  if (layer.altup) correct_streams(*layer.altup, tokens);
+  if (layer.input) gate_layer_input(layer, number, tokens, rows);
+  if (layer.input && layer.altup) add_to_streams(layer.input->norm, tokens);
+  else if (layer.input) add_result(layer.input->norm, 1.0f, tokens);
   if (layer.stream_scale == 1.0f) return;
   for_rows(pool_, tokens, hidden_, [&](int t) {
     kernels_->scale(x_.data() + static_cast<size_t>(t) * hidden_, layer.stream_scale, hidden_);

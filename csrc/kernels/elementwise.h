@@ -46,6 +46,10 @@ inline Floats activate(Floats x, Activation kind) {
   return load(lanes);
 }
 inline Floats gated(Floats g, Floats up, Activation kind) {
+  if (kind == Activation::SiluTo10) {
+    const Floats limit = splat(10.0f);
+    return mul(activate(min(g, limit), Activation::Silu), max(min(up, limit), splat(-10.0f)));
+  }
   if (kind != Activation::SwigluOai) return mul(activate(g, kind), up);
   const Floats limit = splat(7.0f), low = min(g, limit), between = max(min(up, limit), splat(-7.0f));
   return mul(mul(low, sigmoid(mul(low, splat(1.702f)))), add(between, splat(1.0f)));

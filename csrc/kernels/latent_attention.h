@@ -152,6 +152,31 @@ inline void index_scores(const EntryCache& cache, const int32_t* table, const fl
   });
 }
 
+// ── an entry of several tokens ──
+
+// 16 numbers from `at` on; zeros behind the end
+inline Floats part_of(const float* x, int at, int size) {
+  if (at + 16 <= size) return load(x + at);
+  float tail[16] = {};
+  for (int d = at; d < size; ++d) tail[d - at] = x[d];
+  return load(tail);
+}
+
+inline void mix_by_gates(const float* const* values, const float* const* gates, const float* const* biases, int count,
+                         int size, float* out) {
+  for (int i = 0; i < size; i += 16) {
+    const auto gate = [&](int k) { return add(part_of(gates[k], i, size), part_of(biases[k], i, size)); };
+    Floats largest = gate(0), total = zeros(), sum = zeros();
+    for (int k = 1; k < count; ++k) largest = max(largest, gate(k));
+    for (int k = 0; k < count; ++k) {
+      const Floats weight = exp(sub(gate(k), largest));
+      total = add(total, weight);
+      sum = fma(weight, part_of(values[k], i, size), sum);
+    }
+    store_some(out + i, div(sum, total), std::min(16, size - i));
+  }
+}
+
 inline void write_entry(const EntryCache& cache, int64_t slot, const float* values) {
   with_store(cache.store, [&](auto s) {
     constexpr Store S = decltype(s)::value;

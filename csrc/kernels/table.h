@@ -36,6 +36,7 @@ inline Kernels make_table(const char* name) {
   k.entry_scratch_floats = entry_scratch_floats;
   k.attend_entries = attend_entries;
   k.write_entry = write_entry;
+  k.mix_by_gates = mix_by_gates;
   k.index_scores = index_scores;
   k.index_scratch_floats = kIndexScratchFloats;
   k.softcap = softcap;

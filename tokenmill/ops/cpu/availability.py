@@ -46,8 +46,6 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
     if request.rounds_latents:
         return ROUNDED_LATENTS
-    if request.for_reference_only is not None:
-        return f"{request.for_reference_only}, which the native kernels don't have"
     mixers = dict.fromkeys(mixer for layer in request.spec.layers for mixer in layer.mixers)
     return next(filter(None, map(_mixer_reason, mixers)), None)
 

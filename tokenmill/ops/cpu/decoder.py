@@ -29,6 +29,7 @@ from tokenmill.arch.regions import (
     layer_regions,
 )
 from tokenmill.arch.spec import Gqa, MixerSpec, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeSpec, ShortConv, WindowedMqa
+from tokenmill.arch.streams import AltUp, HyperConnections, Streams
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights, kind_of, pack_as
@@ -115,6 +116,8 @@ class NativeDecoder:
             self._decoder.set_window(window)
         self._decoder.set_norms(spec.norm.kind == "layer")
         self._decoder.set_stage(self.is_last_stage)
+        if spec.streams is not None:
+            self._set_streams(spec.streams)
         if spec.input_width:
             parts, name = self._parts, "layer_inputs"
             table, project = parts.table(f"{name}.embed"), parts.linear(f"{name}.project")
@@ -124,7 +127,7 @@ class NativeDecoder:
         self._routers: dict[int, str] = {}  # by native layer
         rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
         for number in self._layers:
-            self._add_layer(layer_regions(spec.layers[number], number), rope_numbers)
+            self._add_layer(number, layer_regions(spec.layers[number], number), rope_numbers)
         self._add_ends()
         self.adapter_slots = NativeAdapterSlots(self._decoder, self._parts.sites, num_adapter_slots, spec, dense)
 
@@ -233,6 +236,9 @@ class NativeDecoder:
                 self._decoder.bind_recurrent_cache(number, *groups, *(fields[name] for name in names))
                 continue
             group = storage.group(kept)
+            if isinstance(mixer, WindowedMqa):
+                self._bind_compressed(number, layer, mixer, storage)
+                continue
             if "latents" in fields:
                 self._decoder.bind_entry_cache(number, group, fields["latents"])
                 if INDEX_KEYS in fields:
@@ -244,6 +250,16 @@ class NativeDecoder:
             cache = storage.layer(kept)
             self._decoder.bind_cache(number, group, cache.keys, cache.values, cache.key_scales, cache.value_scales)
         self._cache_owner = storage
+
+    def _bind_compressed(self, number: int, layer: int, mixer: WindowedMqa, storage: Storage) -> None:
+        fields = storage.fields(layer)
+        self._decoder.bind_window_cache(number, storage.group(layer, "entries"), fields["entries"])
+        if mixer.compression is None:
+            return
+        for prefix in ("", "index_") if mixer.compression.indexer else ("",):
+            inputs, made = f"{prefix}inputs_of_entries", f"{prefix}compressed"
+            places = storage.group(layer, inputs), fields[inputs], storage.group(layer, made), fields[made]
+            self._decoder.bind_compressed_cache(number, prefix == "index_", *places)
 
     def _native_layers(self) -> Iterator[tuple[int, MixerSpec]]:
         """The layer and mixer of each layer of the native decoder, which has a second mixer as a layer before."""
@@ -263,7 +279,30 @@ class NativeDecoder:
         self._decoder.set_head(head)
         self._decoder.set_logit_scale(spec.logit_scale)
 
-    def _add_layer(self, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
+    def _set_streams(self, streams: Streams) -> None:
+        match streams:
+            case AltUp():
+                sides = ("in", "out")
+                others = range(streams.num_streams - 1)
+                matrices = ([self._parts.linear(f"streams.{side}.{number}") for number in others] for side in sides)
+                self._decoder.set_altup_streams(*matrices)
+            case HyperConnections():
+                end = self._parts.connection("streams_end")
+                self._decoder.set_connected_streams(end, streams.num_rounds, streams.eps, streams.norm_eps)
+
+    def _streams_of_layer(self, number: int) -> dict[str, Any]:
+        """What a layer does to several streams, as arguments of its frame"""
+        parts, name = self._parts, f"layers.{number}"
+        match self.spec.streams:
+            case AltUp() as altup:
+                return {"altup": parts.altup(name, altup)}
+            case HyperConnections():
+                around = (parts.connection(f"{name}.{part}_connect") for part in ("attn", "mlp"))
+                return {"connections": native().Connections(*around)}
+            case None:
+                return {}
+
+    def _add_layer(self, number: int, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
         """The regions of a layer as the arguments of one call; a second mixer is a layer whose result is held back."""
         project, attend, add, feed = regions.project, regions.attend, regions.add, regions.feed
         if regions.side is not None:
@@ -281,6 +320,7 @@ class NativeDecoder:
             residual_scale=add.scale,
             input=self._layer_input(regions.add_input),
             stream_scale=1.0 if regions.scale is None else float(self._parts.vector(regions.scale)),
+            **self._streams_of_layer(number),
             **({} if feed is None else self._feed(feed)),
         )
         if (experts := feed.experts if isinstance(feed, SideBySide) else feed) and isinstance(experts, Experts):
@@ -294,8 +334,8 @@ class NativeDecoder:
                 self._decoder.add_recurrent_layer(frame, **self._recurrent(project, mixer, attend.name, add))
             case Mla() as mixer:
                 self._decoder.add_latent_layer(frame, **self._latent_attention(project, mixer, attend.name, add, ropes))
-            case WindowedMqa():
-                raise AssertionError("see `unsupported_reason`")
+            case WindowedMqa() as mixer:
+                self._decoder.add_compressed_layer(frame, **self._compressed(project, mixer, attend.name, add, ropes))
 
     def _feed(self, feed: Feed) -> dict[str, Any]:
         parts = self._parts
@@ -396,6 +436,34 @@ class NativeDecoder:
             scale=indexer.scale,
             eps=KEY_NORM_EPS,
         )
+
+    def _compressed(
+        self, project: NormProject, mixer: WindowedMqa, name: str, add: ProjectAdd, ropes: Mapping[RopeSpec, int]
+    ) -> dict[str, Any]:
+        parts, compression = self._parts, mixer.compression
+        (o,) = parts.linears(add.projection)
+        found = {
+            "inputs": parts.linears(project.projection),
+            "q_up": parts.linear(f"{name}.q_up"),
+            "out": parts.row_groups(f"{name}.out_groups", mixer.out_groups),
+            "o": o,
+            "q_norm": parts.vector(f"{name}.q_norm.weight"),
+            "kv_norm": parts.vector(f"{name}.kv_norm.weight"),
+            "sinks": parts.vector(f"{name}.sinks"),
+            "window": mixer.window,
+            "scale": mixer.scale,
+            "eps": mixer.norm_eps,
+            "rope": ropes[mixer.rope],
+        }
+        if compression is None:
+            return found
+        made = {"rate": compression.rate, "overlaps": compression.overlaps, "entries": parts.entries(f"{name}.entry")}
+        indexer = compression.indexer
+        if indexer is not None:
+            keys, query = parts.entries(f"{name}.index"), parts.linear(f"{name}.index_q")
+            index = native().CompressedIndex(query, indexer.num_heads, indexer.top_k, indexer.scale, keys)
+            made["index"] = index
+        return {**found, **made}
 
     def _convolution(self, project: NormProject, conv: ShortConv, name: str, add: ProjectAdd) -> dict[str, Any]:
         (conv_in,), (conv_out,) = self._parts.linears(project.projection), self._parts.linears(add.projection)
@@ -543,9 +611,38 @@ class _Parts:
         made = {name: self.linear(name, matrices.has_bias) for name in dict.fromkeys(matrices.names)}
         return [made[name] for name in matrices.names]  # values that are keys have the same matrix
 
+    def row_groups(self, name: str, count: int) -> list[Any]:
+        """The rows of a matrix in groups, each of which has an input of its own"""
+        return [native().Linear(matrix, None) for matrix in self.packer.row_groups(f"{name}.weight", count)]
+
+    def entries(self, name: str) -> Any:
+        return native().CompressedEntries(self.vector(f"{name}_bias"), self.vector(f"{name}_norm.weight"))
+
+    def connection(self, name: str) -> Any:
+        weight = self._float_linear(f"{name}.weight")
+        return native().Connection(weight, self.vector(f"{name}_base"), self.vector(f"{name}_scale"))
+
+    def altup(self, name: str, altup: AltUp) -> Any:
+        return native().AltUp(
+            router=self._float_linear(f"{name}.altup_router.weight"),
+            router_norm=self.vector(f"{name}.altup_router_norm.weight"),
+            predict=self.vector(f"{name}.altup_predict.weight"),
+            correct=self.vector(f"{name}.altup_correct.weight"),
+            scale=self.vector(f"{name}.altup_scale") if altup.has_output_scale else None,
+            left=self.linear(f"{name}.branch_left"),
+            right=self.linear(f"{name}.branch_right"),
+            branch_norm=self.norm(f"{name}.branch_norm"),
+        )
+
+    def _float_linear(self, name: str) -> Any:
+        """A small matrix whose products are wanted to the last bit"""
+        (linear,) = self.plain_linears(self.vector(name).unsqueeze(0))
+        return linear
+
     def mlp(self, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> Any:
         *gate, up = self.linears(gate_up)
-        return native().Mlp(gate[0] if gate else None, up, *self.linears(down), spec.activation)
+        first = gate[0] if gate else None
+        return native().Mlp(first, up, *self.linears(down), spec.activation, spec.sparsity_cutoff)
 
     def moe(self, region: Experts) -> Any:
         spec = region.spec
@@ -595,6 +692,7 @@ class _Parts:
             scale=routing.scale,
             expert_scales=self._optional(region.expert_scales),
             weights_input=routing.weights_input,
+            table=None if region.table is None else self.dense(self.weights.get(region.table)).int().contiguous(),
         )
 
     def _optional(self, name: str | None) -> torch.Tensor | None:

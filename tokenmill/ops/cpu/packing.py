@@ -84,6 +84,16 @@ class Packer:
         """The weight [experts, rows, columns] as one matrix per expert."""
         return self._matrices(name, lambda: _slices(self.weights.get(name)))
 
+    def row_groups(self, name: str, count: int) -> list[Any]:
+        """The weight [count * rows, columns] as so many matrices."""
+
+        def groups() -> list[RawTensor]:
+            raw = self.weights.get(name)
+            shape = (raw.shape[0] // count, raw.shape[1])
+            return [replace(raw, shape=shape, data=data) for data in raw.data.view(count, shape[0], -1)]
+
+        return self._matrices(name, groups)
+
     def _matrices(self, name: str, load: Callable[[], list[RawTensor]]) -> list[Any]:
         found = None if self.kept is None else self.kept.find(name)
         if found is not None:

@@ -59,7 +59,9 @@ def test_every_variant_equals_the_torch_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("name", ["window", "conv", "conv_odd", "large_heads", "shared_index"])
+@pytest.mark.parametrize(
+    "name", ["window", "conv", "conv_odd", "large_heads", "shared_index", "altup", "compressed_odd"]
+)
 def test_every_instruction_set_computes_the_same_model(name: str, isa: str) -> None:
     spec = VARIANTS[name]
     weights = random_weights(spec)
@@ -69,7 +71,7 @@ def test_every_instruction_set_computes_the_same_model(name: str, isa: str) -> N
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("name", ["llama", "post_norms", "experts", "odd_heads", "conv"])
+@pytest.mark.parametrize("name", ["llama", "post_norms", "experts", "odd_heads", "conv", "compressed"])
 def test_sixteen_bits_leave_quantised_models_as_they_are(name: str, isa: str) -> None:
     """Weights of 8 bits, activations of 16: what remains of rounding is a hundredth of what 8 bits leave."""
     spec = VARIANTS[name]
@@ -83,7 +85,9 @@ def test_sixteen_bits_leave_quantised_models_as_they_are(name: str, isa: str) ->
 
 
 @pytest.mark.parametrize(("quantised", "bits"), [(False, "8"), (True, "8"), (True, "mixed"), (True, "16")])
-@pytest.mark.parametrize("name", ["llama", "window", "experts", "sinks", "conv", "large_heads", "shared_index"])
+@pytest.mark.parametrize(
+    "name", ["llama", "window", "experts", "sinks", "conv", "large_heads", "shared_index", "altup", "compressed"]
+)
 def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str) -> None:
     spec = VARIANTS[name]
     model = native_model(spec, random_weights(spec, quantised), activation_bits=bits)
@@ -94,7 +98,7 @@ def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [("8", torch.float32), ("mixed", torch.float16), ("16", torch.bfloat16)])
-@pytest.mark.parametrize("name", ["llama", "conv", "large_heads", "sparse"])
+@pytest.mark.parametrize("name", ["llama", "conv", "large_heads", "sparse", "altup", "compressed"])
 def test_neighbours_change_no_bit(name: str, bits: str, dtype: torch.dtype) -> None:
     """With numbers of two bytes, tiles of a prompt share the keys that one of them turned to floats."""
     spec = VARIANTS[name]
@@ -123,6 +127,9 @@ def test_neighbours_change_no_bit(name: str, bits: str, dtype: torch.dtype) -> N
         "large_heads",
         "sparse",
         "shared_index",
+        "altup",
+        "compressed",
+        "compressed_odd",
     ],
 )
 def test_tokens_without_logits_change_no_bit(name: str, wanted: list[int]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tokenmill.arch.compressed import Compression
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.spec import (
     AttentionGate,
@@ -20,7 +21,9 @@ from tokenmill.arch.spec import (
     RopeSpec,
     RoutingSpec,
     ShortConv,
+    WindowedMqa,
 )
+from tokenmill.arch.streams import AltUp, HyperConnections
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
@@ -57,9 +60,17 @@ def _indexed(top_k: int, dim: int = 16) -> LayerSpec:
     return replace(LATENT, mixer=replace(LATENT.mixer, indexer=Indexer(5, dim, top_k)))
 
 
+def _windowed(compression: Compression | None, moe: MoeSpec | None = None, head_dim: int = 32) -> LayerSpec:
+    mixer = WindowedMqa(4, head_dim, 24, 10, head_dim**-0.5, RopeSpec(10000.0, 8), 2, 16, compression=compression)
+    return LayerSpec(mixer, moe or MlpSpec(96, "silu_to_10"), streams=HyperConnections(3, 4))
+
+
 def _sharing(layer: int) -> LayerSpec:
     return replace(LATENT, mixer=replace(LATENT.mixer, shares_index_of=layer))
 
+
+ALTUP = replace(LAYER, norms="both", input_width=24, streams=AltUp(3, 8))
+LOOKED_UP = MoeSpec(4, 2, MlpSpec(48), RoutingSpec("sqrt_softplus", epsilon=1e-20, table_rows=80), shared=MlpSpec(48))
 
 VARIANTS = {
     "llama": LLAMA,
@@ -117,6 +128,15 @@ VARIANTS = {
     ),
     "sparse": replace(LLAMA, layers=(_indexed(12), LAYER, _indexed(12))),
     "shared_index": replace(LLAMA, layers=(_indexed(9, 20), LATENT, _sharing(0), _indexed(30, 20), _sharing(3))),
+    "altup": replace(LLAMA, input_vocab_size=60, layers=(
+        replace(ALTUP, mlp=MlpSpec(72, "gelu_tanh", sparsity=0.7)), ALTUP,
+        replace(ALTUP, mixer=replace(ATTENTION, shares_kv_of=0)))),
+    "compressed": replace(LLAMA, layers=(
+        _windowed(None, LOOKED_UP), _windowed(Compression(8)),
+        _windowed(Compression(4, overlaps=True, indexer=Indexer(5, 16, 6)), LOOKED_UP))),
+    "compressed_odd": replace(LLAMA, hidden_size=40, layers=(
+        _windowed(Compression(4, overlaps=True, indexer=Indexer(3, 12, 3)), head_dim=20),
+        _windowed(None, head_dim=20))),
     "conv": replace(LLAMA, layers=(CONV, LAYER, CONV, replace(CONV, mixer=ShortConv(64, 4, bias=True)), LAYER)),
     "conv_last": replace(LLAMA, layers=(LAYER, CONV)),
     "conv_odd": replace(LLAMA, hidden_size=40, layers=(replace(CONV, mixer=ShortConv(40, 5), norms="both"), LAYER)),
@@ -137,6 +157,9 @@ def random_weights(spec: ModelSpec, quantised: bool = False) -> RandomWeights:
     tensors = {}
     for name, tensor in tensors_of(spec).items():
         values = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("expert_table"):
+            tensors[name] = RawTensor(name, tensor.shape, (100 * values).long() % 4)
+            continue
         if tensor.kind == "vector":
             tensors[name] = RawTensor(name, tensor.shape, 1 + 0.1 * values)
             continue

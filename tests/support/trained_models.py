@@ -19,8 +19,8 @@ from tokenmill.engine.results import RequestOutput
 NAMES = ("deepseek_v2", "deepseek_v3", "gemma4", "gpt_oss", "lfm2", "llama4", "mixtral", "qwen3_moe")
 MORE = ("exaone4", "gemma4_moe", "glm4_moe", "lfm2_moe", "minimax_m2", "ministral3", "olmo3", "smollm3")
 """Names whose answers are compared without the engine too, in less time (`tests/models/test_current_families.py`)"""
-REFERENCE_ONLY = ("deepseek_v4", "gemma3n")
-"""What no kernels but torch's compute yet"""
+STREAMED = ("deepseek_v4", "gemma3n")
+"""Models of several residual streams, which a GPU computes by torch's kernels only"""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
 
 

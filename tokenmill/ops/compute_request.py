@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenmill.arch.spec import Mla, ModelSpec, WindowedMqa
 
-ROUNDED_LATENTS = "a KV cache of one byte a value for latent attention"
+ROUNDED_LATENTS = "a KV cache of one byte a value for latent attention or compressed entries"
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class ComputeRequest:
 
     @property
     def rounds_latents(self) -> bool:
-        """True where latent attention would have to keep its entries in one byte a value, which no backend does."""
-        has_latents = any(isinstance(layer.mixer, Mla) for layer in self.spec.layers)
+        """True where entries that all heads share would have to be kept in one byte a value, which no backend does."""
+        has_latents = any(isinstance(layer.mixer, Mla | WindowedMqa) for layer in self.spec.layers)
         return has_latents and self.kv_dtype in ("int8", "fp8")
 
     @property
@@ -34,7 +34,7 @@ class ComputeRequest:
 
     @property
     def for_reference_only(self) -> str | None:
-        """What of the model nothing but the torch reference computes so far; None: nothing"""
+        """What of the model no GPU's kernels but torch's compute so far; None: nothing"""
         for layer in self.spec.layers:
             if isinstance(layer.mixer, WindowedMqa):
                 return "attention over compressed entries"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import httpx
@@ -9,12 +10,13 @@ import pytest
 from jsonschema import Draft202012Validator
 from starlette.datastructures import Headers
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from tests.support.loopback import CHAT, GENERATIONS, RunningServer, Serving
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig, Overloaded, RequestFailed
 from tokenmill.server.app import DIALECTS
-from tokenmill.server.auth import PUBLIC_METHODS, PUBLIC_PATHS, require_safe_exposure
+from tokenmill.server.auth import PUBLIC_METHODS, PUBLIC_PATHS, RequireKey, require_safe_exposure
 from tokenmill.server.dialect import RequestHead
 from tokenmill.server.errors import error_headers
 from tokenmill.server.keys import KeyRing, load_keys
@@ -207,3 +209,19 @@ def test_retry_headers_say_whether_and_when(server: RunningServer) -> None:
 def test_docs_describe_the_routes(server: RunningServer) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     assert paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"]
+
+
+def test_other_ways_in_than_http_are_closed() -> None:
+    """A route for WebSockets that somebody adds must not be open to everyone."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("it was let in")
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None: ...
+
+    guarded = RequireKey(app, keys=KeyRing((KEY.encode(),)), public_paths=PUBLIC_PATHS, dialects=DIALECTS)
+    with pytest.raises(RuntimeError, match="only HTTP"):
+        asyncio.run(guarded({"type": "websocket", "path": "/health", "headers": []}, receive, send))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import ReportPage, open_chromium
+from tests.support.server_process import free_port
 from tokenmill.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def server(model: Path, log: Path) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tokenmill", "serve", str(model), "--port", str(port), "--num-blocks", "2048"]
     with log.open("w") as printed:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.terminal import ROOT, Terminal, free_port, require_shown
+from tests.support.server_process import free_port
+from tests.support.terminal import ROOT, Terminal, require_shown
 
 EXECUTED = (
     "command-line", "server", "several-models", "clients", "responses", "ollama", "python", "configuration", "planning",
@@ -159,7 +160,7 @@ def test_make_serve_on_a_fresh_clone(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     port, log = free_port(), tmp_path / "log"
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment = {**kept, "HOME": str(tmp_path / "home"), "TOKENMILL_HOME": "", "TOKENMILL_PORT": port}
+    environment = {**kept, "HOME": str(tmp_path / "home"), "TOKENMILL_HOME": "", "TOKENMILL_PORT": str(port)}
     with log.open("w") as printed:
         server = subprocess.Popen(
             ["make", "serve"], cwd=clone, env=environment, text=True, stdin=subprocess.DEVNULL,

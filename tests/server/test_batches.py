@@ -146,7 +146,7 @@ def test_files_as_other_systems_write_them(client: openai.OpenAI, monkeypatch: p
 
 
 def test_cancelling_keeps_what_is_done(client: openai.OpenAI, server: RunningServer) -> None:
-    server.engine.delay_s = 0.02
+    server.engine.delay_s = 0.1
     short = {**BODY, "max_tokens": 1}
     batch_id = batch_of(client, [line(f"n{n}", short if n < 4 else BODY) for n in range(24)]).id
     when(client, batch_id, lambda batch: batch.request_counts.completed >= 1 and len(server.engine.seen) > 5)

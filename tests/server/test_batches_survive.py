@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.server_process import ServerProcess, free_port, running
+from tests.support.timing import SOON_S
 from tokenmill.config.server import ServerConfig
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
@@ -58,7 +59,7 @@ def new_server(folder: Path, delay_s: float = 0.0) -> tuple[BatchRunner, FakeEng
 
 
 async def until(is_it: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         while not is_it():
             await asyncio.sleep(0.01)
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.support.loopback import RunningServer, Serving
+from tests.support.timing import SOON_S
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.state import files as files_module
 from tokenmill.server.state.files import StoredFiles
@@ -127,7 +128,7 @@ def test_a_client_that_stalls_or_leaves_holds_nothing(serving: Serving, tmp_path
         assert b" 408 " in slow.recv(1000)
     with socket.create_connection(("127.0.0.1", port)) as leaving:
         leaving.sendall(head)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SOON_S
     while any((tmp_path / "files").iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

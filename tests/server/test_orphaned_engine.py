@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.server_process import is_alive, real_server
+from tests.support.timing import SOON_S, eventually
 
 
 @pytest.mark.parametrize("is_answering", [True, False])
@@ -27,8 +27,5 @@ def test_an_engine_without_a_front_ends(stories_dir: Path, is_answering: bool) -
                 os.kill(process.child.pid, signal.SIGKILL)
         else:
             os.kill(process.child.pid, signal.SIGKILL)
-        process.child.wait(10)
-        deadline = time.monotonic() + 20
-        while is_alive(engine) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not is_alive(engine) and not folder.exists()
+        process.child.wait(SOON_S)
+        assert eventually(lambda: not is_alive(engine)) and not folder.exists()

@@ -50,7 +50,7 @@ def wait_until_running(process: ServerProcess, count: int) -> None:
 
 
 def test_loading_then_ready_then_sigterm_under_load() -> None:
-    with fake_server("unready") as process, ThreadPoolExecutor(6) as pool:
+    with fake_server("unready", "held") as process, ThreadPoolExecutor(6) as pool:
         process.wait_for("loading")
         assert ask(process).json()["error"]["code"] == "loading"
         process.make_ready()
@@ -91,12 +91,12 @@ def test_second_sigterm_ends_at_once() -> None:
 
 def test_clients_that_do_not_read_are_hung_up_on() -> None:
     with fake_server("talkative", "impatient") as process, ExitStack() as clients:
-        process.wait_for("ready", 20)
+        process.wait_for("ready")
         for _ in range(3):
             reply = process.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, "n": 64})
             clients.enter_context(reply)  # its head is read, the other 15 MB are not
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait() == 0
         output = process.output()
         assert "3 clients did not take their answers" in output and output.count(" path=/v1/chat/completions ") == 3
         assert "Traceback" not in output and " error " not in output

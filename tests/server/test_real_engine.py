@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,20 @@ def wait_until_idle(process: ServerProcess) -> None:
     while (seen := stats(process)) != (0.0, 0.0):
         assert time.monotonic() < deadline, f"still busy: {seen}"
         time.sleep(0.02)
+
+
+def asked_together(
+    process: ServerProcess, pool: ThreadPoolExecutor, ask: Callable[[], Any], count: int, seen: int
+) -> Any:
+    """The futures of so many calls at once, of which at least `seen` were seen under way at one time: called again and
+    again until they were, since a machine that stands still may let one end before the next begins."""
+    for _ in range(50):
+        replies = [pool.submit(ask) for _ in range(count)]
+        while not any(reply.done() for reply in replies):
+            if stats(process)[0] >= seen:
+                return replies
+        wait(replies)
+    raise AssertionError(f"never {seen} at one time")
 
 
 def sure_steps(case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -293,16 +307,13 @@ def test_two_hundred_vanishing_clients(process: ServerProcess) -> None:
 def test_requests_of_a_killed_engine_are_answered_by_the_next(process: ServerProcess) -> None:
     (engine_pid,) = process.children()
 
-    def ask(_: int) -> httpx.Response:
+    def ask() -> httpx.Response:
         body = {**COMPLETION, "max_tokens": 480, "ignore_eos": True, "n": 4}
         return process.http.post("/v1/completions", json=body)
 
-    expected = ask(0).json()["choices"]
+    expected = ask().json()["choices"]
     with ThreadPoolExecutor(8) as pool:
-        replies = [pool.submit(ask, number) for number in range(8)]
-        deadline = time.monotonic() + SOON_S
-        while stats(process)[0] < 4:
-            assert time.monotonic() < deadline
+        replies = asked_together(process, pool, ask, 8, seen=4)
         os.kill(engine_pid, signal.SIGKILL)
         answers = [reply.result(timeout=60) for reply in replies]
     # One that came while there was no engine was told to come again.
@@ -318,13 +329,9 @@ def test_sigterm_under_load(stories_dir: Path) -> None:
         process.wait_for("ready")
         long = {"max_tokens": 400, "ignore_eos": True}
         expected = text_of(process, **long)
-        replies = [pool.submit(streamed, process, **long) for _ in range(5)]
-        deadline = time.monotonic() + SOON_S
-        while stats(process)[0] < 5:
-            assert time.monotonic() < deadline
+        replies = asked_together(process, pool, lambda: streamed(process, **long), 5, seen=5)
         children = process.children()
         process.terminate()
-        process.wait_for("draining")
         assert [reply.result(timeout=60) for reply in replies] == [expected] * 5
         assert process.wait() == 0
         assert not any(is_alive(pid) for pid in children)
@@ -334,8 +341,9 @@ def test_queue_limit(stories_dir: Path) -> None:
     limits = {"max_running": 2, "max_waiting": 4}
     with real_server(stories_dir, dtype="float32", scheduler=limits) as process, ThreadPoolExecutor(20) as pool:
         process.wait_for("ready")
-        expected = text_of(process)
-        bodies = [{**COMPLETION} for _ in range(20)]
+        long = {"max_tokens": 400, "ignore_eos": True}  # so that all are there before the first has ended
+        expected = text_of(process, **long)
+        bodies = [{**COMPLETION, **long} for _ in range(20)]
         replies = list(pool.map(lambda body: process.http.post("/v1/completions", json=body), bodies))
         assert all(reply.status_code in (200, 429, 503) for reply in replies), [reply.text for reply in replies]
         refused = [reply for reply in replies if reply.status_code in (429, 503)]

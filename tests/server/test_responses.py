@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 
 from tests.support.client_scripts import QWEN3, call, script, think
 from tests.support.scripted_server import ScriptedServer, scripted_server
+from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.openai.responses.parse import VERBOSITY
 
@@ -515,12 +515,8 @@ def test_truncation_leaves_out_the_oldest(shared_dir: Path) -> None:
 
 
 def over(client: openai.OpenAI, name: str) -> Any:
-    for _ in range(400):
-        made = client.responses.retrieve(name)
-        if made.status not in ("queued", "in_progress"):
-            return made
-        time.sleep(0.01)
-    raise AssertionError(f"{name} is still {made.status}")
+    assert eventually(lambda: client.responses.retrieve(name).status not in ("queued", "in_progress"))
+    return client.responses.retrieve(name)
 
 
 def test_a_response_in_the_background(client: openai.OpenAI) -> None:
@@ -557,14 +553,11 @@ def test_a_stream_can_be_left_and_taken_up_again(client: openai.OpenAI, server: 
 
 def test_a_response_in_the_background_can_be_cancelled(client: openai.OpenAI, server: ScriptedServer) -> None:
     made = client.responses.create(model=MODEL, input="forever", background=True)
-    while client.responses.retrieve(made.id).status == "queued":
-        time.sleep(0.01)
+    assert eventually(lambda: client.responses.retrieve(made.id).status != "queued")
     assert client.responses.cancel(made.id).status == "cancelled"
     assert client.responses.cancel(made.id).status == "cancelled"
     assert client.responses.retrieve(made.id).status == "cancelled"
-    deadline = time.monotonic() + 5
-    while server.engine.stats().running and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: server.engine.stats().running == 0)
     plain = client.responses.create(model=MODEL, input="Hi")
     with pytest.raises(openai.BadRequestError):
         client.responses.cancel(plain.id)

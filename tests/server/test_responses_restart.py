@@ -17,6 +17,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import Serving
 from tests.support.scripted_server import scripted_server
 from tests.support.server_process import ServerProcess, free_port, is_alive, running
+from tests.support.timing import SOON_S, eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRecord, KeyRing, new_key, write_keys
@@ -59,7 +60,7 @@ def begin(http: httpx.Client, url: str = "") -> dict[str, str]:
 
 
 def wait_for(http: httpx.Client, path: str, *states: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + SOON_S
     while (seen := http.get(path).json())["status"] not in states:
         assert time.monotonic() < deadline, seen
         time.sleep(0.01)
@@ -117,13 +118,12 @@ def test_a_key_has_its_limits_in_the_background_too(serving: Serving, tmp_path: 
     refused = server.post("/v1/responses", body, headers={"authorization": f"Bearer {other_secret}"})
     assert refused.status_code == 403, refused.text
     names = [server.post("/v1/responses", body, headers=mine).json()["id"] for _ in range(3)]
-    most, statuses = 0, [""]
-    deadline = time.monotonic() + 30
-    while set(statuses) != {"completed"}:
-        most = max(most, len(engine.running))
-        statuses = [server.get(f"/v1/responses/{name}", headers=mine).json()["status"] for name in names]
-        assert time.monotonic() < deadline, statuses
-    assert most == 1, "one after the other"
+
+    def statuses() -> set[str]:
+        return {server.get(f"/v1/responses/{name}", headers=mine).json()["status"] for name in names}
+
+    assert eventually(lambda: statuses() == {"completed"})
+    assert engine.most_running == 1, "one after the other"
 
 
 @pytest.mark.slow
@@ -154,8 +154,5 @@ def end_hard(server: ServerProcess) -> None:
     """Kill a server, and see its engine end by itself."""
     children = server.children()
     server.child.send_signal(signal.SIGKILL)
-    server.child.wait(10)
-    deadline = time.monotonic() + 20
-    while any(is_alive(pid) for pid in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    server.child.wait(SOON_S)
+    assert eventually(lambda: not any(is_alive(pid) for pid in children))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.server_process import running
+from tests.support.server_process import free_port, running
 from tests.support.timing import SOON_S, eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
@@ -55,8 +54,7 @@ def served_certificate(port: int) -> str:
 def test_a_certificate_is_served_and_replaced(tmp_path: Path) -> None:
     files = make_certificate(tmp_path / "tls", "first")
     first = files.cert.read_text()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     with running(["-c", SERVE, str(port), str(files.cert.parent)], port) as process:
         trusting = ssl.create_default_context(cafile=str(files.cert))
         with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusting, timeout=60) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import fcntl
+import math
 import os
 import pty
 import select
@@ -29,13 +30,13 @@ def scripted(
 ) -> subprocess.CompletedProcess[str]:
     source: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, **source)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **source)
 
 
 def real(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tokenmill", *arguments]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        command, env=environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
     )
 
 
@@ -50,7 +51,7 @@ def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> 
 
 def wait_for_no_engine(environment: dict[str, str]) -> None:
     """No process is left that was started with this test's own store in its environment."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while engines_of(environment["TOKENMILL_HOME"]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -78,10 +79,21 @@ class Screen:
         self.emulated = EmulatedScreen(columns)
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
 
-    def expect(self, wanted: bytes, timeout_s: float = 20.0) -> None:
+    def expect(self, wanted: bytes, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while wanted not in self.unseen:
             assert time.monotonic() < deadline, f"{wanted!r} did not come; got {self.unseen[-500:]!r}"
+            self.unseen += self._read()
+        self.unseen = self.unseen.partition(wanted)[2]
+
+    def type_until(self, keys: bytes, wanted: bytes, timeout_s: float = 60.0) -> None:
+        """Type the same again every second until an answer comes."""
+        deadline, typed_s = time.monotonic() + timeout_s, -math.inf
+        while wanted not in self.unseen:
+            assert time.monotonic() < deadline, f"{wanted!r} did not come; got {self.unseen[-500:]!r}"
+            if time.monotonic() - typed_s > 1.0:
+                self.type(keys)
+                typed_s = time.monotonic()
             self.unseen += self._read()
         self.unseen = self.unseen.partition(wanted)[2]
 

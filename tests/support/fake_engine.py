@@ -46,7 +46,9 @@ class FakeEngine:
     first_delay_s: float = 0.0
     prepare_delay_s: float = 0.0
     num_preparing: int = 0
+    is_held: bool = False  # streams stop behind their first event until the engine drains
     max_running: int = 1000
+    most_running: int = 0  # at one time, so far
     failure: TokenmillError | None = None  # raised after `fail_after` events
     fail_after: int = 3
     state: str = "ready"
@@ -78,6 +80,7 @@ class FakeEngine:
         self.seen.append(prepared.asked)
         stream = FakeStream(self, prepared.asked, prepared.request.prompt_token_ids)
         self.running[prepared.asked.request_id] = stream
+        self.most_running = max(self.most_running, len(self.running))
         return stream
 
     def _require_room(self) -> None:
@@ -169,6 +172,8 @@ class FakeStream(AsyncIterator[Event]):
         end = asyncio.get_running_loop().time() + seconds
         while (left := end - asyncio.get_running_loop().time()) > 0 and self._engine.state != "dead":
             await asyncio.sleep(min(left, 0.05))
+        while self._engine.is_held and self._engine.state == "ready" and self.num_sent:
+            await asyncio.sleep(0.01)
 
     async def aclose(self) -> None:
         await self._engine.abort(self._request.request_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
+RESERVED: list[socket.socket] = []  # by `free_port`, for as long as this process lives
 REAL = """
 import sys, json
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
@@ -137,7 +139,7 @@ def main(port: int, words: list[str]) -> int:
             raise DamagedFile("model.gguf is truncated", hint="pull it again")
         if "talkative" in words:
             return FakeEngine(answer=STORY * 60)
-        return FakeEngine(delay_s=5.0 if "slow" in words else 0.05)
+        return FakeEngine(delay_s=5.0 if "slow" in words else 0.05, is_held="held" in words)
 
     ports = (port, *(int(word) for word in words if word.isdigit()))
     keys = next((Path(word.removeprefix("keys:")) for word in words if word.startswith("keys:")), None)
@@ -150,8 +152,19 @@ def main(port: int, words: list[str]) -> int:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port for a server to be started later. The system gives those of this range to no client and no one who asks
+    for any port, and a name that ends with this process keeps other tests from choosing it too."""
+    for port in random.sample(range(10_000, 32_000), 200):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0tokenmill-test-port-{port}")
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            name.close()
+            continue
+        RESERVED.append(name)
+        return port
+    raise AssertionError("no port is free")
 
 
 def real_server(model: Path, **asked: Any) -> Any:

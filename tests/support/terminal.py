@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,13 +13,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from tests.support.server_process import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 PORTS = ("8000", "8001", "8002")
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
 
 
 class Terminal:
@@ -28,7 +24,7 @@ class Terminal:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
-        self.ports = {port: free_port() for port in PORTS}
+        self.ports = {port: str(free_port()) for port in PORTS}
         self.servers: dict[str, subprocess.Popen[str]] = {}
         (folder / "bin").mkdir()
         script = folder / "bin" / "tokenmill"
@@ -71,7 +67,7 @@ class Terminal:
     def close(self) -> None:
         for server in self.servers.values():
             server.send_signal(signal.SIGTERM)
-        assert {server.wait(30) for server in self.servers.values()} <= {0}
+        assert {server.wait(60) for server in self.servers.values()} <= {0}
 
 
 def fill_store(root: Path, model: Path) -> None:

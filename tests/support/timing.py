@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def eventually(condition: Callable[[], bool], within_s: float = SOON_S) -> bool:

@@ -98,18 +98,19 @@ inline void softmax_row(const float* x, int size, float* out) {
   if (is_sound) softmax(out, size, best.value);
 }
 
+// Probabilities in fixed point, in units of 2^-50: their sums are exact in any order (`sampling/fixed_point.py`).
 inline constexpr float kWhole = 1125899906842624.0f;  // 2^50
-inline int64_t mass_of(float probability) { return static_cast<int64_t>(probability * kWhole); }
+inline int64_t to_fixed(float probability) { return static_cast<int64_t>(probability * kWhole); }
 
-// The mass of the last number kept when the largest are taken first until `needed` is reached, which all together do.
-inline int64_t last_kept(std::vector<int64_t>& masses, int64_t needed) {
-  auto first = masses.begin(), end = masses.end();
+// The last number kept when the largest are taken first until `needed` is reached, which all together do.
+inline int64_t last_kept(std::vector<int64_t>& fixed_probs, int64_t needed) {
+  auto first = fixed_probs.begin(), end = fixed_probs.end();
   while (true) {
     const int64_t pivot = first[(end - first) / 2];
-    const auto equal = std::partition(first, end, [&](int64_t mass) { return mass > pivot; });
-    const auto less = std::partition(equal, end, [&](int64_t mass) { return mass == pivot; });
+    const auto equal = std::partition(first, end, [&](int64_t prob) { return prob > pivot; });
+    const auto less = std::partition(equal, end, [&](int64_t prob) { return prob == pivot; });
     int64_t larger = 0;
-    for (auto mass = first; mass != equal; ++mass) larger += *mass;
+    for (auto prob = first; prob != equal; ++prob) larger += *prob;
     if (larger >= needed) {
       end = equal;
       continue;
@@ -120,48 +121,48 @@ inline int64_t last_kept(std::vector<int64_t>& masses, int64_t needed) {
   }
 }
 
-struct Candidates {  // tokens whose mass reaches `least`, in order
+struct Candidates {  // tokens whose probability reaches `least`, in order
   std::vector<int> tokens;
-  std::vector<int64_t> masses;
+  std::vector<int64_t> fixed_probs;
   int64_t total = 0;
 
   void take(const float* probs, int size, int64_t least) {
     tokens.clear();
-    masses.clear();
+    fixed_probs.clear();
     total = 0;
-    // float(least) may be rounded upwards; what comes along for that is sorted out by its mass.
+    // float(least) may be rounded upwards; what comes along for that is sorted out in fixed point.
     for_reaching(probs, size, static_cast<float>(least) / kWhole * 0.9999998f, [&](int i) {
-      const int64_t mass = mass_of(probs[i]);
-      if (mass < least) return;
+      const int64_t prob = to_fixed(probs[i]);
+      if (prob < least) return;
       tokens.push_back(i);
-      masses.push_back(mass);
-      total += mass;
+      fixed_probs.push_back(prob);
+      total += prob;
     });
   }
 };
 
-// The first of `count` masses with which their sum passes the target.
-inline int pass(const int64_t* masses, int count, int64_t target) {
+// The first of `count` fixed-point probabilities with which their sum passes the target.
+inline int pass(const int64_t* fixed_probs, int count, int64_t target) {
   int i = 0;
-  for (; i + 1 < count && target >= masses[i]; ++i) target -= masses[i];
+  for (; i + 1 < count && target >= fixed_probs[i]; ++i) target -= fixed_probs[i];
   return i;
 }
 inline int64_t target_of(double uniform, int64_t total) {
   return std::min(static_cast<int64_t>(uniform * static_cast<double>(total)), total - 1);
 }
 
-struct RowMass {
+struct RowProbs {
   static constexpr int kGroup = 512;
   std::vector<int64_t> sums;  // of kGroup tokens each
   int64_t total = 0;
   float highest = 0.0f;
 
-  RowMass(const float* probs, int size) {
+  RowProbs(const float* probs, int size) {
     Floats most = zeros();
     for (int i = 0; i < size; i += kGroup) {
       const int count = std::min(size - i, kGroup);
       int64_t sum = 0;
-      for (int j = 0; j < count; ++j) sum += mass_of(probs[i + j]);
+      for (int j = 0; j < count; ++j) sum += to_fixed(probs[i + j]);
       in_vectors(count, probs + i, [&](int, Floats some, int) { most = max(most, some); });
       sums.push_back(sum);
       total += sum;
@@ -170,40 +171,41 @@ struct RowMass {
   }
 };
 
-inline int draw_uncut(const float* probs, int size, const RowMass& mass, double uniform) {
-  int64_t target = target_of(uniform, mass.total);
-  const int group = pass(mass.sums.data(), static_cast<int>(mass.sums.size()), target);
-  for (int g = 0; g < group; ++g) target -= mass.sums[static_cast<size_t>(g)];
-  int i = group * RowMass::kGroup;
-  for (; i + 1 < size && target >= mass_of(probs[i]); ++i) target -= mass_of(probs[i]);
+inline int draw_uncut(const float* probs, int size, const RowProbs& row, double uniform) {
+  int64_t target = target_of(uniform, row.total);
+  const int group = pass(row.sums.data(), static_cast<int>(row.sums.size()), target);
+  for (int g = 0; g < group; ++g) target -= row.sums[static_cast<size_t>(g)];
+  int i = group * RowProbs::kGroup;
+  for (; i + 1 < size && target >= to_fixed(probs[i]); ++i) target -= to_fixed(probs[i]);
   return i;
 }
 
 inline int draw_row(const float* probs, int size, double top_p, double min_p, double uniform) {
-  const RowMass mass(probs, size);
-  if (top_p >= 1.0 && min_p <= 0.0) return draw_uncut(probs, size, mass, uniform);
-  const int64_t highest = mass_of(mass.highest);
+  const RowProbs row(probs, size);
+  if (top_p >= 1.0 && min_p <= 0.0) return draw_uncut(probs, size, row, uniform);
+  const int64_t highest = to_fixed(row.highest);
   int64_t least = std::max<int64_t>(1, static_cast<int64_t>(min_p * static_cast<double>(highest)));
   Candidates found;
   if (top_p < 1.0) {
-    const double share = std::ceil(top_p * static_cast<double>(mass.total));
-    const int64_t needed = std::min(std::max<int64_t>(1, static_cast<int64_t>(share)), mass.total);
+    const double share = std::ceil(top_p * static_cast<double>(row.total));
+    const int64_t needed = std::min(std::max<int64_t>(1, static_cast<int64_t>(share)), row.total);
     int shift = 10;
     do {
       found.take(probs, size, std::max<int64_t>(1, highest >> shift));
       shift += 10;
     } while (found.total < needed);
-    std::vector<int64_t> masses = found.masses;
-    least = std::max(least, last_kept(masses, needed));
+    std::vector<int64_t> fixed_probs = found.fixed_probs;
+    least = std::max(least, last_kept(fixed_probs, needed));
   } else {
     found.take(probs, size, least);
   }
-  for (int64_t& kept : found.masses) {
+  for (int64_t& kept : found.fixed_probs) {
     if (kept >= least) continue;
     found.total -= kept;
     kept = 0;
   }
-  const int at = pass(found.masses.data(), static_cast<int>(found.masses.size()), target_of(uniform, found.total));
+  const int count = static_cast<int>(found.fixed_probs.size());
+  const int at = pass(found.fixed_probs.data(), count, target_of(uniform, found.total));
   return found.tokens[static_cast<size_t>(at)];
 }
 

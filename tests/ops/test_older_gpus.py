@@ -55,7 +55,7 @@ QWEN3_5 = {
     "layer_types": ["linear_attention", "full_attention"],
     "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
 }  # fmt: skip
-RECURRENT = ("_prepare_tokens", "_recur_tokens", "_convolve_pieces", "_solve", "_scan", "_gate_and_norm")
+RECURRENT = ("_prepare_tokens", "_recur_tokens", "_convolve_segments", "_solve", "_scan", "_gate_and_norm")
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.uint8: "u8",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",

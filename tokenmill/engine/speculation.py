@@ -67,9 +67,9 @@ class DisableOnError:
         if self._speculation is not None:
             self._speculation.note_step(num_tokens, seconds)
 
-    def note_end(self, trail: DraftState, tokens: Sequence[int], prompt_len: int) -> None:
+    def note_end(self, draft_state: DraftState, tokens: Sequence[int], prompt_len: int) -> None:
         if self._speculation is not None:
-            self._speculation.note_end(trail, tokens, prompt_len)
+            self._speculation.note_end(draft_state, tokens, prompt_len)
 
 
 def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Speculation:

@@ -68,8 +68,8 @@ MakeModel = Callable[[str], tuple[EngineGate, ModelSource]]
 
 
 @dataclass
-class Seat:
-    """One model's place in the loader."""
+class ModelSlot:
+    """One model of a loader: where it comes from, its memory, and what is being done with it."""
 
     source: ModelSource
     footprint: ModelMemory | None = None  # alone on its device
@@ -105,14 +105,14 @@ class ModelLoader:
         self._max_loaded = max_loaded
         self._memory_bytes = memory_bytes
         self._cpu_bytes = probe_memory().available_bytes
-        self._seats: dict[EngineGate, Seat] = {}
+        self._slots: dict[EngineGate, ModelSlot] = {}
         self._room = asyncio.Lock()  # waiters take it in turn
         self._sweeping: asyncio.Task[None] | None = None
 
     def add(self, gate: EngineGate, source: ModelSource, *, waits: bool = True) -> None:
         """Let a gate load its model from here. `waits`: requests wait for the first load too, instead of being told to
         try again later."""
-        self._seats[gate] = Seat(source)
+        self._slots[gate] = ModelSlot(source)
         if waits:
             self._attach(gate)
 
@@ -123,37 +123,37 @@ class ModelLoader:
     async def remove(self, gate: EngineGate) -> None:
         """Take a model out of memory for good."""
         await self.unload(gate)
-        del self._seats[gate]
+        del self._slots[gate]
 
     def memory_of(self, gate: EngineGate) -> ModelMemory | None:
         """What a model takes, while it is in memory and known."""
-        seat = self._seats.get(gate)
-        return None if seat is None else seat.memory
+        slot = self._slots.get(gate)
+        return None if slot is None else slot.memory
 
     def memory(self) -> dict[str, tuple[int, int]]:
         """Total and used bytes of each device that models were planned for."""
-        devices = {seat.memory.device for seat in self._seats.values() if seat.memory is not None}
+        devices = {slot.memory.device for slot in self._slots.values() if slot.memory is not None}
         return {device: (self._total(device), self._used(device)) for device in sorted(devices)}
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────
 
     async def read(self, gate: EngineGate) -> None:
         """Read the model's files, once for all who ask."""
-        seat = self._seats[gate]
+        slot = self._slots[gate]
         if gate.known is None:
-            self._refuse_for_now(gate, seat)
-            seat.reading = seat.reading or asyncio.create_task(self._read(gate, seat))
-            await self._finished(seat.reading)
+            self._refuse_for_now(gate, slot)
+            slot.reading = slot.reading or asyncio.create_task(self._read(gate, slot))
+            await self._finished(slot.reading)
             _raise_failure(gate)
 
-    async def _read(self, gate: EngineGate, seat: Seat) -> None:
+    async def _read(self, gate: EngineGate, slot: ModelSlot) -> None:
         try:
-            gate.describe(await seat.source.read())
+            gate.describe(await slot.source.read())
         except (TokenmillError, OSError) as problem:
             if gate.loaded is None:
-                self._fail(gate, seat, problem)
+                self._fail(gate, slot, problem)
         finally:
-            seat.reading = None
+            slot.reading = None
 
     # ── loading ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -166,66 +166,66 @@ class ModelLoader:
 
     def begin(self, gate: EngineGate) -> asyncio.Task[None] | None:
         """Begin to load a model; None: it is in memory already. The gate's state tells how it went."""
-        seat = self._seats.get(gate)
-        if seat is None or gate.state == "loaded":
+        slot = self._slots.get(gate)
+        if slot is None or gate.state == "loaded":
             return None
-        if seat.loading is None:
-            self._refuse_for_now(gate, seat)
-            gate.state = "unloading" if seat.unloading is not None else "loading"
-            seat.loading = asyncio.create_task(self._load(gate, seat, seat.unloading))
-        return seat.loading
+        if slot.loading is None:
+            self._refuse_for_now(gate, slot)
+            gate.state = "unloading" if slot.unloading is not None else "loading"
+            slot.loading = asyncio.create_task(self._load(gate, slot, slot.unloading))
+        return slot.loading
 
     async def _finished(self, task: asyncio.Task[None]) -> None:
         await asyncio.wait({task})
         if not task.cancelled():  # otherwise the server stops, which the gate tells
             task.result()
 
-    def _refuse_for_now(self, gate: EngineGate, seat: Seat) -> None:
-        if time.monotonic() - seat.failed_at_s < RETRY_S:
+    def _refuse_for_now(self, gate: EngineGate, slot: ModelSlot) -> None:
+        if time.monotonic() - slot.failed_at_s < RETRY_S:
             _raise_failure(gate)
 
-    def _fail(self, gate: EngineGate, seat: Seat, problem: TokenmillError | OSError) -> None:
+    def _fail(self, gate: EngineGate, slot: ModelSlot, problem: TokenmillError | OSError) -> None:
         if isinstance(problem, OSError):
             problem = EngineDead(f"the engine could not be started: {problem.strerror or problem}")
         if gate.load is not None:  # otherwise it was the first load, and the process ends with the reason
             log.error("%s could not be loaded: %s", gate.label, problem)
-        seat.failed_at_s = time.monotonic()
+        slot.failed_at_s = time.monotonic()
         gate.shut("failed", problem)
         self.on_failure(gate, problem)
 
-    async def _load(self, gate: EngineGate, seat: Seat, leaving: asyncio.Task[None] | None) -> None:
+    async def _load(self, gate: EngineGate, slot: ModelSlot, leaving: asyncio.Task[None] | None) -> None:
         if leaving is not None:
             await asyncio.wait({leaving})
         gate.shut("loading")
         try:
             async with self._room:
-                seat.memory = await self._room_for(gate, seat)
+                slot.memory = await self._room_for(gate, slot)
             began_s = time.monotonic()
-            engine = await seat.source.start(seat.memory)
-            seat.load_s = time.monotonic() - began_s
+            engine = await slot.source.start(slot.memory)
+            slot.load_s = time.monotonic() - began_s
             gate.open(engine)
-            self.on_load(gate, seat.load_s)
+            self.on_load(gate, slot.load_s)
             self._attach(gate)
             self._start_sweeping()
         except (TokenmillError, OSError) as problem:
-            self._fail(gate, seat, problem)
+            self._fail(gate, slot, problem)
         finally:
-            seat.loading = None
+            slot.loading = None
             if gate.loaded is None:
-                seat.memory = None
+                slot.memory = None
                 if gate.state == "loading":  # cancelled
                     gate.shut()
 
     # ── room ───────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _room_for(self, gate: EngineGate, seat: Seat) -> ModelMemory | None:
+    async def _room_for(self, gate: EngineGate, slot: ModelSlot) -> ModelMemory | None:
         """Wait until there is room for a model, and unload idle ones for it."""
-        if len(self._seats) == 1:
+        if len(self._slots) == 1:
             return None
-        memory = await asyncio.to_thread(self._planned, gate, seat)
+        memory = await asyncio.to_thread(self._planned, gate, slot)
         if memory.problem is not None:
             raise InvalidConfig(memory.problem, hint="use a smaller model, more quantised weights or fewer KV blocks")
-        num_pinned = sum(other.is_pinned for other in self._seats if other is not gate)
+        num_pinned = sum(other.is_pinned for other in self._slots if other is not gate)
         if self._max_loaded is not None and num_pinned >= self._max_loaded:
             raise InvalidConfig(f"{num_pinned} models are pinned, and {self._max_loaded} may be in memory")
         since_s = time.monotonic()
@@ -238,17 +238,17 @@ class ModelLoader:
                 since_s = time.monotonic()
         return memory
 
-    def _planned(self, gate: EngineGate, seat: Seat) -> ModelMemory:
+    def _planned(self, gate: EngineGate, slot: ModelSlot) -> ModelMemory:
         """Plan a model beside all others if all can be in memory together, or else beside those that are pinned."""
-        own = seat.footprint = seat.footprint or seat.source.plan(None, 1)
+        own = slot.footprint = slot.footprint or slot.source.plan(None, 1)
         total = self._total(own.device)
-        others = [(one, other) for one, other in self._seats.items() if other is not seat and _is_on(one, other, own)]
+        others = [(one, other) for one, other in self._slots.items() if other is not slot and _is_on(one, other, own)]
         fixed = sum(other.footprint.fixed_bytes for _, other in others if other.footprint is not None)
-        memory = seat.source.plan(total - fixed, 1 + len(others))
+        memory = slot.source.plan(total - fixed, 1 + len(others))
         if memory.problem is None:
             return memory
         pinned = sum(_largest_bytes(other) for one, other in others if one.is_pinned)
-        return seat.source.plan(total - pinned, 1 + len(others))
+        return slot.source.plan(total - pinned, 1 + len(others))
 
     def _total(self, device: str) -> int:
         """The memory for models: of the processor what was free at the start, of another device all that it has."""
@@ -256,22 +256,22 @@ class ModelLoader:
             return self._memory_bytes
         if device == "cpu":
             return self._cpu_bytes
-        alone = (seat.footprint for seat in self._seats.values() if seat.footprint is not None)
+        alone = (slot.footprint for slot in self._slots.values() if slot.footprint is not None)
         return max((one.device_bytes for one in alone if one.device == device), default=0)
 
     def _used(self, device: str) -> int:
-        taken = (seat.memory for seat in self._seats.values() if seat.memory is not None)
+        taken = (slot.memory for slot in self._slots.values() if slot.memory is not None)
         return sum(memory.total_bytes for memory in taken if memory.device == device)
 
     def _has_room(self, memory: ModelMemory) -> bool:
-        num_taken = sum(seat.is_taken for seat in self._seats.values())
+        num_taken = sum(slot.is_taken for slot in self._slots.values())
         if self._max_loaded is not None and num_taken >= self._max_loaded:
             return False
         return self._used(memory.device) + memory.total_bytes <= self._total(memory.device)
 
     def _loaded(self) -> Iterator[EngineGate]:
         """Models that could be unloaded."""
-        return (gate for gate in self._seats if gate.state == "loaded" and not gate.is_pinned)
+        return (gate for gate in self._slots if gate.state == "loaded" and not gate.is_pinned)
 
     def _idle_victim(self) -> EngineGate | None:
         idle = [gate for gate in self._loaded() if gate.is_idle]
@@ -283,20 +283,20 @@ class ModelLoader:
         oldest = min(self._loaded(), key=lambda gate: gate.loaded_at_s, default=None)
         if oldest is None or waited_s < PATIENCE_S:
             return None
-        return oldest if time.monotonic() - oldest.loaded_at_s >= self._seats[oldest].load_s else None
+        return oldest if time.monotonic() - oldest.loaded_at_s >= self._slots[oldest].load_s else None
 
     # ── unloading ──────────────────────────────────────────────────────────────────────────────────────
 
     async def unload(self, gate: EngineGate) -> None:
         """Take a model out of memory once its running requests are finished; new ones wait, and load it again."""
-        seat = self._seats.get(gate)
-        if seat is None:
+        slot = self._slots.get(gate)
+        if slot is None:
             raise InvalidRequest(f"{gate.name} can't be unloaded: nothing here could load it again", param="model")
-        if seat.unloading is None:
-            seat.unloading = asyncio.create_task(self._unload(gate, seat, seat.loading))
-        await self._finished(seat.unloading)
+        if slot.unloading is None:
+            slot.unloading = asyncio.create_task(self._unload(gate, slot, slot.loading))
+        await self._finished(slot.unloading)
 
-    async def _unload(self, gate: EngineGate, seat: Seat, coming: asyncio.Task[None] | None) -> None:
+    async def _unload(self, gate: EngineGate, slot: ModelSlot, coming: asyncio.Task[None] | None) -> None:
         try:
             if coming is not None:
                 await asyncio.wait({coming})
@@ -309,13 +309,13 @@ class ModelLoader:
             self.on_unload(gate.label, engine.stats())
             await engine.close()
             gate.shut()
-            seat.memory = None
+            slot.memory = None
             log.info("%s left the memory", gate.label)
         finally:
-            seat.unloading = None
+            slot.unloading = None
 
     def _start_sweeping(self) -> None:
-        if self._sweeping is None and not all(gate.is_pinned for gate in self._seats):
+        if self._sweeping is None and not all(gate.is_pinned for gate in self._slots):
             self._sweeping = asyncio.create_task(self._sweep())
 
     async def _sweep(self) -> None:
@@ -332,41 +332,41 @@ class ModelLoader:
 
     def refuse_all(self) -> None:
         """Refuse every new request from now on, and end the loads that are under way."""
-        for gate, seat in self._seats.items():
+        for gate, slot in self._slots.items():
             gate.close()
-            if seat.loading is not None:
-                seat.loading.cancel()
+            if slot.loading is not None:
+                slot.loading.cancel()
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait for the running requests of all models; False when some were still running at the end."""
-        engines = [gate.loaded for gate in self._seats if gate.loaded is not None]
+        engines = [gate.loaded for gate in self._slots if gate.loaded is not None]
         return all(await asyncio.gather(*(engine.drain(timeout_s) for engine in engines)))
 
     async def close(self) -> None:
         """End all engines; running requests fail."""
-        seats = list(self._seats.values())
-        tasks = [task for seat in seats for task in (seat.reading, seat.loading, seat.unloading) if task is not None]
+        slots = list(self._slots.values())
+        tasks = [task for slot in slots for task in (slot.reading, slot.loading, slot.unloading) if task is not None]
         tasks += [self._sweeping] if self._sweeping is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        engines = [gate.loaded for gate in self._seats if gate.loaded is not None]
+        engines = [gate.loaded for gate in self._slots if gate.loaded is not None]
         await asyncio.gather(*(engine.close() for engine in engines))
 
 
-def _is_on(gate: EngineGate, seat: Seat, memory: ModelMemory) -> bool:
+def _is_on(gate: EngineGate, slot: ModelSlot, memory: ModelMemory) -> bool:
     """Return whether a model runs on the same device. One whose files can't be read does not: its own load tells."""
     try:
-        seat.footprint = seat.footprint or seat.source.plan(None, 1)
+        slot.footprint = slot.footprint or slot.source.plan(None, 1)
     except TokenmillError:
         return False
-    if gate.loaded is not None and seat.memory is None:  # loaded while it was the only one
-        seat.memory = seat.source.held()
-    return seat.footprint.device == memory.device
+    if gate.loaded is not None and slot.memory is None:  # loaded while it was the only one
+        slot.memory = slot.source.held()
+    return slot.footprint.device == memory.device
 
 
-def _largest_bytes(seat: Seat) -> int:
-    known = (seat.memory.total_bytes if seat.memory else 0, seat.footprint.fixed_bytes if seat.footprint else 0)
+def _largest_bytes(slot: ModelSlot) -> int:
+    known = (slot.memory.total_bytes if slot.memory else 0, slot.footprint.fixed_bytes if slot.footprint else 0)
     return max(known)
 
 

@@ -4,10 +4,10 @@ All heads attend to the same entries, so an entry is read once for a tile of hea
 reading the entries takes. Kernels of a layer:
 
     _absorb     queries × each head's matrix → queries over latents; entries normed, rotated, written into the cache
-    _attend     tiles of (query, head) lines over entries; a context is cut into splits that run side by side
-    _expand     what the splits of a line found, merged × each head's matrix → values; `_expand_line` for a few tokens
+    _attend     tiles of (query, head) pairs over entries; a context is cut into splits that run side by side
+    _expand     what the splits of a pair found, merged × each head's matrix → values; `_expand_token` for a few tokens
 
-A tile has 16 lines where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
+A tile has 16 pairs where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
 `_absorb` and `_expand` load their matrices before the kernel that precedes them has ended.
 """
 
@@ -30,16 +30,16 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 
 RANK_BLOCK = 64  # rows of a head's matrix that a program of `_absorb` multiplies by
 VALUE_BLOCK = 32  # and of `_expand`
-LINE_BLOCK = 16  # and of `_expand_line`
+TOKEN_BLOCK = 16  # and of `_expand_token`
 MAX_SPLITS = 64  # of a context
 VERY_FEW_TOKENS = 4  # multiplied by a head's matrix one by one
 FEW_TOKENS = 16  # multiplied by a head's matrix together, unless a step has hundreds
 
 
 class LatentTiles(NamedTuple):
-    """How the lines of a step are cut into programs."""
+    """How the pairs of a step are cut into programs."""
 
-    lines: int  # (query, head) pairs of a program
+    pairs: int  # (query, head) pairs of a program
     keys: int  # entries that it looks at together
     warps: int
     stages: int
@@ -97,9 +97,9 @@ def _absorb(
         first = tl.load(source, mask=is_pair, other=0.0).to(tl.float32)
         second = tl.load(source + ROPE // 2, mask=is_pair, other=0.0).to(tl.float32)
         first, second = _rotated(first, second, turn, bend)
-        place = target[:, None] + RANK + half[None, :]
-        tl.store(place, first.to(out.dtype.element_ty), mask=is_pair)
-        tl.store(place + ROPE // 2, second.to(out.dtype.element_ty), mask=is_pair)
+        rope_at = target[:, None] + RANK + half[None, :]
+        tl.store(rope_at, first.to(out.dtype.element_ty), mask=is_pair)
+        tl.store(rope_at + ROPE // 2, second.to(out.dtype.element_ty), mask=is_pair)
         # Entries are spread over the heads' programs.
         ours = head * EACH + tl.arange(0, EACH)
         numbers = (tl.program_id(0) * TOKENS + ours).to(tl.int64)
@@ -138,13 +138,13 @@ def _split_size(context, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
 def _attend(
     queries, latents, out, parts, lse, tables, query_starts, contexts, scale, table_stride, first_row, num_rows,
     HEADS: tl.constexpr, MEMBERS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
+    ROPE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr, ARE_SINGLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T, HEADS, RANK] where there is one split; else what each split found, for `_expand`"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
-    QUERIES: tl.constexpr = LINES // MEMBERS  # of a tile
+    QUERIES: tl.constexpr = PAIRS // MEMBERS  # of a tile
     WIDTH: tl.constexpr = RANK + ROPE
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a row have the most keys: they begin first
     first_head, split = tl.program_id(1) * MEMBERS, tl.program_id(2)
@@ -154,17 +154,17 @@ def _attend(
         row, begin, length, offset = row_of_tile(query_starts, tile, first_row, num_rows, QUERIES)
     if offset < length:
         context = tl.load(contexts + row)
-        lines = tl.arange(0, LINES)
-        local, heads = offset + lines // MEMBERS, first_head + lines % MEMBERS
-        is_line = (local < length) & (heads < HEADS)
+        pairs = tl.arange(0, PAIRS)
+        local, heads = offset + pairs // MEMBERS, first_head + pairs % MEMBERS
+        is_pair = (local < length) & (heads < HEADS)
         q_positions = context - length + local
         q_rows = (begin + local).to(tl.int64) * HEADS + heads
         offs_r, offs_p = tl.arange(0, RANK_PADDED), tl.arange(0, ROPE_PADDED)
         source = queries + q_rows[:, None] * WIDTH
         is_rank, is_rope = (offs_r < RANK)[None, :], (offs_p < ROPE)[None, :]
-        query = tl.load(source + offs_r[None, :], mask=is_line[:, None] & is_rank, other=0.0)
-        turned = tl.load(source + RANK + offs_p[None, :], mask=is_line[:, None] & is_rope, other=0.0)
-        m_i, l_i, acc = empty_state(LINES, RANK_PADDED)
+        query = tl.load(source + offs_r[None, :], mask=is_pair[:, None] & is_rank, other=0.0)
+        turned = tl.load(source + RANK + offs_p[None, :], mask=is_pair[:, None] & is_rope, other=0.0)
+        m_i, l_i, acc = empty_state(PAIRS, RANK_PADDED)
         last = tl.minimum(context - length + offset + QUERIES, context)
         each = _split_size(last, TILE, NUM_SPLITS)
         low = split * each
@@ -180,22 +180,22 @@ def _attend(
             qk = tl.dot(query, tl.trans(latent), qk, input_precision=PRECISION) * (scale * LOG2E)
             qk = tl.where(offs_n[None, :] <= q_positions[:, None], qk, float("-inf"))
             m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, latent, inside, False, PRECISION)
-        is_result = is_line[:, None] & is_rank
+        is_result = is_pair[:, None] & is_rank
         if NUM_SPLITS == 1:
-            result = attention_output((m_i, l_i, acc), is_line, False)
+            result = attention_output((m_i, l_i, acc), is_pair, False)
             tl.store(out + q_rows[:, None] * RANK + offs_r[None, :], result.to(out.dtype.element_ty), mask=is_result)
         elif low < last:
             index = q_rows * NUM_SPLITS + split
             tl.store(parts + index[:, None] * RANK + offs_r[None, :], acc, mask=is_result)
-            tl.store(lse + index * 2, m_i, mask=is_line)
-            tl.store(lse + index * 2 + 1, l_i, mask=is_line)
+            tl.store(lse + index * 2, m_i, mask=is_pair)
+            tl.store(lse + index * 2 + 1, l_i, mask=is_pair)
 
 
 @triton.jit
 def _merged(
     parts, lse, q_rows, used, columns, inside, RANK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Some columns of the mixtures of TOKENS lines, float32 [TOKENS, columns], from what their first splits, `used`
+    """Some columns of the mixtures of TOKENS pairs, float32 [TOKENS, columns], from what their first splits, `used`
     [TOKENS] of each, found"""
     numbers = tl.arange(0, NUM_SPLITS)[None, :]
     splits, is_used = q_rows[:, None] * NUM_SPLITS + numbers, numbers < used[:, None]
@@ -257,7 +257,7 @@ def _expand(
 
 
 @kernel
-def _expand_line(
+def _expand_token(
     mixed, lse, contexts, expand, out,
     HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, VALUE: tl.constexpr, NUM_SPLITS: tl.constexpr,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -309,7 +309,7 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
     plan: AttentionPlan = inputs.plan
     absorbed = absorb_queries(inputs)
     num_heads, num_rows, single = absorbed.shape[1], plan.contexts.shape[0], plan.num_single
-    num_programs = single * cdiv(num_heads, tiles_for(absorbed.dtype, num_heads, are_single=True).lines)
+    num_programs = single * cdiv(num_heads, tiles_for(absorbed.dtype, num_heads, are_single=True).pairs)
     splits = num_latent_splits(num_programs, plan.max_context, capabilities_of(absorbed.device))
     out = absorbed.new_empty(len(absorbed), inputs.expand.shape[0] * inputs.expand.shape[1])
     if single:  # rows with one query each come first
@@ -321,7 +321,7 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
 
 
 def deterministic_latent_attend(inputs: LatentInputs) -> torch.Tensor:
-    """The same with sums that depend on a query and its context alone: every line is computed by one program of one
+    """The same with sums that depend on a query and its context alone: every pair is computed by one program of one
     form, which adds up its entries in their order."""
     absorbed = absorb_queries(inputs, are_alike=True)
     found = _attend_rows(inputs, absorbed, range(inputs.plan.contexts.shape[0]), 1, are_alike=True)
@@ -368,8 +368,8 @@ def _attend_rows(
     (num_tokens, num_heads, width), rank = absorbed.shape, inputs.absorb.shape[1]
     are_single = not are_alike and rows.stop <= plan.num_single
     tiles = tiles_for(absorbed.dtype, num_heads, are_single=are_single, keys_each=plan.max_context // splits)
-    members = min(next_power_of_2(num_heads), tiles.lines)
-    queries = tiles.lines // members
+    members = min(next_power_of_2(num_heads), tiles.pairs)
+    queries = tiles.pairs // members
     if splits > 1:
         mixed = parts = torch.empty(len(rows), num_heads, splits, rank, dtype=torch.float32, device=absorbed.device)
         lse = torch.empty(len(rows), num_heads, splits, 2, dtype=torch.float32, device=absorbed.device)
@@ -381,7 +381,7 @@ def _attend_rows(
         absorbed, inputs.latents, mixed, parts, lse, plan.tables, plan.query_starts, plan.contexts,
         inputs.scale, plan.tables.stride(0), rows.start, rows.stop,
         num_heads, members, rank, max(16, next_power_of_2(rank)), width - rank, max(16, next_power_of_2(width - rank)),
-        inputs.latents.shape[1], tiles.lines, tiles.keys, splits, are_single, precision_of(absorbed),
+        inputs.latents.shape[1], tiles.pairs, tiles.keys, splits, are_single, precision_of(absorbed),
         num_warps=tiles.warps, num_stages=tiles.stages, **options, **launch_options(),
     )  # fmt: skip
     return Mixtures(mixed, lse, plan.contexts, splits, tiles.keys)
@@ -399,8 +399,8 @@ def expand_mixtures(
     (num_heads, value_dim, rank), values, own = expand.shape, found.values[tokens], out[tokens]
     num_tokens, padded = len(own), max(16, next_power_of_2(rank))
     if num_tokens <= VERY_FEW_TOKENS and not are_alike:
-        block = min(next_power_of_2(value_dim), LINE_BLOCK)
-        _expand_line[(num_tokens, num_heads, cdiv(value_dim, block))](
+        block = min(next_power_of_2(value_dim), TOKEN_BLOCK)
+        _expand_token[(num_tokens, num_heads, cdiv(value_dim, block))](
             values, found.lse, found.contexts, expand, own,
             num_heads, rank, padded, value_dim, found.splits, found.keys, block, min(16, found.splits),
             num_warps=4, **launch_options(),

@@ -1,9 +1,10 @@
 """Matrices of 4 or 8 bits a value, as words of 32 bits, and how the values come out of them.
 
-A row is cut into spans of a fixed number of words. The i-th value of word w of a span, counted from the lowest bits, is
-its column i * span + w, so that the i-th values of all its words are neighbours, as the columns they multiply:
+A matrix row is cut into spans of `interleave` words, s for short. The i-th value of word w of a span, counted from the
+lowest bits, is its column i * s + w, so that the i-th values of all its words are neighbours, as the columns they
+multiply:
 
-    word w of 4 bits a value:   [ column w + 7 span | ... | w + 2 span | w + span | w ]
+    word w of 4 bits a value:   [ column w + 7 s | ... | w + 2 s | w + s | w ]
 
 Values are -8 to 7, stored as 0 to 15, or -128 to 127, stored as 0 to 255. A weight is its value times the scale of its
 group of columns; where groups have a minimum too, which is added to that, both are a pair in one number of 32 bits.
@@ -133,17 +134,17 @@ def has_ptx() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None
 
 
-def pack_ints(values: torch.Tensor, span: int, bits: int) -> torch.Tensor:
+def pack_ints(values: torch.Tensor, interleave: int, bits: int) -> torch.Tensor:
     """values uint8 [rows, columns] as they are stored → int32 [rows, columns * bits / 32]"""
-    spans = values.view(len(values), -1, 32 // bits, span).transpose(2, 3)  # [rows, spans, word, i]
+    spans = values.view(len(values), -1, 32 // bits, interleave).transpose(2, 3)  # [rows, spans, word, i]
     if bits == 4:
         spans = spans[..., 0::2] | (spans[..., 1::2] << 4)
     return spans.contiguous().view(torch.int32).flatten(1)
 
 
-def unpack_ints(words: torch.Tensor, span: int, bits: int) -> torch.Tensor:
+def unpack_ints(words: torch.Tensor, interleave: int, bits: int) -> torch.Tensor:
     """The inverse: uint8 [rows, columns]"""
-    values = words.view(torch.uint8).view(len(words), -1, span, 4)
+    values = words.view(torch.uint8).view(len(words), -1, interleave, 4)
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), dim=4).flatten(3)
     return values.transpose(2, 3).reshape(len(words), -1)
@@ -152,36 +153,36 @@ def unpack_ints(words: torch.Tensor, span: int, bits: int) -> torch.Tensor:
 @kernel
 def _dequantize_packed(
     words, scales, out, num_out, num_in, scale_stride,
-    LINES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A span of LINES rows a program"""
-    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    span, places = tl.program_id(1), tl.arange(0, WORDS)
+    """A span of ROWS rows a program"""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    span, indices = tl.program_id(1), tl.arange(0, WORDS)
     values_each: tl.constexpr = 32 // BITS
-    is_line, begins = (lines < num_out)[:, None], lines.to(tl.int64)[:, None] * num_in
-    found = tl.load(words + begins // values_each + span * WORDS + places[None, :], mask=is_line, other=0)
+    is_row, begins = (rows < num_out)[:, None], rows.to(tl.int64)[:, None] * num_in
+    found = tl.load(words + begins // values_each + span * WORDS + indices[None, :], mask=is_row, other=0)
     for i in tl.static_range(values_each):
         column = (span * values_each + i) * WORDS
         if GROUP < WORDS:
-            group = (column + places)[None, :] // GROUP
-            scale = tl.load(scales + group * scale_stride + lines[:, None], mask=is_line, other=0)
+            group = (column + indices)[None, :] // GROUP
+            scale = tl.load(scales + group * scale_stride + rows[:, None], mask=is_row, other=0)
         else:
-            scale = tl.load(scales + column // GROUP * scale_stride + lines, mask=lines < num_out, other=0)[:, None]
+            scale = tl.load(scales + column // GROUP * scale_stride + rows, mask=rows < num_out, other=0)[:, None]
         stored = (found >> (BITS * i)) & ((1 << BITS) - 1)
         value = (stored - (1 << (BITS - 1))).to(tl.float32) * scale_of(scale)
         if scales.dtype.element_ty == tl.int32:
             value += minimum_of(scale)
-        tl.store(out + begins + column + places[None, :], value.to(out.dtype.element_ty), mask=is_line)
+        tl.store(out + begins + column + indices[None, :], value.to(out.dtype.element_ty), mask=is_row)
 
 
 def dequantize_packed(
-    words: torch.Tensor, scales: torch.Tensor, span: int, bits: int, dtype: torch.dtype
+    words: torch.Tensor, scales: torch.Tensor, interleave: int, bits: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[num_out, num_in], for products of many rows; of `scales` [groups, num_out] rows may lie apart"""
     num_out, num_in = words.shape[0], words.shape[1] * 32 // bits
     out = torch.empty(num_out, num_in, dtype=dtype, device=words.device)
     group = num_in // scales.shape[0]
-    _dequantize_packed[(cdiv(num_out, 16), words.shape[1] // span)](
-        words, scales, out, num_out, num_in, scales.stride(0), 16, span, group, bits, num_warps=4
+    _dequantize_packed[(cdiv(num_out, 16), words.shape[1] // interleave)](
+        words, scales, out, num_out, num_in, scales.stride(0), 16, interleave, group, bits, num_warps=4
     )
     return out

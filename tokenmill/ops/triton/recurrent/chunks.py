@@ -1,8 +1,8 @@
 """The recurrence of prompts by chunks of 64 tokens, as products of matrices (`arch/recurrent.py` has the sums).
 
-    solve   all pieces side by side: decays G, and per head T = (1 + A)⁻¹ with A_tj = β_t e^{G_t - G_j} k_t·k_j, j < t,
+    solve   all segments side by side: decays G, per head T = (1 + A)⁻¹ with A_tj = β_t e^{G_t - G_j} k_t·k_j, j < t,
             and P_tj = e^{G_t - G_j} q_t·k_j, j <= t. Row t belongs to a token: [T, heads, 64] each
-    scan    a row's pieces one after another, some values of a head a program: with the state S before the chunk
+    scan    a row's segments one after another, some values of a head a program: with the state S before the chunk
 
             U = T β (V - e^G K S)        O = e^G Q S + P U        S' = e^{G_64} S + (e^{G_64 - G} K)ᵀ U
 
@@ -29,10 +29,10 @@ HALF = tl.constexpr(32)
 
 
 @triton.jit
-def _tokens_of(begin, piece, table, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Tokens `begin` to `begin + COUNT` of a piece's chunk: their numbers, which are before the piece (in cells), which
-    in it; places in cells, and tokens of the step"""
-    position, count, token = piece
+def _tokens_of(begin, segment, table, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """A part of a segment's chunk, tokens `begin` to `begin + COUNT`: their numbers, which are before the segment (in
+    cells), which in it; indices in blocks of cells, blocks, and tokens of the step"""
+    position, count, token = segment
     at = position % CHUNK
     numbers = begin + tl.arange(0, COUNT)
     is_before, is_own = numbers < at, (numbers >= at) & (numbers < at + count)
@@ -43,11 +43,11 @@ def _tokens_of(begin, piece, table, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 @triton.jit
 def _load_keys(
-    at, lines, keys, convolved, key_head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    at, part, keys, convolved, key_head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Keys of a chunk's tokens [N, D], zeros behind the last one"""
-    _, is_before, is_own, in_block, block, tokens = lines
+    _, is_before, is_own, in_block, block, tokens = part
     columns = tl.arange(0, KEY_DIM)[None, :]
     own = tokens * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM
     found = tl.load(convolved + own[:, None] + columns, mask=is_own[:, None], other=0.0)
@@ -58,10 +58,10 @@ def _load_keys(
 
 
 @triton.jit
-def _load_queries(lines, convolved, key_head, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    _, _, is_own, _, _, tokens = lines
-    places = (tokens * CHANNELS + key_head * KEY_DIM)[:, None] + tl.arange(0, KEY_DIM)[None, :]
-    return tl.load(convolved + places, mask=is_own[:, None], other=0.0)
+def _load_queries(part, convolved, key_head, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    _, _, is_own, _, _, tokens = part
+    offsets = (tokens * CHANNELS + key_head * KEY_DIM)[:, None] + tl.arange(0, KEY_DIM)[None, :]
+    return tl.load(convolved + offsets, mask=is_own[:, None], other=0.0)
 
 
 # ── side by side ───────────────────────────────────────────────────────────────────────────────────────
@@ -69,25 +69,26 @@ def _load_queries(lines, convolved, key_head, KEY_DIM: tl.constexpr, CHANNELS: t
 
 @triton.jit
 def _steps_of(
-    lines, projected, numbers, decays, head, VALUE_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    part, projected, numbers, decays, head, VALUE_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IS_DELTA: tl.constexpr,
 ):  # fmt: skip
     """Tokens' own decays g (0 where they are of an earlier step), strengths, and decays in cells"""
-    _, is_before, is_own, in_block, block, tokens = lines
+    _, is_before, is_own, in_block, block, tokens = part
     rates, step_bias, step_scale, min_step, max_step = numbers
-    line = projected + tokens * WIDTH + WIDTH - VALUE_HEADS + head
-    g, strength = step_of(tl.load(line, mask=is_own, other=0.0), head, rates, step_bias, step_scale, min_step, max_step)
+    step_inputs = projected + tokens * WIDTH + WIDTH - VALUE_HEADS + head
+    own_step = tl.load(step_inputs, mask=is_own, other=0.0)
+    g, strength = step_of(own_step, head, rates, step_bias, step_scale, min_step, max_step)
     if IS_DELTA:
-        strength = tl.sigmoid(tl.load(line - VALUE_HEADS, mask=is_own, other=0.0).to(tl.float32))
+        strength = tl.sigmoid(tl.load(step_inputs - VALUE_HEADS, mask=is_own, other=0.0).to(tl.float32))
     cells = decays + (block * BLOCK_SIZE + in_block) * VALUE_HEADS + head
     return tl.where(is_own, g, 0.0), strength, tl.load(cells, mask=is_before, other=0.0)
 
 
 @triton.jit
 def _keep_steps(
-    lines, decay, strength, decays, step_decays, strengths, head, VALUE_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr
+    part, decay, strength, decays, step_decays, strengths, head, VALUE_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    _, _, is_own, in_block, block, tokens = lines
+    _, _, is_own, in_block, block, tokens = part
     cells = decays + (block * BLOCK_SIZE + in_block) * VALUE_HEADS + head
     tl.store(cells, decay, mask=is_own & (block > 0))
     tl.store(step_decays + tokens * VALUE_HEADS + head, decay, mask=is_own)
@@ -106,25 +107,25 @@ def _inverse(matrix):
     """(1 + matrix)⁻¹ of a matrix [32, 32] with numbers below its diagonal only, row by row"""
     number = tl.arange(0, HALF)
     inverse = tl.where(number[:, None] == number[None, :], 1.0, 0.0)
-    for line in range(1, HALF):
-        is_line = number == line
-        factors = tl.sum(tl.where(is_line[:, None], matrix, 0.0), axis=0)
+    for row in range(1, HALF):
+        is_row = number == row
+        factors = tl.sum(tl.where(is_row[:, None], matrix, 0.0), axis=0)
         change = tl.sum(factors[:, None] * inverse, axis=0)
-        inverse = tl.where(is_line[:, None], inverse - change[None, :], inverse)
+        inverse = tl.where(is_row[:, None], inverse - change[None, :], inverse)
     return inverse
 
 
 @triton.jit
-def _store_tile(matrix, tile, lines, begin, head, VALUE_HEADS: tl.constexpr):
+def _store_tile(matrix, tile, part, begin, head, VALUE_HEADS: tl.constexpr):
     """Rows of a head's matrix that belong to tokens, columns `begin` to `begin + 32`"""
-    _, _, is_own, _, _, tokens = lines
-    places = ((tokens * VALUE_HEADS + head) * CHUNK + begin)[:, None] + tl.arange(0, HALF)[None, :]
-    tl.store(matrix + places, tile.to(matrix.dtype.element_ty), mask=is_own[:, None])
+    _, _, is_own, _, _, tokens = part
+    offsets = ((tokens * VALUE_HEADS + head) * CHUNK + begin)[:, None] + tl.arange(0, HALF)[None, :]
+    tl.store(matrix + offsets, tile.to(matrix.dtype.element_ty), mask=is_own[:, None])
 
 
 @kernel_unspecialized("cell_stride")
 def _solve(
-    projected, rates, step_bias, convolved, keys, decays, cell_tables, pieces, solved, mixed, step_decays, strengths,
+    projected, rates, step_bias, convolved, keys, decays, cell_tables, segments, solved, mixed, step_decays, strengths,
     cell_stride, step_scale, min_step, max_step, IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -134,11 +135,11 @@ def _solve(
     WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + (2 * VALUE_HEADS if IS_DELTA else VALUE_HEADS)
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
-    head, own_piece = tl.program_id(0), pieces + tl.program_id(1) * 4
+    head, own_segment = tl.program_id(0), segments + tl.program_id(1) * 4
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    piece = (tl.load(own_piece + 1), tl.load(own_piece + 2), tl.load(own_piece + 3).to(tl.int64))
-    at, table = piece[0] % CHUNK, cell_tables + tl.load(own_piece) * cell_stride
-    upper, lower = _tokens_of(0, piece, table, HALF, BLOCK_SIZE), _tokens_of(HALF, piece, table, HALF, BLOCK_SIZE)
+    segment = (tl.load(own_segment + 1), tl.load(own_segment + 2), tl.load(own_segment + 3).to(tl.int64))
+    at, table = segment[0] % CHUNK, cell_tables + tl.load(own_segment) * cell_stride
+    upper, lower = _tokens_of(0, segment, table, HALF, BLOCK_SIZE), _tokens_of(HALF, segment, table, HALF, BLOCK_SIZE)
     i, j = upper[0], lower[0]
     numbers = (rates, step_bias, step_scale, min_step, max_step)
     g0, strength0, known0 = _steps_of(upper, projected, numbers, decays, head, VALUE_HEADS, WIDTH, BLOCK_SIZE, IS_DELTA)
@@ -160,7 +161,7 @@ def _solve(
     _store_tile(mixed, tl.dot(query, key0, input_precision=PRECISION) * faded10, lower, 0, head, VALUE_HEADS)
     _store_tile(mixed, tl.dot(query, key1, input_precision=PRECISION) * faded11, lower, HALF, head, VALUE_HEADS)
     if IS_DELTA:
-        # Rows of tokens before the piece are those of 1.
+        # Rows of tokens before the segment are those of 1.
         share0, share1 = tl.where(upper[2], strength0, 0.0)[:, None], tl.where(lower[2], strength1, 0.0)[:, None]
         alike00 = tl.dot(tl.trans(key0), key0, input_precision=PRECISION) * faded00 * share0
         alike10 = tl.dot(tl.trans(key1), key0, input_precision=PRECISION) * faded10 * share1
@@ -216,22 +217,22 @@ def _scan(
     state = tl.load(states + slot * STATE + state_at, mask=everywhere(slot > 0, state_at), other=0.0)
     for chunk_start in range(start // CHUNK * CHUNK, context, CHUNK):
         position = tl.maximum(chunk_start, start)
-        piece = (
+        segment = (
             position,
             tl.minimum(chunk_start + CHUNK, context) - position,
             (first + position - start).to(tl.int64),
         )
-        lines = _tokens_of(0, piece, cell_table, CHUNK, BLOCK_SIZE)
-        _, is_before, is_own, in_block, block, tokens = lines
+        part = _tokens_of(0, segment, cell_table, CHUNK, BLOCK_SIZE)
+        _, is_before, is_own, in_block, block, tokens = part
         own_decays = step_decays + tokens * VALUE_HEADS + head
         before = cell_decays + (block * BLOCK_SIZE + in_block) * VALUE_HEADS + head
         decay = tl.load(tl.where(is_own, own_decays, before), mask=is_own | is_before, other=0.0)
         strength = tl.load(strengths + tokens * VALUE_HEADS + head, mask=is_own, other=0.0)
-        value_lines = tokens * CHANNELS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-        value = tl.load(convolved + value_lines[None, :] + values_at[:, None], mask=is_own[None, :], other=0.0)
+        value_offsets = tokens * CHANNELS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+        value = tl.load(convolved + value_offsets[None, :] + values_at[:, None], mask=is_own[None, :], other=0.0)
         value = value.to(tl.float32)
         key = _load_keys(
-            position - chunk_start, lines, keys, convolved, key_head, KEY_HEADS, KEY_DIM, CHANNELS, BLOCK_SIZE
+            position - chunk_start, part, keys, convolved, key_head, KEY_HEADS, KEY_DIM, CHANNELS, BLOCK_SIZE
         )
         from_state, nothing = tl.exp(decay)[None, :], tl.zeros((OWN, CHUNK), tl.float32)
         matrix_at = ((tokens * VALUE_HEADS + head) * CHUNK)[:, None] + number[None, :]
@@ -248,7 +249,7 @@ def _scan(
             inverse = tl.load(solved + matrix_at, mask=is_own[:, None], other=0.0)
             same = tl.where(number[:, None] == number[None, :], 1.0, 0.0).to(inverse.dtype)
             update = _product(fresh, tl.trans(tl.where(is_own[:, None], inverse, same)), nothing, PRECISION)
-        query = _load_queries(lines, convolved, key_head, KEY_DIM, CHANNELS)
+        query = _load_queries(part, convolved, key_head, KEY_DIM, CHANNELS)
         products = tl.load(mixed + matrix_at, mask=is_own[:, None], other=0.0)
         result = _product(state, tl.trans(query), nothing, PRECISION) * from_state
         result = _product(update, tl.trans(products), result, PRECISION)
@@ -275,14 +276,14 @@ def recur_chunks(
     out: torch.Tensor,
 ) -> None:
     """Compute the rows of several tokens; out: float32 [T, values], neither gated nor normed"""
-    spec, sizes, pieces, weights = args.spec, Sizes.of(args), plan.pieces, args.weights
-    assert pieces is not None
+    spec, sizes, segments, weights = args.spec, Sizes.of(args), plan.segments, args.weights
+    assert segments is not None
     precision, heads, num_tokens = precision_of(projected), spec.value_heads, len(projected)
     mixed = projected.new_empty(num_tokens, heads, CHUNK.value)
     solved = torch.empty_like(mixed) if spec.rule == "delta" else mixed
     step_decays, strengths = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=projected.device)
-    _solve[(heads, len(pieces))](
-        projected, weights.rates, weights.step_bias, convolved, cache.keys, cache.decays, plan.cells, pieces, solved,
+    _solve[(heads, len(segments))](
+        projected, weights.rates, weights.step_bias, convolved, cache.keys, cache.decays, plan.cells, segments, solved,
         mixed, step_decays, strengths, plan.cells.stride(0), *step_numbers(spec), *sizes.shapes, plan.block_size,
         precision, num_warps=1, **launch_options(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The convolution before the recurrence of prompts: q, k and v of all tokens of a step, one program a piece and head.
+"""The convolution before the recurrence of prompts: q, k and v of all tokens of a step, one program a segment and head.
 
 With them it leaves what later steps read: inputs and keys in cells, and the last inputs before a state in its tail.
 """
@@ -12,20 +12,20 @@ import triton.language as tl
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, input_lines, silu, unit
+from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, input_rows, silu, unit
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.sizes import Sizes
 
 
 @triton.jit
 def _convolve_head(
-    piece, row, sources, taps, channels, convolved, target, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    segment, row, sources, taps, channels, convolved, target, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr, TAPS_PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IS_UNIT: tl.constexpr,
 ):  # fmt: skip
     """q, k or v of a head, rounded as it is kept, [64, D]; the tokens' positions and blocks of cells, which are 0 where
     nothing is kept."""
-    position, count, _ = piece
+    position, count, _ = segment
     weight, bias = taps
     conv_inputs, tails, table, state_table = target
     number = tl.arange(0, CHUNK)
@@ -35,14 +35,13 @@ def _convolve_head(
         total += tl.load(bias + channels)[None, :]
     first, start, _, _ = row
     projected, _, _ = sources
-    lines = (first + at - start).to(tl.int64) * WIDTH
-    places = lines[:, None] + channels[None, :]
+    offsets = ((first + at - start).to(tl.int64) * WIDTH)[:, None] + channels[None, :]
     for tap in tl.static_range(KERNEL):
         back = KERNEL - 1 - tap
         in_step = inside & (at - back >= start)
-        value = tl.load(projected + (places - back * WIDTH), mask=in_step[:, None], other=0.0)
+        value = tl.load(projected + (offsets - back * WIDTH), mask=in_step[:, None], other=0.0)
         if position - back < start:  # the first tokens of a row also look at earlier steps
-            before, exists = input_lines(at - back, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
+            before, exists = input_rows(at - back, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
             is_earlier = inside & exists & (at - back < start)
             value += tl.load(before[:, None] + channels[None, :], mask=is_earlier[:, None], other=0.0)
         total += tl.load(weight + channels * KERNEL + tap)[None, :] * value.to(tl.float32)
@@ -51,7 +50,7 @@ def _convolve_head(
         result = unit(result, 1)
     block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     is_kept = inside & (block > 0)
-    own = tl.load(projected + places, mask=is_kept[:, None], other=0.0)
+    own = tl.load(projected + offsets, mask=is_kept[:, None], other=0.0)
     cells = conv_inputs + (block * BLOCK_SIZE + at % BLOCK_SIZE) * CHANNELS
     tl.store(cells[:, None] + channels[None, :], own, mask=is_kept[:, None])
     end = position + count
@@ -60,17 +59,17 @@ def _convolve_head(
         numbers = tl.arange(0, TAPS_PADDED)
         in_tail = numbers < KERNEL - 1
         tail_at = end - (KERNEL - 1) + numbers
-        last_lines, is_there = input_lines(tail_at, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-        last = tl.load(last_lines[:, None] + channels[None, :], mask=(in_tail & is_there)[:, None], other=0.0)
+        last_inputs, is_there = input_rows(tail_at, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
+        last = tl.load(last_inputs[:, None] + channels[None, :], mask=(in_tail & is_there)[:, None], other=0.0)
         tail = tails + (slot * (KERNEL - 1) + numbers) * CHANNELS
         tl.store(tail[:, None] + channels[None, :], last, mask=in_tail[:, None])
     return result, at, block
 
 
 @kernel_unspecialized("cell_stride", "state_stride")
-def _convolve_pieces(
+def _convolve_segments(
     projected, conv_weight, conv_bias, conv_inputs, keys, tails, cell_tables, state_tables, query_starts, contexts,
-    pieces, convolved, cell_stride, state_stride, IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr,
+    segments, convolved, cell_stride, state_stride, IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
     HAS_BIAS: tl.constexpr, TAPS_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -79,9 +78,9 @@ def _convolve_pieces(
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     number, head = tl.program_id(0), tl.program_id(1)
-    own = pieces + number * 4
+    own = segments + number * 4
     row_number = tl.load(own)
-    piece = (tl.load(own + 1), tl.load(own + 2), tl.load(own + 3).to(tl.int64))
+    segment = (tl.load(own + 1), tl.load(own + 2), tl.load(own + 3).to(tl.int64))
     first = tl.load(query_starts + row_number)
     start = tl.load(contexts + row_number) - (tl.load(query_starts + row_number + 1) - first)
     cell_table, state_table = cell_tables + row_number * cell_stride, state_tables + row_number * state_stride
@@ -91,40 +90,41 @@ def _convolve_pieces(
     sources, taps = (projected, conv_inputs, tails), (conv_weight, conv_bias)
     target = (conv_inputs, tails, cell_table, state_table)
     tokens = tl.arange(0, CHUNK)
-    lines = convolved + (piece[2] + tokens) * CHANNELS
-    inside = tokens < piece[1]
+    out_rows = convolved + (segment[2] + tokens) * CHANNELS
+    inside = tokens < segment[1]
     if head < 2 * KEY_HEADS:
         channels = head * KEY_DIM + tl.arange(0, KEY_DIM)
         vectors, at, block = _convolve_head(
-            piece, row, sources, taps, channels, convolved, target, WIDTH, CHANNELS, KERNEL, TAPS_PADDED, HAS_BIAS,
+            segment, row, sources, taps, channels, convolved, target, WIDTH, CHANNELS, KERNEL, TAPS_PADDED, HAS_BIAS,
             BLOCK_SIZE, IS_DELTA,
         )  # fmt: skip
         if IS_DELTA:
             vectors = tl.where(head < KEY_HEADS, vectors * (KEY_DIM**-0.5), vectors)
         rounded = vectors.to(keys.dtype.element_ty)
-        tl.store(lines[:, None] + channels[None, :], rounded, mask=inside[:, None])
+        tl.store(out_rows[:, None] + channels[None, :], rounded, mask=inside[:, None])
         is_kept = inside & (block > 0) & everywhere(head >= KEY_HEADS, tokens)
         cells = ((block * KEY_HEADS + head - KEY_HEADS) * BLOCK_SIZE + at % BLOCK_SIZE) * KEY_DIM
         tl.store(keys + cells[:, None] + tl.arange(0, KEY_DIM)[None, :], rounded, mask=is_kept[:, None])
     else:
         value_channels = 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
         values, _, _ = _convolve_head(
-            piece, row, sources, taps, value_channels, convolved, target, WIDTH, CHANNELS, KERNEL, TAPS_PADDED,
+            segment, row, sources, taps, value_channels, convolved, target, WIDTH, CHANNELS, KERNEL, TAPS_PADDED,
             HAS_BIAS, BLOCK_SIZE, False,
         )  # fmt: skip
-        tl.store(lines[:, None] + value_channels[None, :], values.to(convolved.dtype.element_ty), mask=inside[:, None])
+        rounded_values = values.to(convolved.dtype.element_ty)
+        tl.store(out_rows[:, None] + value_channels[None, :], rounded_values, mask=inside[:, None])
 
 
-def convolve_pieces(
+def convolve_segments(
     projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentBatch, args: RecurrentArgs
 ) -> torch.Tensor:
-    """q, k and v [T, channels] of the tokens in pieces; those of other tokens are not written"""
-    spec, sizes, pieces = args.spec, Sizes.of(args), plan.pieces
-    assert pieces is not None
+    """q, k and v [T, channels] of the tokens in segments; those of other tokens are not written"""
+    spec, sizes, segments = args.spec, Sizes.of(args), plan.segments
+    assert segments is not None
     convolved = projected.new_empty(len(projected), spec.conv_size)
-    _convolve_pieces[(len(pieces), 2 * spec.key_heads + spec.value_heads)](
+    _convolve_segments[(len(segments), 2 * spec.key_heads + spec.value_heads)](
         projected, args.weights.conv, sizes.or_any(args.weights.conv_bias), cache.conv_inputs, cache.keys, cache.tails,
-        plan.cells, plan.states, plan.query_starts, plan.contexts, pieces, convolved, plan.cells.stride(0),
+        plan.cells, plan.states, plan.query_starts, plan.contexts, segments, convolved, plan.cells.stride(0),
         plan.states.stride(0), *sizes.shapes, next_power_of_2(max(1, spec.kernel - 1)), plan.block_size,
         num_warps=8, **launch_options(),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 from tokenmill.ops.triton.recurrent.chunks import recur_chunks
-from tokenmill.ops.triton.recurrent.convolution import convolve_pieces
+from tokenmill.ops.triton.recurrent.convolution import convolve_segments
 from tokenmill.ops.triton.recurrent.gate import gate_and_norm
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.tokens import recur_tokens
@@ -25,7 +25,7 @@ def recurrent(
     if plan.num_single:
         recur_tokens(projected, cache, plan, args, mixed, plan.num_single)
     if plan.num_single < len(plan.contexts):
-        recur_chunks(projected, convolve_pieces(projected, cache, plan, args), cache, plan, args, mixed)
+        recur_chunks(projected, convolve_segments(projected, cache, plan, args), cache, plan, args, mixed)
     return gate_and_norm(mixed, projected, args)
 
 

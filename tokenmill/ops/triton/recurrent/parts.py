@@ -45,7 +45,7 @@ def step_of(a, head, rates, step_bias, step_scale, min_step, max_step):
 
 
 @triton.jit
-def input_lines(
+def input_rows(
     at, row, sources, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
     """Where the inputs at positions `at` of a row begin, and whether there are any"""
@@ -58,8 +58,8 @@ def input_lines(
     cells = conv_inputs + (block * BLOCK_SIZE + inside % BLOCK_SIZE) * CHANNELS
     tail = tails + (slot * (KERNEL - 1) + (KERNEL - 1 - chunk_start + at)) * CHANNELS
     here = projected + (first + at - start).to(tl.int64) * WIDTH
-    lines = tl.where(in_step, here, tl.where(in_cells, cells, tail))
-    return lines, in_step | in_cells | ((at >= 0) & everywhere(slot > 0, at))
+    inputs = tl.where(in_step, here, tl.where(in_cells, cells, tail))
+    return inputs, in_step | in_cells | ((at >= 0) & everywhere(slot > 0, at))
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """What the recurrent layers of a step need to know of its rows, worked out once for all of them.
 
 Rows of one token each come first and are computed token by token. The others are cut at multiples of 64 positions into
-pieces, most of which are computed side by side:
+segments, most of which are computed side by side:
 
-    row of 150 tokens from position 40 on      piece 40 .. 63 | piece 64 .. 127 | piece 128 .. 189
+    row of 150 tokens from position 40 on      segment 40 .. 63 | segment 64 .. 127 | segment 128 .. 189
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class RecurrentBatch:
     query_starts: torch.Tensor  # int32 [R + 1]
     contexts: torch.Tensor  # int32 [R]
     num_single: int  # the first so many rows have one token each
-    pieces: torch.Tensor | None  # int32 [N, 4] of the others: row, first position, tokens, first token in the step
+    segments: torch.Tensor | None  # int32 [N, 4] of the others: row, first position, tokens, first token in the step
     block_size: int
     owners: torch.Tensor | None = None  # int32 [T]: the row of each token, where rows are computed token by token
 
 
 def plan_recurrent(batch: ForwardBatch, cells: int, states: int) -> RecurrentBatch:
-    return _plan(batch, cells, states, cuts_pieces=True)
+    return _plan(batch, cells, states, cuts_segments=True)
 
 
 def plan_token_by_token(batch: ForwardBatch, cells: int, states: int) -> RecurrentBatch:
     """The same for kernels that compute every row token by token"""
-    plan = _plan(batch, cells, states, cuts_pieces=False)
+    plan = _plan(batch, cells, states, cuts_segments=False)
     if plan.num_single == len(plan.contexts):
         return plan
     numbers = [row for row, (count, _) in enumerate(_lengths(batch)) for _ in range(count)]
     return replace(plan, owners=_sent(numbers, batch.context_lens.device))
 
 
-def _plan(batch: ForwardBatch, cells: int, states: int, *, cuts_pieces: bool) -> RecurrentBatch:
+def _plan(batch: ForwardBatch, cells: int, states: int, *, cuts_segments: bool) -> RecurrentBatch:
     num_rows = batch.context_lens.shape[0]
     num_single = num_rows if batch.max_query_len == 1 else batch.num_single
     return RecurrentBatch(
@@ -51,12 +51,12 @@ def _plan(batch: ForwardBatch, cells: int, states: int, *, cuts_pieces: bool) ->
         query_starts=batch.query_starts,
         contexts=batch.context_lens,
         num_single=num_single,
-        pieces=_pieces(batch, num_single) if cuts_pieces and num_single < num_rows else None,
+        segments=_segments(batch, num_single) if cuts_segments and num_single < num_rows else None,
         block_size=batch.block_size,
     )
 
 
-def _pieces(batch: ForwardBatch, num_single: int) -> torch.Tensor:
+def _segments(batch: ForwardBatch, num_single: int) -> torch.Tensor:
     found, token, device = [], num_single, batch.context_lens.device
     for row, (count, context) in enumerate(_lengths(batch)[num_single:], start=num_single):
         position = context - count

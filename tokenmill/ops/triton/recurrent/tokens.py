@@ -16,7 +16,7 @@ import triton.language as tl
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, input_lines, silu, step_of
+from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, input_rows, silu, step_of
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 
@@ -42,8 +42,8 @@ def _convolve_token(
     if HAS_BIAS:
         total += tl.load(bias + channels)
     for tap in tl.static_range(KERNEL):
-        line, exists = input_lines(position - (KERNEL - 1 - tap), row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
-        value = tl.load(line + channels, mask=everywhere(exists, channels), other=0.0)
+        inputs, exists = input_rows(position - (KERNEL - 1 - tap), row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
+        value = tl.load(inputs + channels, mask=everywhere(exists, channels), other=0.0)
         total += tl.load(weight + channels * KERNEL + tap) * value.to(tl.float32)
         if tap == KERNEL - 1:
             cell = conv_inputs + (block * BLOCK_SIZE + position % BLOCK_SIZE) * CHANNELS
@@ -108,10 +108,10 @@ def _prepare_tokens(
                 BLOCK_SIZE, HAS_BIAS,
             )  # fmt: skip
             tl.store(step_values + token * (VALUE_HEADS * VALUE_DIM) + values_at, values)
-            line = projected + token * WIDTH + WIDTH - VALUE_HEADS + value_head
-            g, strength = step_of(tl.load(line), value_head, rates, step_bias, step_scale, min_step, max_step)
+            step_inputs = projected + token * WIDTH + WIDTH - VALUE_HEADS + value_head
+            g, strength = step_of(tl.load(step_inputs), value_head, rates, step_bias, step_scale, min_step, max_step)
             if IS_DELTA:
-                strength = tl.sigmoid(tl.load(line - VALUE_HEADS).to(tl.float32))
+                strength = tl.sigmoid(tl.load(step_inputs - VALUE_HEADS).to(tl.float32))
             tl.store(steps + token * VALUE_HEADS + value_head, g)
             tl.store(strengths + token * VALUE_HEADS + value_head, strength)
 
@@ -121,7 +121,7 @@ def _prepare_tokens(
 
 @triton.jit
 def _cells(at, row, BLOCK_SIZE: tl.constexpr):
-    """Positions of a row: whether they are of this step, the step's tokens, blocks of cells and places in them"""
+    """Positions of a row: whether they are of this step, the step's tokens, blocks of cells and indices in them"""
     first, start, table = row
     in_step = at >= start
     block = tl.load(table + at // BLOCK_SIZE, mask=at < start, other=0).to(tl.int64)
@@ -129,9 +129,9 @@ def _cells(at, row, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _vector(place, fields, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _vector(index, fields, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Where one key or update of a head begins; `fields` are those of this step, and those in cells"""
-    in_step, token, block, at = place
+    in_step, token, block, at = index
     of_step, in_cells = fields
     cell = in_cells + ((block * HEADS + head) * BLOCK_SIZE + at) * DIM
     return tl.where(in_step, of_step + (token * HEADS + head) * DIM, cell)
@@ -139,11 +139,11 @@ def _vector(place, fields, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_S
 
 @triton.jit
 def _load_vectors(
-    places, fields, head, seen, columns, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    indices, fields, head, seen, columns, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_PROMPTS: tl.constexpr,
 ):  # fmt: skip
     """Keys or updates of a head, float32, zeros where nothing is seen"""
-    in_step, token, block, at = places
+    in_step, token, block, at = indices
     of_step, in_cells = fields
     cells = ((block * HEADS + head) * BLOCK_SIZE + at) * DIM
     found = tl.load(in_cells + cells[:, None] + columns[None, :], mask=(seen & (in_step == 0))[:, None], other=0.0)
@@ -154,9 +154,9 @@ def _load_vectors(
 
 
 @triton.jit
-def _decays(places, fields, head, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _decays(indices, fields, head, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Where decays of a head are"""
-    in_step, token, block, at = places
+    in_step, token, block, at = indices
     of_step, in_cells = fields
     return tl.where(in_step, of_step + token * HEADS + head, in_cells + (block * BLOCK_SIZE + at) * HEADS + head)
 
@@ -171,10 +171,10 @@ def _add_cells(
     all_keys, all_updates, all_decays = fields
     for begin in range(0, CHUNK, AT_ONCE):
         for one in tl.static_range(AT_ONCE):
-            place = _cells(chunk_start + begin + one, row, BLOCK_SIZE)
-            k = tl.load(_vector(place, all_keys, key_head, KEY_HEADS, KEY_DIM, BLOCK_SIZE) + keys_at).to(tl.float32)
-            u = tl.load(_vector(place, all_updates, head, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE) + values_at)
-            faded = tl.exp(decay - tl.load(_decays(place, all_decays, head, VALUE_HEADS, BLOCK_SIZE)))
+            index = _cells(chunk_start + begin + one, row, BLOCK_SIZE)
+            k = tl.load(_vector(index, all_keys, key_head, KEY_HEADS, KEY_DIM, BLOCK_SIZE) + keys_at).to(tl.float32)
+            u = tl.load(_vector(index, all_updates, head, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE) + values_at)
+            faded = tl.exp(decay - tl.load(_decays(index, all_decays, head, VALUE_HEADS, BLOCK_SIZE)))
             state += (k * faded)[:, None] * u.to(tl.float32)[None, :]
     return state
 
@@ -222,12 +222,12 @@ def _recur_tokens(
         for tile in range(0, at, TILE):  # the tokens before it in its chunk
             numbers = tile + tl.arange(0, TILE)
             seen = numbers < at
-            places = _cells(chunk_start + numbers, row, BLOCK_SIZE)
-            k = _load_vectors(places, all_keys, key_head, seen, keys_at, KEY_HEADS, KEY_DIM, BLOCK_SIZE, HAS_PROMPTS)
+            indices = _cells(chunk_start + numbers, row, BLOCK_SIZE)
+            k = _load_vectors(indices, all_keys, key_head, seen, keys_at, KEY_HEADS, KEY_DIM, BLOCK_SIZE, HAS_PROMPTS)
             u = _load_vectors(
-                places, all_updates, head, seen, values_at, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE, HAS_PROMPTS
+                indices, all_updates, head, seen, values_at, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE, HAS_PROMPTS
             )
-            there = tl.load(_decays(places, all_decays, head, VALUE_HEADS, BLOCK_SIZE), mask=seen, other=0.0)
+            there = tl.load(_decays(indices, all_decays, head, VALUE_HEADS, BLOCK_SIZE), mask=seen, other=0.0)
             weights = tl.where(seen, tl.exp(decay - there), 0.0)
             by_query += tl.sum((weights * tl.sum(k * query[None, :], axis=1))[:, None] * u, axis=0)
             if IS_DELTA:

@@ -19,7 +19,7 @@ import msgspec
 from tokenmill.params import Guided, SamplingParams
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
-BACKGROUND_PRIORITY = 1000  # lines of batches: see scheduler/background.py
+BACKGROUND_PRIORITY = 1000  # lines of batches: see scheduler/budget.py
 ToolKind = Literal["function", "custom"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -272,7 +272,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum([len(row.token_ids) for row in self.rows])
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

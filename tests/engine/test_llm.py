@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill import LLM, BeamParams, Guided, SamplingParams
-from tokenmill.engine import progress
+from tokenmill.engine import offline
 from tokenmill.engine.offline import Interrupted
 from tokenmill.errors import InvalidConfig, InvalidRequest, ModelError
 from tokenmill.types import Pooling, SequenceOutput
@@ -200,8 +200,8 @@ def test_answers_come_as_they_end_and_rows_are_read_as_there_is_room(stories_dir
 
 def test_progress_is_a_line_every_few_seconds_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now, lines = 0.0, list[str]()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with progress.progress_over(5000, enabled=True, done_before=100, write=lines.append) as report:
+    monkeypatch.setattr(offline.time, "monotonic", lambda: now)
+    with offline.progress_over(5000, enabled=True, done_before=100, write=lines.append) as report:
         assert report is not None
         for step in range(60):
             now = step * 0.2
@@ -210,7 +210,7 @@ def test_progress_is_a_line_every_few_seconds_where_there_is_no_terminal(monkeyp
         "answered 350 of 5,000, 104 tokens/s",
         "answered 600 of 5,000, 1 failed, 102 tokens/s",
     ]
-    with progress.progress_over(None, enabled=False) as off:
+    with offline.progress_over(None, enabled=False) as off:
         assert off is None
 
 

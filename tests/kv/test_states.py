@@ -6,7 +6,7 @@ import pytest
 
 from tokenmill.kv.blocks import BlockTable
 from tokenmill.kv.cache import STATES, KVCache
-from tokenmill.kv.entries import EntryRule
+from tokenmill.kv.layout import EntryRule
 
 TOKENS = list(range(1000, 1400))
 KV, CELLS, STATE = 0, 1, 2  # groups

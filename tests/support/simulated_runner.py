@@ -17,7 +17,7 @@ from collections import deque
 import msgspec
 
 from tokenmill.kv.cache import KVCache
-from tokenmill.kv.entries import EntryRule
+from tokenmill.kv.layout import EntryRule
 from tokenmill.scheduler.request import mixed_seed
 from tokenmill.types import (
     PENDING,

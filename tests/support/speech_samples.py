@@ -10,11 +10,10 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.speech import SpeechReader
 from tokenmill.text.speech.call_format import CallFormat
 from tokenmill.text.speech.markers import ControlAlphabet
-from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
+from tokenmill.text.tokenizer import IncrementalDetokenizer, Tokenizer, byte_tokenizer
 from tokenmill.types import CallArguments, CallEnd, CallStart, Part, TextPart, ThoughtPart, Tool, ToolCall
 
 WORDS = (

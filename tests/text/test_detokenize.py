@@ -12,9 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from tokenmill.arch.gguf_file import read_gguf
-from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
-from tokenmill.text.tokenizer import EOS_ID, Tokenizer, Traits, byte_tokenizer
+from tokenmill.text.tokenizer import EOS_ID, IncrementalDetokenizer, Tokenizer, Traits, byte_tokenizer
 
 with_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 VOCABULARIES = ["bytes", "llama-spm", "gpt-2", "bert-bge", "phi-3"]

@@ -10,8 +10,8 @@ from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.errors import InvalidRequest
 from tokenmill.text.gguf_tokenizer import tokenizer_from_gguf
-from tokenmill.text.literal import LiteralContents, trie_pattern, unmarked
 from tokenmill.text.load import load_tokenizer
+from tokenmill.text.template import LiteralContents, trie_pattern, unmarked
 from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
 from tokenmill.types import ChatRequest, Message
 

@@ -27,7 +27,7 @@ from tokenmill.cli.exit_codes import INTERRUPTED
 from tokenmill.cli.run import conversation, following
 from tokenmill.engine.argument_checks import messages_from
 from tokenmill.engine.async_engine import AsyncEngine
-from tokenmill.engine.progress import Report, progress_over
+from tokenmill.engine.offline import Report, progress_over
 from tokenmill.engine.results import EventFold, reasoning_of
 from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.errors import EngineDead, InvalidConfig, InvalidRequest, Overloaded, TokenmillError

@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.speech import SpeechReader
 from tokenmill.text.template import CUSTOM_INPUT
+from tokenmill.text.tokenizer import IncrementalDetokenizer
 from tokenmill.types import CallArguments, CallEnd, CallStart, Part, TextPart, TokenInfo, Tool
 
 

@@ -38,15 +38,18 @@ from tokenmill.params import DRY_BREAKERS, MAX_STOP_STRINGS, SamplingParams
 from tokenmill.params.checks import require_unicode
 from tokenmill.text.effort import EffortVariables, find_effort_variables
 from tokenmill.text.fim import FimTokens, find_fim_tokens
-from tokenmill.text.literal import LiteralContents, MarkedText, encode_literally, unmarked
 from tokenmill.text.stops import stop_patterns
 from tokenmill.text.template import (
     OUR_VARIABLES,
     PLAIN,
     PLAIN_TURN,
     ChatTemplate,
+    LiteralContents,
+    MarkedText,
+    encode_literally,
     messages_for_template,
     tools_for_template,
+    unmarked,
     up_to_last,
 )
 from tokenmill.text.token_search import TokenSearch, is_open_at_end

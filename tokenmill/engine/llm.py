@@ -40,9 +40,16 @@ from tokenmill.engine.argument_checks import (
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest
-from tokenmill.engine.offline import INTERRUPTED, Arrived, Interrupted, OfflineRow, OfflineRun, interrupt_noted
+from tokenmill.engine.offline import (
+    INTERRUPTED,
+    Arrived,
+    Interrupted,
+    OfflineRow,
+    OfflineRun,
+    interrupt_noted,
+    progress_over,
+)
 from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.engine.progress import progress_over
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput
 from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.engine.startup.torch_import import import_meta_kernels, preload_libraries, torch_import

@@ -22,9 +22,8 @@ import msgspec
 
 from tokenmill.engine.answer_reader import AnswerReader
 from tokenmill.engine.results import EventFold, merge_parts, text_parts
-from tokenmill.text.detokenize import IncrementalDetokenizer
 from tokenmill.text.stops import Stops
-from tokenmill.text.tokenizer import Tokenizer
+from tokenmill.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tokenmill.types import Event, Given, Part, Request, SequenceOutput, TextPart, TokenInfo, TokenLogprobs, Usage
 
 MakeReader = Callable[[IncrementalDetokenizer], AnswerReader]

@@ -89,7 +89,7 @@ class BlockPool:
                  ▲ take() hands out from here
 
     Block 0 is the null block: table entries outside a sliding window point there, it is never handed out or counted.
-    Blocks of other sizes (`kv/entries.py`: cells, states) are numbered on in regions of their own, each with its free
+    Blocks of other sizes (`kv/layout.py`: cells, states) are numbered on in regions of their own, each with its free
     list:
 
         ids:  0 | 1 ... num_blocks - 1 | cells ... | states ... |

@@ -7,7 +7,7 @@
     fork     a second table on the same blocks
     release  all blocks of a table go back
 
-All groups take their blocks from one pool, those of recurrent layers from regions of their own (`kv/entries.py` says
+All groups take their blocks from one pool, those of recurrent layers from regions of their own (`kv/layout.py` says
 which entries a group needs). A block that several tables hold is never written: `reserve` gives the writer a copy of
 its own (the pairs it returns are copied by the runner before anything is written). Only full blocks are registered, and
 nothing is written into a full block, so registered contents never change.
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from tokenmill.arch.cache_parts import CHUNK, CacheKind
 from tokenmill.kv.blocks import NULL_BLOCK, BlockNews, BlockPool, BlockTable, HashChain, PrefixIndex, RowIds
-from tokenmill.kv.entries import REGIONS, EntryRule
+from tokenmill.kv.layout import REGIONS, EntryRule
 from tokenmill.kv.names import BlockName, ExpectedBlock
 
 Copies = list[tuple[int, int]]  # (from block, to block)
@@ -289,7 +289,11 @@ class KVCache:
     def _is_own(self, table: BlockTable, index: int) -> bool:
         """True where every group has the entry and no other table holds it."""
         refs, groups = self.pool.refs, table.groups
-        return all(index < len(groups[group]) and refs[groups[group][index]] == 1 for group in self._by_token)
+        for group in self._by_token:  # asked for every row of every step
+            blocks = groups[group]
+            if index >= len(blocks) or refs[blocks[index]] != 1:
+                return False
+        return True
 
     def _shared_entries(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]]:
         refs = self.pool.refs

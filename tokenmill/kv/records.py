@@ -7,7 +7,7 @@ another:
              values [...]
     record of block 1   [ keys of layer 0, 1, 2 ... | values of layer 0, 1, 2 ... ]        (scales likewise)
 
-Blocks of every region are records: tokens, and cells and states of recurrent layers (`kv/entries.py`).
+Blocks of every region are records: tokens, and cells and states of recurrent layers (`kv/layout.py`).
 
 On a CPU pieces are copied where they are. On a GPU they are gathered into a staging tensor by one kernel a field, and
 the copy engine moves whole records from and to pinned memory. Both happen on a stream of its own, behind all steps that

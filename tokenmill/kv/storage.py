@@ -108,6 +108,8 @@ class KVStorage:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (from, to) block ids, all as if at once: sources are read before anything is written. Ids behind those
         of blocks are cells (`BlockPool`)."""
+        if not pairs:
+            return
         blocks = [pair for pair in pairs if pair[0] < self.num_blocks]
         self._copy(self._pools, blocks)
         if len(blocks) < len(pairs):

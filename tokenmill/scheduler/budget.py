@@ -11,15 +11,34 @@ The tokens of one step are first one for every running sequence, and what is lef
     total:  [ one each for the running sequences not asked yet | free for the sequence that asks now ]
 
 So a long prompt gets the surplus and never the token that a decoding sequence needs.
+
+Lines of batches (`BACKGROUND_PRIORITY` and more) have a part of the tokens, so that interactive requests hardly notice
+them; rows that get nothing in a step keep their place and blocks:
+
+    a prompt of another request is being computed    nothing: its first token does not wait for them
+    others are here, or were a moment ago            a small part: whoever comes next waits for a short step only
+    nobody else                                      everything
+
+Adapters lie in slots of the runner, and stay there when their last group leaves, for the next request that asks for
+them. One that a running group uses is never replaced: a group whose adapter has no slot waits, as it does for rows and
+blocks. The runner hears of new ones with the next plan, which it carries out behind all plans before.
+
+    slots:  [ unused | idle, used longest ago | ... | idle, used last | used by running groups ]
+              ▲ a new adapter goes here: into an unused slot, else over the idle one that was used longest ago
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokenmill.kv.cache import PrefixMatch
 from tokenmill.scheduler.request import SequenceGroup
+from tokenmill.types import BACKGROUND_PRIORITY
+
+PART = 16  # the background's tokens of a step while others are here: one in so many
+QUIET_S = 5.0  # others count as here for so long after they left
 
 
 class TokenBudget:
@@ -105,3 +124,93 @@ class Resources:
             one.needed(group, match) <= one.free() + one.returning() + sum(map(one.held, victims))
             for one in self._resources
         )
+
+
+# ── background requests ────────────────────────────────────────────────────────────────────────────────
+
+
+class BackgroundShare:
+    """Counts background requests and others, and says how many tokens of a step the former may have."""
+
+    def __init__(self, num_tokens: int, clock: Callable[[], float]) -> None:
+        self.num_requests = 0
+        self._num_tokens = num_tokens
+        self._clock = clock
+        self._num_others = 0
+        self._others_left_s = float("-inf")
+
+    def note_added(self, priority: int) -> None:
+        if priority >= BACKGROUND_PRIORITY:
+            self.num_requests += 1
+        else:
+            self._num_others += 1
+
+    def note_closed(self, priority: int) -> None:
+        if priority >= BACKGROUND_PRIORITY:
+            self.num_requests -= 1
+        else:
+            self._num_others -= 1
+            self._others_left_s = self._clock()
+
+    def num_tokens(self) -> int:
+        """The most tokens of a step that computes no prompt of others."""
+        if self._num_others or self._clock() - self._others_left_s < QUIET_S:
+            return max(1, self._num_tokens // PART)
+        return self._num_tokens
+
+
+# ── adapters ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ResidentAdapters:
+    """The adapters that lie in the runner's slots, and who uses them."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._unused = list(range(num_slots, 0, -1))  # slots are numbered from 1: 0 is no adapter
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by adapter, the one used longest ago first
+        self._users: Counter[str] = Counter()  # running groups
+        self._loads: dict[int, str] = {}  # by slot, since the last plan
+
+    def num_free(self) -> int:
+        """Slots that an adapter could have which is in none."""
+        return len(self._unused) + len(self._slots) - len(self._users)
+
+    def num_needed(self, adapter: str) -> int:
+        return int(bool(adapter) and adapter not in self._slots)
+
+    def num_held(self, adapter: str) -> int:
+        """Slots that come free when one group less uses an adapter."""
+        return int(self._users[adapter] == 1) if adapter in self._users else 0
+
+    def acquire(self, adapter: str) -> int:
+        """The slot of an adapter for one more running group; room was checked."""
+        if adapter not in self._slots:
+            self._slots[adapter] = slot = self._unused.pop() if self._unused else self._evict()
+            self._loads[slot] = adapter
+        self._slots.move_to_end(adapter)
+        self._users[adapter] += 1
+        return self._slots[adapter]
+
+    def release(self, adapter: str) -> None:
+        self._users[adapter] -= 1
+        if not self._users[adapter]:
+            del self._users[adapter]
+
+    def _evict(self) -> int:
+        oldest = next(adapter for adapter in self._slots if adapter not in self._users)
+        return self._slots.pop(oldest)
+
+    def pop_loads(self) -> list[tuple[int, str]]:
+        """(slot, adapter) for those that the runner has yet to load."""
+        loads, self._loads = self._loads, {}
+        return list(loads.items())
+
+    def reload(self) -> None:
+        """Load again what is in use and forget the rest: the runner may not have heard of the last plans."""
+        for adapter, slot in list(self._slots.items()):
+            if adapter in self._users:
+                self._loads[slot] = adapter
+            else:
+                del self._slots[adapter]
+                self._loads.pop(slot, None)
+                self._unused.append(slot)

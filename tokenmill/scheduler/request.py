@@ -89,6 +89,9 @@ class RequestState:
         self.continues = False  # a step may feed a token that was drawn before the host has seen it
         self.groups: list[SequenceGroup] = []
         self.stop_token_ids = stop_ids(request)
+        self.draws_tokens = request.pooling is None and request.max_tokens > 0
+        # Pooling over all positions may mean attention in both directions, whose blocks fit no other prompt.
+        self.is_shareable = request.pooling is None or request.pooling.kind == "last"
         self.output_mode: OutputMode  # set in `build_request_state`, once the sequences exist
         self.prompt_logprobs: list[TokenLogprobs] = []  # entry i belongs to prompt position i + 1
         self.num_cached_tokens = 0
@@ -100,15 +103,6 @@ class RequestState:
     @property
     def num_sequences(self) -> int:
         return 1 if self.request.pooling else self.request.params.num_sequences
-
-    @property
-    def draws_tokens(self) -> bool:
-        return self.request.pooling is None and self.request.max_tokens > 0
-
-    @property
-    def is_shareable(self) -> bool:
-        """Pooling over all positions may mean attention in both directions, whose blocks fit no other prompt."""
-        return self.request.pooling is None or self.request.pooling.kind == "last"
 
     @property
     def may_reuse_prefix(self) -> bool:

@@ -13,9 +13,9 @@ from bisect import bisect_left, insort
 from tokenmill.kv.blocks import BlockTable
 from tokenmill.kv.cache import KVCache, PrefixMatch
 from tokenmill.scheduler.beam import Branch
+from tokenmill.scheduler.budget import ResidentAdapters
 from tokenmill.scheduler.plan_builder import Holding, StepInFlight, StepsInFlight
 from tokenmill.scheduler.request import Sequence, SequenceGroup
-from tokenmill.scheduler.resident_adapters import ResidentAdapters
 from tokenmill.scheduler.tenants import TenantAccount
 from tokenmill.types import BACKGROUND_PRIORITY
 

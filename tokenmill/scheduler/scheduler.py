@@ -22,9 +22,8 @@ from tokenmill.kv.blocks import BlockNews
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.names import Fetcher
 from tokenmill.scheduler.admission import Admission
-from tokenmill.scheduler.background import BackgroundShare
 from tokenmill.scheduler.beam import BeamSearch
-from tokenmill.scheduler.budget import TokenBudget
+from tokenmill.scheduler.budget import BackgroundShare, TokenBudget
 from tokenmill.scheduler.fetches import Fetches
 from tokenmill.scheduler.integrity import check_integrity
 from tokenmill.scheduler.lanes import Lanes
@@ -449,7 +448,8 @@ class Scheduler:
         """Take in what the oldest step in flight brought. Rows whose sequence has ended, or was preempted, since the
         step was planned are ignored."""
         step = self._running.in_flight.pop(result.step)
-        self._share_time(step, self._learn(step, result))
+        num_tokens = step.plan.num_tokens
+        self._share_time(step, num_tokens, self._learn(step.plan, num_tokens, result))
         results = {row.row: row for row in result.rows}
         outputs: list[SequenceOutput] = []
         for planned, row_plan in zip(step.planned, step.plan.rows, strict=True):
@@ -459,22 +459,21 @@ class Scheduler:
         self._drafter.note_step(step.plan, result)
         return outputs
 
-    def _learn(self, step: StepInFlight, result: StepResult) -> float:
+    def _learn(self, plan: StepPlan, num_tokens: int, result: StepResult) -> float:
         """Learn what a step cost: of those that compute a prompt, and of some of the others. The seconds it took."""
         now_s = self._clock()
         # With several steps in flight, a step begins when the one before it ends.
         seconds = min(result.step_s, now_s - self._applied_s)
         self._applied_s = now_s
-        plan = step.plan
-        if result.step_s > 0.0 and (plan.step % LEARNING_STRIDE == 0 or any(len(r.token_ids) > 1 for r in plan.rows)):
+        if result.step_s > 0.0 and (plan.step % LEARNING_STRIDE == 0 or num_tokens > len(plan.rows)):
             self.step_time.note(size_of(plan), seconds)
         return seconds
 
-    def _share_time(self, step: StepInFlight, seconds: float) -> None:
+    def _share_time(self, step: StepInFlight, num_tokens: int, seconds: float) -> None:
         """Put a step's seconds down to the requests in it: to all rows alike, or by what they are expected to cost
         where some compute more than one token."""
         rows = step.plan.rows
-        if step.plan.num_tokens == len(rows):
+        if num_tokens == len(rows):
             part_s = seconds / len(rows)
             for planned in step.planned:
                 planned.sequence.state.device_s += part_s

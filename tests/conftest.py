@@ -11,8 +11,10 @@ import sys
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis.internal.conjecture import providers as hypothesis_providers
 
@@ -59,8 +61,9 @@ def _choose_examples() -> None:
     Hypothesis also takes constants from the modules that a process happens to have loaded, which depends on how tests
     are spread over processes: in a run that repeats, there are none.
     """
-    hypothesis_settings.register_profile("repeatable", derandomize=True, database=None)
-    hypothesis_settings.register_profile("random", derandomize=False)
+    patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # of a busy machine
+    hypothesis_settings.register_profile("repeatable", derandomize=True, database=None, **patient)
+    hypothesis_settings.register_profile("random", derandomize=False, **patient)
     profile = os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
     hypothesis_settings.load_profile(profile)
     if profile == "repeatable" and hasattr(hypothesis_providers, "is_local_module_file"):

@@ -95,7 +95,7 @@ def test_command_reports_and_refuses(stub: Start, tmp_path: Path, capsys: pytest
     url = stub(ttft=0.02, itl=0.005, tokens=6)
     result, page = tmp_path / "a.json", tmp_path / "a.html"
     arguments = ["bench", "serve", "--url", url, "--concurrency", "4", "--num-requests", "20", "--input-len", "8:16"]
-    more = ["--goodput", "ttft=5s", "--max-lag-ms", "5000", "--output", str(result), "--html", str(page)]
+    more = ["--goodput", "ttft=60s", "--max-lag-ms", "60000", "--output", str(result), "--html", str(page)]
     assert main([*arguments, *more]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["completed"], found["output_tokens"], found["tokens_from"]) == (20, 120, "usage")

@@ -36,7 +36,7 @@ def test_every_wrong_body_is_refused_by_name(server: RunningServer) -> None:
             if blamed is not None:
                 assert (error["param"] or "").split("[")[0].split(".")[0] == blamed, where
             count += 1
-    assert count >= 600 and slowest < 1.0
+    assert count >= 600 and slowest < 5.0
     assert server.engine.running == {}
     reply = server.post(CHAT, GOOD[CHAT])
     assert reply.json()["choices"][0]["message"]["content"] == STORY

@@ -286,7 +286,7 @@ def test_pulls_show_progress_can_be_cancelled_and_undone(
         hub.delay_s = 0.0
         page.fill(".pull-form input", "someone/tiny")
         page.press(".pull-form input", "Enter")
-        expect(page.locator(".toast", has_text="is here")).to_be_visible(timeout=20_000)
+        expect(page.locator(".toast", has_text="is here")).to_be_visible(timeout=60_000)
         assert hub.requests[-1][1] is not None, "what had arrived was kept"
         row.locator("text=Delete").click()
         page.click("dialog >> text=Delete >> nth=-1")
@@ -312,9 +312,9 @@ def test_models_are_loaded_and_unloaded(chromium: Browser, two_models: ServerPro
         second = page.locator("[data-model=second]")
         expect(second.locator(".badge")).to_have_text("unloaded")
         second.locator("[data-action=Load]").click()
-        expect(second.locator(".badge")).to_have_text("loaded", timeout=20_000)
+        expect(second.locator(".badge")).to_have_text("loaded", timeout=60_000)
         second.locator("[data-action=Unload]").click()
-        expect(second.locator(".badge")).to_have_text("unloaded", timeout=20_000)
+        expect(second.locator(".badge")).to_have_text("unloaded", timeout=60_000)
         page.keyboard.press("Alt+Digit1")
         page.select_option(".model-choice", "second")
         ask(page, "Who are you?")

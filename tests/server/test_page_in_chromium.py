@@ -113,18 +113,18 @@ def test_load_is_what_metrics_say_and_requests_can_be_aborted(chromium: Browser,
         page.click("tr[data-id] button")
         page.click("dialog >> text=Abort >> nth=-1")
         expect(page.locator("[data-card=running] .figure")).to_have_text("0")
-        client.join(10)
+        client.join(60)
         assert replies == [499]
-        page.wait_for_timeout(1200)
         values = metric_values(page_server.get("/metrics").text)
-        shown = {card: page.inner_text(f"[data-card={card}]") for card in ("finished", "hits", "kv", "ttft")}
+        finished = sum(value for name, value in values.items() if name.startswith("tokenmill_requests_total"))
+        expect(page.locator("[data-card=finished] .figure")).to_have_text(str(int(finished)))
+        expect(page.locator("[data-card=kv]")).to_contain_text(f"{values['tokenmill_kv_usage_ratio'] * 100:.0f} %")
+        shown = {card: page.inner_text(f"[data-card={card}]") for card in ("finished", "hits", "ttft")}
     outcomes = {name: int(values[f"tokenmill_requests_total{{{name}}}"]) for name in ("stop", "abort", "error")}
-    finished = sum(value for name, value in values.items() if name.startswith("tokenmill_requests_total"))
-    assert f"\n{int(finished)}\n" in shown["finished"]
     assert all(f"{count} {name}" in shown["finished"] for name, count in outcomes.items() if count)
     hits = values["tokenmill_prefix_hits_total"] / values["tokenmill_prefix_queries_total"]
     assert re.search(rf"\n{hits * 100:.{1 if 0 < hits < 0.1 else 0}f} %", shown["hits"])
-    assert f"{values['tokenmill_kv_usage_ratio'] * 100:.0f} %" in shown["kv"] and "median ≤" in shown["ttft"]
+    assert "median ≤" in shown["ttft"]
 
 
 def test_the_replicas_of_a_fleet_are_shown_as_they_change(chromium: Browser, page_server: ScriptedServer) -> None:

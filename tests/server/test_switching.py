@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.support.server_process import ServerProcess, free_port, is_alive, running
+from tests.support.timing import eventually
 from tokenmill.cli.serve import planned_memory
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.engine.async_engine import AsyncEngine
@@ -58,6 +59,7 @@ def test_three_models_under_traffic_with_room_for_two(tmp_path: Path) -> None:
     models = [script(tmp_path, name) for name in NAMES]
     with server_of(*models, folder=tmp_path, options=("--model-memory-gb", ROOM_FOR_TWO_GB)) as process:
         process.wait_for("ready")
+        assert eventually(lambda: len(process.children()) == 2)  # the first model's engine, and one in reserve
         engine, spare = process.children()
         watched = Watch(process)
         with ThreadPoolExecutor(9) as pool:
@@ -66,7 +68,7 @@ def test_three_models_under_traffic_with_room_for_two(tmp_path: Path) -> None:
         most = watched.stop()
         assert most == 3  # two models, and a process that waits for the next
         states = [row["status"]["value"] for row in process.http.get("/models").json()["data"]]
-        assert states.count("loaded") == 2 and len(process.children()) == 3
+        assert states.count("loaded") == 2 and eventually(lambda: len(process.children()) == 3)
         unloads = re.findall(r'tokenmill_model_unloads_total{model="(\w+)"} (\d+)', process.http.get("/metrics").text)
         assert 1 <= sum(int(count) for _, count in unloads) <= 6  # nine requests, not a load for each
         children = {engine, spare, *process.children()}

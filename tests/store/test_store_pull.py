@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.loopback_hub import FakeHub
-from tests.support.timing import SOON_S
+from tests.support.timing import SOON_S, eventually
 from tokenmill.errors import InvalidConfig, PullFailed, UnknownModel
 from tokenmill.store import HubModel, Silent, Store, parse_name, pull, resolve_model
 from tokenmill.store import download as download_room
@@ -137,9 +137,7 @@ def test_a_cut_connection_is_taken_up_where_it_broke(hub: FakeHub, store: Store)
 def test_a_killed_pull_is_continued_by_the_next(hub: FakeHub, store: Store) -> None:
     hub.delay_s = 0.05  # 64 KiB per 50 ms: the whole takes 2.4 s
     process = _process(store, hub, f"{REPO}:Q4_K_M")
-    deadline = time.monotonic() + 20
-    while store.partial_bytes() < (1 << 20) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert eventually(lambda: store.partial_bytes() >= 1 << 20)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert 0 < store.partial_bytes() < len(GGUF)

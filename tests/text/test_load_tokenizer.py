@@ -39,7 +39,7 @@ def test_stories_equals_transformers(stories_dir: Path) -> None:
 def test_other_threads_go_on_while_a_long_text_is_tokenised(stories_dir: Path) -> None:
     """The library holds the GIL in `encode`, from beginning to end, and releases it in `encode_batch`."""
     tokenizer = load_tokenizer(stories_dir)
-    working = threading.Thread(target=tokenizer.encode, args=("Once upon a time there was a miller. " * 20_000,))
+    working = threading.Thread(target=tokenizer.encode, args=("Once upon a time there was a miller. " * 40_000,))
     working.start()
     num_turns = 0
     while working.is_alive():

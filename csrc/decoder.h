@@ -327,8 +327,7 @@ class Decoder {
   void set_recurrent_cache(int layer, int group, const Recurrent& cache, int num_cells);
   void set_entry_cache(int layer, int group, const EntryCache& cache, int num_blocks);
   void set_index_cache(int layer, int group, const EntryCache& cache, int num_blocks);
-  // Of attention over a window: its keys, and what is compressed, of the index too where there is one.
-  void set_window_cache(int layer, int group, const EntryCache& cache, int num_blocks);
+  // What attention over a window compresses, or the keys of its index.
   void set_compressed_cache(int layer, bool of_index, const CompressedEntries& cache);
 
   // The matrices that adapters may change, and how many adapters there is room for.

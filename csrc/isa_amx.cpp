@@ -150,27 +150,30 @@ void linear_tiles(const Matrix& w, const QuantRows& x, const Span& span, const S
   int shaped = 0;
   for (int first = 0; first < w.blocks; first += even) {
     const int blocks = std::min(even, w.blocks - first);
-    const bool onto = to.onto || first > 0;
-    Expanded expanded{};
-    for (int n = 0; n < span.panels; ++n) {
-      expand_panel<K>(w, span.panel + n, first, blocks, n, scratch.chunk, expanded);
-      take_offset<K>(blocks, n, scratch.chunk, expanded);
-    }
-    asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
-    const int tiles = (span.tile_end - span.tile) * span.panels;
-    Ahead ahead = share_ahead(w, span.next, span.panels, first, blocks, tiles);
-    for (int t = span.tile; t < span.tile_end; ++t) {
-      const TileChunk<K, kRows> in(x, t, first, blocks);
-      if (x.rows_in(t) != shaped) {
-        shaped = x.rows_in(t);
-        _tile_loadconfig(&kShapes[has_halves(K)][static_cast<size_t>(shaped)]);
-      }
+    unroll<num_tables(K)>([&](auto which) {
+      constexpr int part = decltype(which)::value;
+      const bool onto = to.onto || first > 0 || part > 0;
+      Expanded expanded{};
       for (int n = 0; n < span.panels; ++n) {
-        float* out = to.out + static_cast<size_t>(t - span.tile) * x.tile * to.stride + n * kPanel;
-        if (shaped == kRows) tile<K, true>(expanded, n, {in, kRows}, ahead, onto, out, to.stride, scratch);
-        else tile<K, false>(expanded, n, {in, shaped}, ahead, onto, out, to.stride, scratch);
+        expand_panel<K, part>(w, span.panel + n, first, blocks, n, scratch.chunk, expanded);
+        take_offset<K>(blocks, n, scratch.chunk, expanded);
       }
-    }
+      asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
+      const int tiles = (span.tile_end - span.tile) * span.panels;
+      Ahead ahead = share_ahead(w, part == 0 ? span.next : -1, span.panels, first, blocks, tiles);
+      for (int t = span.tile; t < span.tile_end; ++t) {
+        const TileChunk<K, kRows> in(x, t, first, blocks);
+        if (x.rows_in(t) != shaped) {
+          shaped = x.rows_in(t);
+          _tile_loadconfig(&kShapes[has_halves(K)][static_cast<size_t>(shaped)]);
+        }
+        for (int n = 0; n < span.panels; ++n) {
+          float* out = to.out + static_cast<size_t>(t - span.tile) * x.tile * to.stride + n * kPanel;
+          if (shaped == kRows) tile<K, true>(expanded, n, {in, kRows}, ahead, onto, out, to.stride, scratch);
+          else tile<K, false>(expanded, n, {in, shaped}, ahead, onto, out, to.stride, scratch);
+        }
+      }
+    });
   }
   _tile_release();  // a thread that holds tiles is dearer to switch away from
 }

@@ -20,13 +20,13 @@
 //     Q2_K             per 8 blocks     d[16], dmin[16] half, then sm[16][16]: sc, mn in the low and high nibbles
 //     IQ4_XS           per 8 blocks     d[16] half, then sc[8][16] i8                       w = d sc table[q]
 //     G4 G8            per group        d[16], z[16] float                                  w = d (q - z)
-//     NF4 FP4          per group        d[16] float                                         w = d table[q]
+//     NF4 FP4          per group        d[16] float                                         w = d (table[q] + finer[q] / 256)
 //     NV4              g[16] float first; per block sc[2][16] e4m3, one per 16 inputs       w = g sc table[q]
 //   A group is one block or, where the kind's name says so ("G4:4"), a few that have their scales in common.
 //   plain matrices: [panel][input][16 outputs] in float32, half or bfloat16; of F8, e4m3, behind them d[16] float per group
 //
 // Every number of the file is kept as it is: nothing is rounded again, except for the tables of NF4 and FP4, whose numbers
-// have 8 bits here.
+// are floats and have 16 bits here: two tables of 8, with which a chunk of blocks is multiplied one after the other.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -70,19 +70,35 @@ constexpr int zero_shift(Kind kind) {
   }
 }
 // Formats of 4 bits whose numbers stand in a table: here plus the zero that is taken back. Those of e2m1 (MXFP4, NV4) are
-// twice its own, and those of NF4 and FP4 so many times theirs as the table says, which the scales make good.
+// twice its own, and those of NF4 and FP4 so many times theirs as the table says, which the scales make good; what integers
+// leave of these stands in a second table, 256 times as large.
 constexpr bool has_table(Kind kind) {
   return kind == Kind::MXFP4 || kind == Kind::IQ4_NL || kind == Kind::IQ4_XS || kind == Kind::T4 || kind == Kind::NV4;
 }
 struct Table {
   uint8_t numbers[16];
   float times;
+  uint8_t finer[16] = {};
 };
+constexpr int num_tables(Kind kind) { return kind == Kind::T4 ? 2 : 1; }
+constexpr Table table_of(const double (&values)[16]) {
+  Table table{{}, 127.0f};
+  for (int i = 0; i < 16; ++i) {
+    const double times = values[i] * 127.0 * 256.0;
+    const int rounded = static_cast<int>(times < 0 ? times - 0.5 : times + 0.5), number = (rounded + 128 + (1 << 16)) / 256 - 256;
+    table.numbers[i] = static_cast<uint8_t>(number + 128);
+    table.finer[i] = static_cast<uint8_t>(rounded - 256 * number + 128);
+  }
+  return table;
+}
 inline constexpr Table kE2m1{{16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4}, 2.0f};
 inline constexpr Table kIq4{{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}, 1.0f};
-// 112 and 120 are the factors under 128 with which rounding to integers changes the numbers least.
-inline constexpr Table kNf4{{16, 50, 69, 84, 96, 107, 118, 128, 137, 146, 156, 166, 177, 191, 209, 240}, 112.0f};
-inline constexpr Table kFp4{{128, 129, 208, 248, 168, 188, 148, 158, 128, 127, 48, 8, 88, 68, 108, 98}, 120.0f};
+inline constexpr Table kNf4 = table_of(
+    {-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0});
+inline constexpr Table kFp4 = table_of({0.0, 0.0625 / 12, 8.0 / 12, 1.0, 4.0 / 12, 6.0 / 12, 2.0 / 12, 3.0 / 12, 0.0,
+                                        -0.0625 / 12, -8.0 / 12, -1.0, -4.0 / 12, -6.0 / 12, -2.0 / 12, -3.0 / 12});
 // Stored numbers that need all 8 bits once they are unpacked.
 constexpr bool is_wide(Kind kind) { return zero_shift(kind) == 7; }
 constexpr bool has_min(Kind kind) {

@@ -287,7 +287,7 @@ OTHER_FORMATS = [
     ["GPTQ, 2, 3 and 4 bits; AWQ, 4 bits", "4", _INTEGERS, _KEPT4],
     ["GPTQ and AWQ, 8 bits", "8", _INTEGERS, _KEPT8],
     ["GPTQ and compressed-tensors with act order", "16", "expanded", "expanded"],
-    ["bitsandbytes nf4, fp4", "16", "expanded; with `--quantization int8` in 4 bits, tables of 8", "expanded"],
+    ["bitsandbytes nf4, fp4", "16", "4 bits, tables of 16", "expanded"],
     ["bitsandbytes int8", "8", _INTEGERS, _KEPT8],
     ["HQQ along the columns (axis 1), to 4 bits", "5", _INTEGERS, _KEPT4],
     ["HQQ along the columns, 8 bits", "9", _INTEGERS, _KEPT8],

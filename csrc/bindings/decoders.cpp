@@ -55,14 +55,6 @@ void bind_entry_cache(HeldDecoder& decoder, int layer, int group, AnyArray entri
   hold_cache(decoder, layer, std::move(held));
 }
 
-void bind_window_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys) {
-  const DecoderLock lock(decoder);
-  decoder.set_window_cache(layer, group, entry_cache(keys), static_cast<int>(keys.shape(0)));
-  HeldCache held;
-  held.entries = std::move(keys);
-  hold_cache(decoder, layer, std::move(held));
-}
-
 // Of a layer whose keys are bound already: what entries, or the keys of its indexer, are made of, and what is made.
 void bind_compressed_cache(HeldDecoder& decoder, int layer, bool of_index, int inputs_group, Array<float, 3> inputs,
                            int group, AnyArray entries) {
@@ -514,7 +506,6 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("add_compressed_layer", &add_compressed_layer, "frame"_a, "inputs"_a, "q_up"_a, "out"_a, "o"_a, "q_norm"_a,
            "kv_norm"_a, "sinks"_a, "window"_a, "scale"_a, "eps"_a, "rope"_a, "rate"_a = 0, "overlaps"_a = false,
            "entries"_a.none() = nb::none(), "index"_a.none() = nb::none())
-      .def("bind_window_cache", &bind_window_cache, "layer"_a, "group"_a, "keys"_a.noconvert())
       .def("bind_compressed_cache", &bind_compressed_cache, "layer"_a, "of_index"_a, "inputs_group"_a,
            "inputs"_a.noconvert(), "group"_a, "entries"_a.noconvert())
       .def("set_altup_streams", [](HeldDecoder& self, std::vector<Linear> in, std::vector<Linear> out) {

@@ -344,15 +344,18 @@ void Decoder::set_head(Linear head) {
   head_ = std::move(head);
 }
 
+// Of latent attention, or of attention over a window.
 void Decoder::set_entry_cache(int layer, int group, const EntryCache& cache, int num_blocks) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
-  if (!to.latent) throw std::invalid_argument("the layer has no latent attention");
+  if (!to.latent && !to.compressed) throw std::invalid_argument("the layer has no entries that all heads share");
   if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
-  if (cache.width != to.latent->cache.width || cache.block_size <= 0 || cache.store == Store::I8)
+  EntryCache& own = to.latent ? to.latent->cache : to.compressed->keys;
+  const bool has_whole_entries = to.latent || to.compressed->rate == 0 || cache.block_size % to.compressed->rate == 0;
+  if (cache.width != own.width || cache.block_size <= 0 || cache.store == Store::I8 || !has_whole_entries)
     throw std::invalid_argument("the cache does not fit the layer's entries");
-  const int rank = to.latent->cache.rank;
-  to.latent->cache = cache;
-  to.latent->cache.rank = rank;
+  const int rank = own.rank;
+  own = cache;
+  own.rank = rank;
   to.group = group;
   to.num_blocks = num_blocks;
 }
@@ -373,20 +376,6 @@ const CompressedAttention& Decoder::compressed_at(int layer) const {
   const Layer& of = layers_.at(static_cast<size_t>(layer));
   if (!of.compressed) throw std::invalid_argument("the layer has no compressed entries");
   return *of.compressed;
-}
-
-void Decoder::set_window_cache(int layer, int group, const EntryCache& cache, int num_blocks) {
-  Layer& to = layers_.at(static_cast<size_t>(layer));
-  if (!to.compressed) throw std::invalid_argument("the layer has no window over keys that are values");
-  if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
-  EntryCache& own = to.compressed->keys;
-  if (cache.width != own.width || cache.block_size <= 0 || cache.store == Store::I8 ||
-      (to.compressed->rate != 0 && cache.block_size % to.compressed->rate != 0))
-    throw std::invalid_argument("the cache does not fit the layer's keys");
-  own = cache;
-  own.rank = cache.width;
-  to.group = group;
-  to.num_blocks = num_blocks;
 }
 
 // The pointers, groups and numbers of blocks in `cache`, and as `entries.width` and `entries.block_size` those of tokens.

@@ -30,7 +30,7 @@ inline __attribute__((always_inline)) void each_sum(Body body) {
 }
 
 // ── one block of packed weights ──
-template <Kind K, int Group>
+template <Kind K, int Group, int Part = 0>
 inline __attribute__((always_inline)) Bytes unpack_group(const Matrix& w, const uint8_t* p) {
   constexpr int Bits = payload_bits(K);
   if constexpr (Bits == 8) return load_bytes(p + 64 * Group);
@@ -43,7 +43,7 @@ inline __attribute__((always_inline)) Bytes unpack_group(const Matrix& w, const 
   Bytes low = Group < 4 ? low_nibbles(both) : high_nibbles(both);
   if constexpr (Bits == 5) low = add_bits<16>(low, p + 256 + 8 * Group);
   if constexpr (Bits == 6) low = add_bit_pair<Group % 4>(low, load_bytes(p + 256 + 64 * (Group / 4)));
-  if constexpr (has_table(K)) low = look_up(low, w.table->numbers);
+  if constexpr (has_table(K)) low = look_up(low, Part == 0 ? w.table->numbers : w.table->finer);
   return low;
 }
 
@@ -52,7 +52,7 @@ struct BlockScales {  // the second ones only where there is a scale per 16 inpu
   Floats m[2];
 };
 
-template <Kind K>
+template <Kind K, int Part = 0>
 inline __attribute__((always_inline)) BlockScales read_scales(const Matrix& w, const uint8_t* scales, int block) {
   BlockScales out{};
   const auto half = [](const uint8_t* p) { return load_half(reinterpret_cast<const uint16_t*>(p)); };
@@ -84,6 +84,7 @@ inline __attribute__((always_inline)) BlockScales read_scales(const Matrix& w, c
   } else if constexpr (has_groups(K)) {
     const auto* base = reinterpret_cast<const float*>(scales + block / w.group * scale_bytes(K));
     out.d[0] = load(base);
+    if constexpr (Part == 1) out.d[0] = mul(out.d[0], splat(1.0f / 256.0f));
     if constexpr (has_min(K)) out.m[0] = mul(sub(zeros(), out.d[0]), load(base + 16));
   } else {
     const uint8_t* base = scales + block * scale_bytes(K);
@@ -184,27 +185,30 @@ void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float
   const int even = chunk_of(w.blocks);
   for (int first = 0; first < w.blocks; first += even) {
     const TileChunk<K, M> chunk(x, 0, first, std::min(even, w.blocks - first));
-    for (int i = 0; i < chunk.steps(); ++i) {
-      const int b = chunk.block(i);
-      const Record<K, M> in = chunk.record(i, b);
-      const uint8_t* payload = w.panel(panel) + (first + b) * payload_bytes(K);
-      for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 4096 + ahead);
-      const BlockScales s = read_scales<K>(w, scales, first + b);
-      unroll<halves>([&](auto half) {
-        constexpr int h = decltype(half)::value;
-        Ints dot[M];
-        for (int m = 0; m < M; ++m) dot[m] = in.start(h, m);
-        unroll<8 / halves>([&](auto step) {
-          constexpr int group = decltype(step)::value + h * 4;
-          const Bytes weights = unpack_group<K, group>(w, payload);
-          for (int m = 0; m < M; ++m)
-            dot[m] = dot4<is_wide(K)>(dot[m], weights, splat_inputs(in.numbers() + m * kBlock + 4 * group));
+    unroll<num_tables(K)>([&](auto which) {
+      constexpr int part = decltype(which)::value;
+      for (int i = 0; i < chunk.steps(); ++i) {
+        const int b = chunk.block(i);
+        const Record<K, M> in = chunk.record(i, b);
+        const uint8_t* payload = w.panel(panel) + (first + b) * payload_bytes(K);
+        for (size_t ahead = 0; ahead < payload_bytes(K); ahead += 64) prefetch(payload + 4096 + ahead);
+        const BlockScales s = read_scales<K, part>(w, scales, first + b);
+        unroll<halves>([&](auto half) {
+          constexpr int h = decltype(half)::value;
+          Ints dot[M];
+          for (int m = 0; m < M; ++m) dot[m] = in.start(h, m);
+          unroll<8 / halves>([&](auto step) {
+            constexpr int group = decltype(step)::value + h * 4;
+            const Bytes weights = unpack_group<K, group, part>(w, payload);
+            for (int m = 0; m < M; ++m)
+              dot[m] = dot4<is_wide(K)>(dot[m], weights, splat_inputs(in.numbers() + m * kBlock + 4 * group));
+          });
+          for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(in.scale()[m])), acc[m]);
+          if constexpr (has_min(K))
+            for (int m = 0; m < M; ++m) acc[m] = fma(s.m[h], splat(in.sum(h, m)), acc[m]);
         });
-        for (int m = 0; m < M; ++m) acc[m] = fma(to_floats(dot[m]), mul(s.d[h], splat(in.scale()[m])), acc[m]);
-        if constexpr (has_min(K))
-          for (int m = 0; m < M; ++m) acc[m] = fma(s.m[h], splat(in.sum(h, m)), acc[m]);
-      });
-    }
+      }
+    });
   }
   for (int m = 0; m < M; ++m) store(out + m * out_stride, acc[m]);
 }
@@ -221,7 +225,7 @@ struct ChunkScratch {
   alignas(64) float m[2][2 * kChunk * kPanel];
 };
 
-template <Kind K>
+template <Kind K, int Part = 0>
 void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, ChunkScratch& scratch, Expanded& to) {
   const uint8_t* scales = w.panel(panel) + w.scales_at;
   const uint8_t* payload = w.panel(panel) + first * payload_bytes(K);
@@ -233,7 +237,7 @@ void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, C
   constexpr int halves = has_halves(K) ? 2 : 1;
   to.bytes[slot] = payload_bits(K) == 8 ? payload : bytes;
   for (int b = 0; b < blocks; ++b, payload += payload_bytes(K)) {
-    const BlockScales s = read_scales<K>(w, scales, first + b);
+    const BlockScales s = read_scales<K, Part>(w, scales, first + b);
     for (int h = 0; h < halves; ++h) {
       store(d + (halves * b + h) * kPanel, s.d[h]);
       if constexpr (has_min(K)) store(m + (halves * b + h) * kPanel, s.m[h]);
@@ -241,7 +245,7 @@ void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, C
     if constexpr (payload_bits(K) != 8)
       unroll<8>([&](auto step) {
         constexpr int group = decltype(step)::value;
-        store_bytes(bytes + b * 512 + 64 * group, unpack_group<K, group>(w, payload));
+        store_bytes(bytes + b * 512 + 64 * group, unpack_group<K, group, Part>(w, payload));
       });
   }
 }
@@ -340,21 +344,24 @@ void linear_quantised(const Matrix& w, const QuantRows& x, const Span& span, con
   const int even = chunk_of(w.blocks);
   for (int first = 0; first < w.blocks; first += even) {
     const int blocks = std::min(even, w.blocks - first);
-    const bool onto = to.onto || first > 0;
     expect_sums(to.out, to.stride, x.rows_in(span.tile), span.panels);
-    Expanded expanded{};
-    for (int n = 0; n < span.panels; ++n) expand_panel<K>(w, span.panel + n, first, blocks, n, room, expanded);
-    Ahead ahead = share_ahead(w, span.next, span.panels, first, blocks, span.tile_end - span.tile);
-    for (int t = span.tile; t < span.tile_end; ++t) {
-      float* out = to.out + static_cast<size_t>(t - span.tile) * x.tile * to.stride;
-      if (t + 1 < span.tile_end) expect_sums(out + x.tile * to.stride, to.stride, x.rows_in(t + 1), span.panels);
-      with_count<kTileRows>(x.rows_in(t), [&](auto m) {
-        constexpr int rows = decltype(m)::value;
-        const TileChunk<K, rows> in(x, t, first, blocks);
-        if (span.panels == 2) wide_tile<K, rows, 2>(expanded, in, ahead, onto, out, to.stride);
-        else wide_tile<K, rows, 1>(expanded, in, ahead, onto, out, to.stride);
-      });
-    }
+    unroll<num_tables(K)>([&](auto which) {
+      constexpr int part = decltype(which)::value;
+      const bool onto = to.onto || first > 0 || part > 0;
+      Expanded expanded{};
+      for (int n = 0; n < span.panels; ++n) expand_panel<K, part>(w, span.panel + n, first, blocks, n, room, expanded);
+      Ahead ahead = share_ahead(w, part == 0 ? span.next : -1, span.panels, first, blocks, span.tile_end - span.tile);
+      for (int t = span.tile; t < span.tile_end; ++t) {
+        float* out = to.out + static_cast<size_t>(t - span.tile) * x.tile * to.stride;
+        if (t + 1 < span.tile_end) expect_sums(out + x.tile * to.stride, to.stride, x.rows_in(t + 1), span.panels);
+        with_count<kTileRows>(x.rows_in(t), [&](auto m) {
+          constexpr int rows = decltype(m)::value;
+          const TileChunk<K, rows> in(x, t, first, blocks);
+          if (span.panels == 2) wide_tile<K, rows, 2>(expanded, in, ahead, onto, out, to.stride);
+          else wide_tile<K, rows, 1>(expanded, in, ahead, onto, out, to.stride);
+        });
+      }
+    });
   }
 }
 
@@ -475,6 +482,16 @@ void embed_quantised(const Matrix& w, int row, float scale, float* out) {
     for (int k = 0; k < kBlock; ++k) {
       const float q = static_cast<float>(bytes[64 * (k / 4) + 4 * lane + k % 4]) - zero;
       out[b * kBlock + k] = (d[k / 16][lane] * q + m[k / 16][lane]) * scale;
+    }
+    if constexpr (num_tables(K) > 1) {
+      unroll<8>([&](auto step) {
+        constexpr int group = decltype(step)::value;
+        store_bytes(bytes + 64 * group, unpack_group<K, group, 1>(w, payload));
+      });
+      for (int k = 0; k < kBlock; ++k) {
+        const float q = static_cast<float>(bytes[64 * (k / 4) + 4 * lane + k % 4]) - zero;
+        out[b * kBlock + k] += d[k / 16][lane] * (q / 256.0f) * scale;
+      }
     }
   }
 }

@@ -44,8 +44,7 @@ class ModelConfig:
     max_context: int | None = None
     """Longest prompt plus answer in tokens; by default the model's own limit, or 32768 where that is more."""
     quantization: Literal["none", "int8", "fp8", "int4"] = "none"
-    """Quantise unquantised weights while loading: int8 anywhere (on a CPU bitsandbytes' nf4 and fp4 then stay in 4
-    bits, with tables of 8 bits, and are expanded otherwise), fp8 or int4 on a GPU, where fp8 means int8 for
+    """Quantise unquantised weights while loading: int8 anywhere, fp8 or int4 on a GPU, where fp8 means int8 for
     routed experts. What a file has quantised already (docs/models.md lists the formats) is computed with as it is,
     whatever this says; but on a GPU it is expanded for float32 and with `--deterministic`."""
     seed: int = 0

@@ -253,7 +253,7 @@ class NativeDecoder:
 
     def _bind_compressed(self, number: int, layer: int, mixer: WindowedMqa, storage: Storage) -> None:
         fields = storage.fields(layer)
-        self._decoder.bind_window_cache(number, storage.group(layer, "entries"), fields["entries"])
+        self._decoder.bind_entry_cache(number, storage.group(layer, "entries"), fields["entries"])
         if mixer.compression is None:
             return
         for prefix in ("", "index_") if mixer.compression.indexer else ("",):

@@ -1,8 +1,5 @@
 """From checkpoint tensors to the kernels' panels. The numbers of the file are kept: nothing is rounded again.
 
-Kernels have 8 bits of the tables of nf4 and fp4, which answers notice: such matrices stay in their 4 bits only where
-weights may be rounded to 8 bits (`--quantization int8`), and are expanded otherwise.
-
 Block formats without a packed form of their own are expanded and kept as float16; the smallest error of all choices
 (relative 2^-11) at the price of memory. Plain tensors keep their type.
 
@@ -28,7 +25,6 @@ PACKED_QUANTS = frozenset(
     {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"}
     | {"G4", "G8", "NF4", "FP4", "NV4", "F8"}
 )
-ROUNDED_TABLES = ("NF4", "FP4")
 GROUPED = ("G4", "G8", "NF4", "FP4", "F8")  # scales of a few blocks are kept once where they are the same: "G4:4"
 _PLAIN_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ALIGNMENT = 64  # of a packed matrix, in bytes
@@ -140,8 +136,6 @@ def _without_variant(raw: RawTensor) -> RawTensor:
 def kind_of(raw: RawTensor, quantization: Quantization) -> str:
     """The packed form that a tensor gets."""
     quant = _VARIANTS[raw.quant][0] if raw.quant in _VARIANTS else raw.quant
-    if quant in ROUNDED_TABLES and quantization != "int8":
-        return "F16"
     if quant in GROUPED:
         num_blocks = raw.shape[-1] // 32
         group = next(size for size in (4, 2, 1) if raw.same_scales % size == 0 and num_blocks % size == 0)

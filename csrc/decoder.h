@@ -384,6 +384,8 @@ class Decoder {
   void embed_adapters(const BatchView& batch);
   void run(const Gemm* gemms, int count);
   void run_own(const Gemm* gemms, int count);
+  void run_shrinking(std::vector<Gemm>& with);
+  void reorder_inputs(std::vector<Gemm>& gemms);
   void run_cut(const Gemm* gemms, int count);
   struct Gathered {  // [rows][stride], of which this rank has computed the columns from borders[rank] on
     float* data;
@@ -557,6 +559,8 @@ class Decoder {
   bool has_held_ = false;
   PageVector<float> side_;    // [T][hidden] of experts beside an MLP, or of the shared expert
   PageVector<float> layer_inputs_, input_gates_;  // [T][layers][width], [T][width]
+  std::vector<Activations> ordered_rows_;  // inputs of matrices whose columns stand in an order of their own
+  float threshold_now_ = 0.0f;             // see Form, of the part of the model that is computed now
   std::vector<Activations> cut_rows_;  // what a gated product's ranks have computed each, before it is rounded
   PageVector<float> gathered_heads_, embedded_;
   Activations whole_heads_;

@@ -127,7 +127,7 @@ void Runner::gate(const Gemm& gemm, const Span& span, int thread) {
   float* gates = room(thread, 0, rows);
   float* ups = room(thread, 1, rows);
   product(*gemm.w, gemm.in, span, {gates, kPair, false}, thread, gemm.adapted);
-  if (gemm.up != nullptr) product(*gemm.up, gemm.in, span, {ups, kPair, false}, thread, gemm.up_adapted);
+  if (gemm.up != nullptr) product(*gemm.up, gemm.up_in ? *gemm.up_in : gemm.in, span, {ups, kPair, false}, thread, gemm.up_adapted);
   else std::fill_n(ups, static_cast<size_t>(rows) * kPair, 1.0f);  // an MLP without a gate: act(x) * 1
   if (gemm.gated->is_quantised())
     kernels_.gate_rows(gates, ups, rows, gemm.activation, gemm.gated->quant(), row, span.panel / 2);

@@ -3,6 +3,7 @@
 // product, compared with the best so far) is done while they are still in the first-level cache.
 #pragma once
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "kernels.h"
@@ -21,6 +22,8 @@ struct Linear {
   int first = 0;
 
   bool is_cut() const { return !borders.empty(); }
+  // What its input is kept as: rounded in blocks of columns, unless these stand in an order of their own.
+  bool reads_blocks() const { return is_quantised(w.kind) && !w.is_ordered; }
   int rows() const { return borders.empty() ? w.rows : borders.back(); }  // of all ranks
 };
 
@@ -95,6 +98,7 @@ struct Gemm {
   Best* best = nullptr;  // Best: [threads][rows], of what each thread computed
   float softcap = 0.0f;  // Best: 0: none
   float scale = 1.0f;  // Best: multiplies what is compared, before it is capped
+  std::optional<Rows> up_in = {};  // Gate: what `up` reads, where it is not the same
   const int32_t* slots = nullptr;  // [rows], of their adapters; null: rows are those of the step
   const AdaptedRows *adapted = nullptr, *up_adapted = nullptr;  // null: none is
 };

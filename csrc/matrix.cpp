@@ -289,6 +289,12 @@ Packing packing_from_name(const std::string& name) {
       {"F16", {Kind::F16}},
       {"BF16", {Kind::BF16}},
       {"F8", {Kind::F8}}};
+  if (name.ends_with('@')) {
+    Packing found = packing_from_name(name.substr(0, name.size() - 1));
+    if (found.is_ordered || !is_quantised(found.kind)) throw std::invalid_argument("no order of columns in weights of kind " + name);
+    found.is_ordered = true;
+    return found;
+  }
   const size_t colon = name.find(':');
   for (const auto& [text, packing] : known) {
     if (name.substr(0, colon) != text) continue;
@@ -338,6 +344,7 @@ Matrix matrix_layout(const Packing& packing, int rows, int cols) {
   m.kind = kind;
   m.group = packing.group;
   m.table = packing.table;
+  m.is_ordered = packing.is_ordered;
   m.rows = rows;
   m.cols = cols;
   m.panels = (rows + kPanel - 1) / kPanel;

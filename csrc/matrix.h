@@ -23,6 +23,8 @@
 //     NF4 FP4          per group        d[16] float                                         w = d (table[q] + finer[q] / 256)
 //     NV4              g[16] float first; per block sc[2][16] e4m3, one per 16 inputs       w = g sc table[q]
 //   A group is one block or, where the kind's name says so ("G4:4"), a few that have their scales in common.
+//   Columns may stand in an order of their own ("G4:4@"): behind all panels follows, for each, which number of the input it is
+//   multiplied with, int32.
 //   plain matrices: [panel][input][16 outputs] in float32, half or bfloat16; of F8, e4m3, behind them d[16] float per group
 //
 // Every number of the file is kept as it is: nothing is rounded again, except for the tables of NF4 and FP4, whose numbers
@@ -128,17 +130,19 @@ constexpr size_t scale_bytes(Kind kind) {
   return has_min(kind) ? 64 : 32;
 }
 
-// What a kind's name says: "Q4_0", "NF4", "G4:4".
+// What a kind's name says: "Q4_0", "NF4", "G4:4", "G4@".
 struct Packing {
   Kind kind = Kind::F32;
   int group = 1;  // blocks that have their scales in common
   const Table* table = nullptr;  // where the kind has one
+  bool is_ordered = false;  // columns stand in an order of their own
 };
 
 struct Matrix {
   Kind kind = Kind::F32;
   int group = 1;  // see Packing
   const Table* table = nullptr;
+  bool is_ordered = false;
   int rows = 0, cols = 0;
   int panels = 0, blocks = 0;
   size_t panel_bytes = 0, scales_at = 0;
@@ -146,7 +150,9 @@ struct Matrix {
   uint8_t* data = nullptr;
 
   const uint8_t* panel(int p) const { return data + static_cast<size_t>(p) * panel_bytes; }
-  size_t num_bytes() const { return static_cast<size_t>(panels) * panel_bytes; }
+  size_t order_at() const { return static_cast<size_t>(panels) * panel_bytes; }
+  const int32_t* order() const { return is_ordered ? reinterpret_cast<const int32_t*>(data + order_at()) : nullptr; }
+  size_t num_bytes() const { return order_at() + (is_ordered ? (static_cast<size_t>(cols) * 4 + 63) / 64 * 64 : 0); }
 };
 
 // Sizes of a packed matrix without its memory. Throws std::invalid_argument for shapes the kind can't have.

@@ -1,5 +1,6 @@
 // Packed matrices as Python holds them.
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "bindings/arrays.h"
@@ -10,6 +11,11 @@ namespace tokenmill {
 namespace {
 
 constexpr size_t kWorthThreads = 1 << 19;  // bytes of a matrix that are packed sooner by several threads
+
+void require_order(const int32_t* order, int cols) {
+  for (int c = 0; c < cols; ++c)
+    if (order[c] < 0 || order[c] >= cols) throw std::invalid_argument("an order of columns names one that is not there");
+}
 
 // A matrix in memory that belongs to `bytes`, which lives as long as the matrix does.
 template <class Byte>
@@ -28,18 +34,24 @@ Matrix matrix_in(const Packing& packing, int rows, int cols, const Array<Byte, 1
 }
 
 Matrix matrix_over(const std::string& kind, int rows, int cols, Array<const uint8_t, 1> packed) {
-  return matrix_in(packing_from_name(kind), rows, cols, packed);  // kernels only read
+  Matrix m = matrix_in(packing_from_name(kind), rows, cols, packed);  // kernels only read
+  if (m.is_ordered) require_order(m.order(), cols);
+  return m;
 }
 
 Matrix pack(const std::string& kind_name, int rows, int cols, Array<const uint8_t, 2> source, int threads,
-            const std::optional<Array<uint8_t, 1>>& to) {
+            const std::optional<Array<uint8_t, 1>>& to, const std::optional<Array<const int32_t, 1>>& order) {
   const Packing packing = packing_from_name(kind_name);
   const Kind kind = packing.kind;
   matrix_layout(packing, rows, cols);  // refuses impossible shapes before sizes are compared
   if (source.shape(0) != static_cast<size_t>(rows) || source.shape(1) != source_row_bytes(kind, cols))
     throw std::invalid_argument("the bytes given are not " + std::to_string(rows) + " rows of " +
                                 std::to_string(source_row_bytes(kind, cols)) + " bytes");
+  if (order.has_value() != packing.is_ordered || (order && order->shape(0) != static_cast<size_t>(cols)))
+    throw std::invalid_argument("weights of kind " + kind_name + " and the order of their columns do not fit together");
+  if (order) require_order(order->data(), cols);
   const Matrix m = to ? matrix_in(packing, rows, cols, *to) : empty_matrix(packing, rows, cols);
+  if (order) std::memcpy(m.data + m.order_at(), order->data(), order->nbytes());
   nb::gil_scoped_release free;
   Pool pool(m.num_bytes() < kWorthThreads ? std::min(threads, 1) : threads);
   pool.run(m.panels, [&](int panel, int) { pack_panels(m, panel, panel + 1, source.data(), source.shape(1)); });
@@ -75,7 +87,7 @@ void bind_matrices(nb::module_& m) {
       .def_ro("cols", &Matrix::cols)
       .def_prop_ro("num_bytes", &Matrix::num_bytes);
   m.def("pack", &pack, "kind"_a, "rows"_a, "cols"_a, "source"_a, "threads"_a = 1,
-        "to"_a.none().noconvert() = nb::none());
+        "to"_a.none().noconvert() = nb::none(), "order"_a.none() = nb::none());
   m.def("matrix_over", &matrix_over, "kind"_a, "rows"_a, "cols"_a, "packed"_a);
   m.def("packed_bytes", [](const std::string& kind, int rows, int cols) {
     return matrix_layout(packing_from_name(kind), rows, cols).num_bytes();

@@ -78,6 +78,7 @@ class Bench {  // a matrix product with its own pool, without a model around it
 
  private:
   void take(const Matrix& w, const float* x, int rows) {
+    if (w.is_ordered) throw std::invalid_argument("columns in an order of their own are a decoder's matter");
     in_.prepare(rows, w.cols, kernels_, {is_quantised(w.kind), !is_quantised(w.kind), outlier_threshold_});
     pool_.run(rows, [&](int r, int) { in_.put_row(r, x + static_cast<size_t>(r) * w.cols, kernels_); });
     if (in_.marks_outliers()) pool_.run(in_.quant().tiles(), [&](int t, int) { in_.mark_outliers(t, kernels_); });

@@ -66,21 +66,52 @@ void Decoder::embed_adapters(const BatchView& batch) {
 
 // Products of a phase with this rank's rows, and with what adapters add to them.
 void Decoder::run_own(const Gemm* gemms, int count) {
-  if (!is_adapted_) return runner_.run(gemms, count);
+  const bool any_ordered = std::any_of(gemms, gemms + count, [](const Gemm& gemm) {
+    return gemm.w->w.is_ordered || (gemm.up != nullptr && gemm.up->w.is_ordered);
+  });
+  if (!is_adapted_ && !any_ordered) return runner_.run(gemms, count);
   std::vector<Gemm> with(gemms, gemms + count);
+  if (is_adapted_) run_shrinking(with);
+  if (any_ordered) reorder_inputs(with);
+  runner_.run(with.data(), count);
+}
+
+// Matrices whose columns stand in an order of their own read their inputs in it.
+void Decoder::reorder_inputs(std::vector<Gemm>& gemms) {
+  ordered_rows_.resize(std::max(ordered_rows_.size(), 2 * gemms.size()));
+  const auto reordered = [&](const Matrix& w, const Rows& in, Activations& to) {
+    const int32_t* order = w.order();
+    fill_rows(in.quant.rows, w.cols, w.cols, to, {true, false, threshold_now_}, [&](int t, float* out) {
+      const float* from = in.values + static_cast<size_t>(t) * in.stride;
+      for (int c = 0; c < w.cols; ++c) out[c] = from[order[c]];
+    });
+    return to.view();
+  };
+  for (size_t g = 0; g < gemms.size(); ++g) {
+    Gemm& gemm = gemms[g];
+    const Rows in = gemm.in;
+    if (gemm.w->w.is_ordered) gemm.in = reordered(gemm.w->w, in, ordered_rows_[2 * g]);
+    if (gemm.up == nullptr) continue;
+    gemm.up_in = gemm.up->w.is_ordered ? reordered(gemm.up->w, in, ordered_rows_[2 * g + 1]) : in;
+  }
+}
+
+// What adapters add: products with their a's, which the products themselves take up.
+void Decoder::run_shrinking(std::vector<Gemm>& with) {
+  const std::vector<Gemm> gemms = with;
+  const int count = static_cast<int>(gemms.size());
   adapted_rows_.resize(std::max(adapted_rows_.size(), 2 * static_cast<size_t>(count)));
   Shrinking shrinking;
   for (int g = 0; g < count; ++g) {
     AdaptedRows* rows = adapted_rows_.data() + 2 * g;
-    if (adapt(*with[static_cast<size_t>(g)].w, gemms[g], rows[0], shrinking)) with[static_cast<size_t>(g)].adapted = rows;
-    if (gemms[g].up != nullptr && adapt(*gemms[g].up, gemms[g], rows[1], shrinking))
-      with[static_cast<size_t>(g)].up_adapted = rows + 1;
+    const Gemm& gemm = gemms[static_cast<size_t>(g)];
+    if (adapt(*gemm.w, gemm, rows[0], shrinking)) with[static_cast<size_t>(g)].adapted = rows;
+    if (gemm.up != nullptr && adapt(*gemm.up, gemm, rows[1], shrinking)) with[static_cast<size_t>(g)].up_adapted = rows + 1;
   }
   grow(shrunk_, shrinking.size);
   for (size_t i = 0; i < shrinking.gemms.size(); ++i) shrinking.gemms[i].out = shrunk_.data() + shrinking.at[i];
   for (int r = 0; r < 2 * count; ++r) adapted_rows_[static_cast<size_t>(r)].shrunk = shrunk_.data();
   runner_.run(shrinking.gemms.data(), static_cast<int>(shrinking.gemms.size()));
-  runner_.run(with.data(), count);
 }
 
 // What a matrix's adapters are given of a product's rows: one product with `a` for each run of rows with the same one.

@@ -47,7 +47,7 @@ void Decoder::moe_of_stream(const Layer& layer, const Norm& norm, int tokens, fl
     });
   }
   if (moe.shared) form.quantised |= form_of_input(*moe.shared, 0.0f).quantised;
-  if (moe.latent_in.w.data != nullptr) form.quantised |= is_quantised(moe.latent_in.w.kind);
+  if (moe.latent_in.w.data != nullptr) form.quantised |= moe.latent_in.reads_blocks();
   form.plain = true;  // experts take copies
   norm_rows(norm, x_.data(), tokens, normed_, form);
   this->moe(moe, tokens, threshold, out);

@@ -8,7 +8,8 @@ namespace tokenmill {
 
 Rows Decoder::head_input(const float* hidden, int rows) {
   if (head_.w.data == nullptr) throw std::invalid_argument("this decoder has no head");
-  normed_.prepare(rows, hidden_, *kernels_, form_for({&head_}, threshold_at_end()));
+  threshold_now_ = threshold_at_end();
+  normed_.prepare(rows, hidden_, *kernels_, form_for({&head_}, threshold_now_));
   for_rows(pool_, rows, hidden_, [&](int r) {
     normed_.put_row(r, hidden + static_cast<size_t>(r) * hidden_, *kernels_);
   });

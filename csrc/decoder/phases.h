@@ -58,13 +58,13 @@ float mean_of(int size, const Number& number) {
 }
 
 inline Form Decoder::form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) const {
-  const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return is_quantised(l->w.kind); });
+  const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return l->reads_blocks(); });
   return {quantised > 0, is_adapted_ || static_cast<size_t>(quantised) < readers.size(), outlier_threshold};
 }
 
 inline Form Decoder::form_for_all(const std::vector<Linear>& readers, float outlier_threshold) const {
   Form form{false, is_adapted_, outlier_threshold};
-  for (const Linear& reader : readers) (is_quantised(reader.w.kind) ? form.quantised : form.plain) = true;
+  for (const Linear& reader : readers) (reader.reads_blocks() ? form.quantised : form.plain) = true;
   return form;
 }
 

@@ -307,7 +307,7 @@ void Decoder::add_layer(Layer layer) {
 }
 
 void Decoder::set_layer_inputs(Linear table, Linear project, Vector norm) {
-  if (norm.empty() || table.rows() < 1 || table.rows() > vocab_ || table.w.cols != project.rows() || project.w.cols != hidden_ ||
+  if (norm.empty() || table.rows() < 1 || table.rows() > vocab_ || table.w.cols != project.rows() || table.w.is_ordered || project.w.cols != hidden_ ||
       project.rows() % static_cast<int>(norm.size()) != 0)
     throw std::invalid_argument("the layers' own embeddings do not fit together");
   input_table_ = std::move(table);
@@ -335,7 +335,7 @@ bool Decoder::experts_fit(const Moe& moe, int width) const {
 }
 
 void Decoder::set_embedding(Linear embedding) {
-  if (!fits(embedding, vocab_, hidden_)) throw std::invalid_argument("the embedding is not [vocab, hidden]");
+  if (!fits(embedding, vocab_, hidden_) || embedding.w.is_ordered) throw std::invalid_argument("the embedding is not [vocab, hidden]");
   embedding_ = std::move(embedding);
 }
 

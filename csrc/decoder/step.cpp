@@ -36,6 +36,7 @@ void Decoder::forward(const BatchView& batch, const float* entering, float* hidd
 }
 
 void Decoder::begin_layer(const Layer& layer, int tokens) {
+  threshold_now_ = outlier_threshold(layer);
   if (layer.altup) predict_streams(*layer.altup, tokens);
   if (layer.connections) read_streams(layer.connections->mixer, tokens);
 }
@@ -154,6 +155,7 @@ void Decoder::enter(const float* stream, int tokens) {
 
 void Decoder::embed(const BatchView& batch) {
   const size_t size = static_cast<size_t>(batch.tokens) * hidden_;
+  threshold_now_ = outlier_threshold_;
   grow(x_, size);
   grow(mixed_, size);
   embed_rows(embedding_, batch.token_ids, batch.tokens, embedding_scale_, x_.data());

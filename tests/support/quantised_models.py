@@ -111,18 +111,28 @@ def mxfp4(weight: torch.Tensor) -> Written:
     return {".weight_packed": packed, ".weight_scale": (exponents + 127).to(torch.uint8)}, values.flatten(1)
 
 
-def gptq(weight: torch.Tensor) -> Written:
-    groups = weight.view(len(weight), -1, 32)
+def gptq(weight: torch.Tensor, order: torch.Tensor | None = None) -> Written:
+    """`order`: in which columns are quantised, group by group; they are stored in their own"""
+    order = torch.arange(weight.shape[1]) if order is None else order
+    own = order.argsort()
+    groups = weight[:, order].view(len(weight), -1, 32)
     scales = ((groups.amax(2) - groups.amin(2)) / 15).clamp(min=1e-6).half()
     zeros = (-groups.amin(2) / scales.float()).round().clamp(1, 16)
     codes = (groups / scales.float().unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, 15).to(torch.uint8)
     stored = {
-        ".qweight": words_of(codes.flatten(1)).t(),
+        ".qweight": words_of(codes.flatten(1)[:, own].contiguous()).t(),
         ".qzeros": words_of((zeros.t() - 1).to(torch.uint8).contiguous()),  # files say one less
         ".scales": scales.t(),
-        ".g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32,
+        ".g_idx": own.int() // 32,
     }
-    return stored, ((codes.float() - zeros.unsqueeze(2)) * scales.float().unsqueeze(2)).flatten(1)
+    return stored, ((codes.float() - zeros.unsqueeze(2)) * scales.float().unsqueeze(2)).flatten(1)[:, own]
+
+
+def gptq_act_order(weight: torch.Tensor) -> Written:
+    """Another order for each matrix; readers expand such values to the precision of their scales"""
+    generator = torch.Generator().manual_seed(int(weight.abs().sum() * 1000))
+    stored, values = gptq(weight, torch.randperm(weight.shape[1], generator=generator))
+    return stored, values.half().float()
 
 
 def hqq(weight: torch.Tensor) -> Written:
@@ -160,6 +170,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "mxfp4": compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    "gptq act order": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
     "hqq": {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}},
     "bnb int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
 }  # fmt: skip
@@ -172,6 +183,7 @@ WRITERS: dict[str, Writer] = {
     "nf4": nf4,
     "mxfp4": mxfp4,
     "gptq": gptq,
+    "gptq act order": gptq_act_order,
     "hqq": hqq,
     "bnb int8": bnb_int8,
 }

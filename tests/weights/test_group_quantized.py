@@ -63,6 +63,8 @@ def test_columns_in_act_order_keep_their_groups(tmp_path: Path) -> None:
     tensors = written("a", "gptq", codes, zeros, scales) | {"a.g_idx": torch.tensor(owners, dtype=torch.int32)}
     raw = opened(tensors, "gptq", tmp_path).load("a.weight")
     assert raw.quant is None and torch.equal(raw.data, plain(codes, zeros, scales, owners).half())
+    assert raw.ordered is not None and raw.ordered.blocks.quant == "Q4_0"
+    assert torch.equal(dequantize(raw.ordered.blocks).half(), raw.data[:, raw.ordered.order])
 
 
 @pytest.mark.parametrize("change", [{"a.scales": torch.ones(3, 8).half()}, {"a.g_idx": torch.full((64,), 9)}])

@@ -48,6 +48,7 @@ def greedy(folder: Path, backend: str) -> tuple[list[int], list[float]]:
         ("w8a8", "qwen3_moe"),
         ("nvfp4", "qwen3_moe"),
         ("nf4", "smollm3"),
+        ("gptq act order", "smollm3"),
         ("mixed", "qwen3_moe"),
     ],
 )

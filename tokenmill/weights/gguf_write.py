@@ -112,7 +112,7 @@ def _interleaved(raw: RawTensor, source: TensorSource) -> RawTensor:
         return raw
     axis = max(0, len(raw.shape) - 2)
     order = row_order(raw.shape[axis], source.interleaved_heads, source.rotary_dim, source.rotary_start)
-    return replace(raw, data=raw.data.index_select(axis, order.argsort()))
+    return replace(raw, data=raw.data.index_select(axis, order.argsort()), ordered=None)
 
 
 def _type_name(raw: RawTensor) -> str:

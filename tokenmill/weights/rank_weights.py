@@ -43,7 +43,7 @@ def some_experts(raw: RawTensor, own: list[int]) -> RawTensor:
     first, count = own[0] if own else 0, len(own)
     is_span = own == list(range(first, first + count))
     data = raw.data.narrow(0, first, count) if is_span else raw.data[own]
-    return replace(raw, shape=(count, *raw.shape[1:]), data=data)
+    return replace(raw, shape=(count, *raw.shape[1:]), data=data, ordered=None)
 
 
 def some_rows(raw: RawTensor, rows: tuple[int, int]) -> RawTensor:
@@ -52,4 +52,4 @@ def some_rows(raw: RawTensor, rows: tuple[int, int]) -> RawTensor:
     axis = len(raw.shape) - (2 if is_matrix else 1)
     count = rows[1] - rows[0]
     shape = (*raw.shape[:axis], count, *raw.shape[axis + 1 :])
-    return replace(raw, shape=shape, data=raw.data.narrow(axis, rows[0], count))
+    return replace(raw, shape=shape, data=raw.data.narrow(axis, rows[0], count), ordered=None)

@@ -2,7 +2,8 @@
 
 Integers with scales that half precision holds, and zeros in the middle, become GGUF's own Q4_0 and Q8_0, which every
 kernel knows; all others keep their scales and zeros in float32. What no block holds (groups of odd sizes, columns of a
-group that do not lie together) is expanded to the precision of its scales, as its maker does it.
+group that do not lie together) is expanded to the precision of its scales, as its maker does it; of columns that do not
+lie together there are blocks beside, in which they do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenmill.arch.block_formats import BLOCK
-from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.raw import Ordered, RawTensor
 from tokenmill.weights.dequantize import dequantize
 
 WIDER = {"Q4_0": "G4", "Q8_0": "G8"}  # of the same numbers, with scales of single precision
@@ -36,7 +37,7 @@ def integer_blocks(name: str, groups: Groups) -> RawTensor:
     (num_out, num_in), num_groups = groups.codes.shape, groups.scales.shape[1]
     size = num_in // num_groups
     if size % BLOCK or not _is_in_order(groups.owners, num_in, size):
-        return RawTensor(name, (num_out, num_in), _expanded(groups, size))
+        return RawTensor(name, (num_out, num_in), _expanded(groups, size), ordered=_ordered(name, groups, size))
     is_small = groups.bits <= 4
     every = size // BLOCK
     scales, zeros = groups.scales.float(), groups.zeros.float()
@@ -50,6 +51,16 @@ def integer_blocks(name: str, groups: Groups) -> RawTensor:
     numbers = codes.view(num_out, -1, BLOCK)
     packed = torch.cat((header, nibble_pairs(numbers) if is_small else numbers), dim=2)
     return RawTensor(name, (num_out, num_in), packed.flatten(1), quant, same_scales=every)
+
+
+def _ordered(name: str, groups: Groups, size: int) -> Ordered | None:
+    """The matrix with the columns of a group side by side; None where groups have other than whole blocks"""
+    owners = groups.owners
+    if owners is None or size % BLOCK or bool((owners.bincount(minlength=groups.scales.shape[1]) != size).any()):
+        return None
+    order = owners.argsort(stable=True)
+    blocks = integer_blocks(name, replace(groups, codes=groups.codes[:, order].contiguous(), owners=None))
+    return Ordered(blocks, order)
 
 
 def _repeated(values: torch.Tensor, times: int) -> torch.Tensor:
@@ -97,7 +108,7 @@ def alike(parts: Sequence[RawTensor]) -> list[RawTensor]:
     wide = [replace(_widened(part) if part.quant in WIDER else part, same_scales=every) for part in parts]
     if len({part.quant for part in wide}) == 1 and wide[0].quant is not None:
         return wide
-    return [replace(part, data=dequantize(part), quant=None, same_scales=1) for part in parts]
+    return [replace(part, data=dequantize(part), quant=None, same_scales=1, ordered=None) for part in parts]
 
 
 def _widened(raw: RawTensor) -> RawTensor:

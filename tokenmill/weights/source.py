@@ -19,7 +19,7 @@ from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import GGUF_FACTS, Rules, TensorSource, sources_of
 from tokenmill.errors import DamagedFile, UnsupportedModel
-from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.raw import Ordered, RawTensor
 from tokenmill.weights.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.locate import locate
@@ -131,7 +131,7 @@ class CheckpointWeights:
             return replace(parts[0], name=name)
         parts = alike(parts)
         data = torch.stack([part.data for part in parts])
-        return replace(parts[0], name=name, shape=(len(parts), *parts[0].shape), data=data)
+        return replace(parts[0], name=name, shape=(len(parts), *parts[0].shape), data=data, ordered=None)
 
     def _part(self, theirs: str, source: TensorSource, rows: tuple[int, int] | None = None) -> RawTensor:
         found = self.checkpoint.shapes.get(theirs)
@@ -213,7 +213,15 @@ def transformed(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | No
         data = _added(raw, data, source.add)
     if source.factor != 1.0:
         data = _multiplied(raw, data, source.factor)
-    return replace(raw, shape=shape, data=data)
+    return replace(raw, shape=shape, data=data, ordered=_transformed_blocks(raw, source, rows))
+
+
+def _transformed_blocks(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | None) -> Ordered | None:
+    """The same of columns in another order, where rows are all that changes"""
+    changes_values = source.transposed or source.is_flattened or source.minus_exp or source.add or source.factor != 1.0
+    if raw.ordered is None or changes_values:
+        return None
+    return replace(raw.ordered, blocks=transformed(raw.ordered.blocks, source, rows))
 
 
 def _added(raw: RawTensor, data: torch.Tensor, amount: float) -> torch.Tensor:

@@ -27,6 +27,7 @@ PACKED_QUANTS = frozenset(
 )
 GROUPED = ("G4", "G8", "NF4", "FP4", "F8")  # scales of a few blocks are kept once where they are the same: "G4:4"
 _PLAIN_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+ORDERED = "@"
 ALIGNMENT = 64  # of a packed matrix, in bytes
 
 Dense = Callable[[RawTensor], torch.Tensor]
@@ -86,7 +87,7 @@ class Packer:
         def groups() -> list[RawTensor]:
             raw = self.weights.get(name)
             shape = (raw.shape[0] // count, raw.shape[1])
-            return [replace(raw, shape=shape, data=data) for data in raw.data.view(count, shape[0], -1)]
+            return [replace(raw, shape=shape, data=data, ordered=None) for data in raw.data.view(count, shape[0], -1)]
 
         return self._matrices(name, groups)
 
@@ -134,7 +135,9 @@ def _without_variant(raw: RawTensor) -> RawTensor:
 
 
 def kind_of(raw: RawTensor, quantization: Quantization) -> str:
-    """The packed form that a tensor gets."""
+    """The packed form that a tensor gets; with "@" where its columns are put into another order."""
+    if raw.ordered is not None:
+        return f"{kind_of(raw.ordered.blocks, quantization)}{ORDERED}"
     quant = _VARIANTS[raw.quant][0] if raw.quant in _VARIANTS else raw.quant
     if quant in GROUPED:
         num_blocks = raw.shape[-1] // 32
@@ -149,6 +152,9 @@ def kind_of(raw: RawTensor, quantization: Quantization) -> str:
 
 def pack_as(kind: str, raw: RawTensor, dense: Dense, threads: int = 1, to: Bytes | None = None) -> Any:
     rows, columns = raw.shape
+    if raw.ordered is not None:
+        blocks, order = raw.ordered.blocks.data.contiguous(), raw.ordered.order.int()
+        return native().pack(kind, rows, columns, blocks.numpy(), threads, to, order.numpy())
     raw = _without_variant(raw)
     if raw.quant == kind.partition(":")[0]:
         return native().pack(kind, rows, columns, raw.data.contiguous().numpy(), threads, to)
@@ -161,7 +167,7 @@ def pack_as(kind: str, raw: RawTensor, dense: Dense, threads: int = 1, to: Bytes
 
 
 def _slices(raw: RawTensor) -> list[RawTensor]:
-    return [replace(raw, shape=raw.shape[1:], data=raw.data[index]) for index in range(raw.shape[0])]
+    return [replace(raw, shape=raw.shape[1:], data=raw.data[index], ordered=None) for index in range(raw.shape[0])]
 
 
 @cache

@@ -77,11 +77,11 @@ def _common(config: Config) -> Config:
 
 
 def stacked(tensors: Tensors) -> Tensors:
-    """Matrices of all experts as one"""
+    """Matrices of all experts as one, and those of all streams"""
     found: Tensors = {}
     groups: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
+        match = re.fullmatch(r"(.*\.(?:experts|altup_projections|altup_unembed_projections))\.(\d+)\.(.*)", name)
         if match is None:
             found[name] = tensor
         else:
@@ -419,6 +419,61 @@ def _turning(config: Config) -> torch.Tensor:
     return torch.tensor([1.0] * turning + [1e30] * (half - turning))
 
 
+# ── Gemma 3n and Llama 4 ───────────────────────────────────────────────────────────────────────────────
+
+
+def _gemma3n(config: Config) -> Config:
+    rope = config["rope_parameters"]
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    return {
+        "feed_forward_length": config["intermediate_size"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config["layer_types"]],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "altup.active_idx": config["altup_active_idx"],
+        "altup.num_inputs": config["altup_num_inputs"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "activation_sparsity_scale": torch.distributions.Normal(0.0, 1.0).icdf(shares).tolist(),
+        "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+    }
+
+
+def _gemma3n_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    """Matrices of streams were stacked before."""
+    yield name + (".weight" if name.endswith("_scale") else ""), tensor
+
+
+def _llama4(config: Config) -> Config:
+    return {
+        "feed_forward_length": config["intermediate_size_mlp"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_count": config["num_local_experts"],
+        "interleave_moe_layer_step": config["interleave_moe_layer_step"],
+    }
+
+
+def _llama4_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = tensor.transpose(-1, -2).chunk(2, dim=-2)
+        yield f"{_block(name)}ffn_gate_exps.weight", gate
+        yield f"{_block(name)}ffn_up_exps.weight", up
+    elif name.endswith("experts.down_proj"):
+        yield f"{_block(name)}ffn_down_exps.weight", tensor.transpose(-1, -2)
+    else:
+        yield name, tensor
+
+
+def _sparse_latent(config: Config) -> Config:
+    return {
+        **_latent(config),
+        "attention.indexer.head_count": config["index_n_heads"],
+        "attention.indexer.key_length": config["index_head_dim"],
+        "attention.indexer.top_k": config["index_topk"],
+        "attention.indexer.types": [kind == "full" for kind in config["indexer_types"]],
+    }
+
+
 # ── one number or name each ────────────────────────────────────────────────────────────────────────────
 
 
@@ -463,6 +518,9 @@ CONVERTERS: dict[str, tuple[Callable[[Config], Config], Edit]] = {
     "nemotron_h": (_nemotron, _nemotron_tensors),
     "nemotron_h_moe": (_nemotron, _nemotron_tensors),
     "gemma4": (_gemma4, _gemma4_tensors),
+    "gemma3n": (_gemma3n, _gemma3n_tensors),
+    "llama4": (_llama4, _llama4_tensors),
+    "glm-dsa": (_sparse_latent, _latent_tensors),
     "mistral3": (_growing, _of_llama),
     "cohere2": (_cohere2, _plain),
     "ernie4_5": (lambda _: {}, _plain),

@@ -67,6 +67,12 @@ MODELS: dict[str, tuple[str, str, Config]] = {
     "starcoder2": ("starcoder2", "starcoder2", {"norm_epsilon": 2.0**-20, "sliding_window": None}),
     "gemma4": ("gemma4", "gemma4", EPS),
     "gemma4_moe": ("gemma4", "gemma4_moe", EPS),
+    "gemma3n": ("gemma3n", "gemma3n", {**EPS, "vocab_size_per_layer_input": VOCAB}),
+    "glm_moe_dsa": ("glm-dsa", "glm_moe_dsa", EPS),
+    "llama4": (
+        "llama4", "llama4",
+        {**EPS, "attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
+    ),
 }  # fmt: skip
 OTHER_SPEC = ("falcon_h1", "glm4_moe_lite", "qwen3_5", "qwen3_5_moe")
 """Multipliers are in the matrices; the file does not say which of two equal families it is; value heads lie in turns"""
@@ -102,7 +108,7 @@ def test_a_file_is_the_checkpoint_s_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
-@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "gemma3n", "glm_moe_dsa"])
 def test_native_kernels_compute_the_file(name: str, tmp_path: Path) -> None:
     """Value heads in turns, and matrices of each head put together."""
     checkpoint, _, path = converted(name, tmp_path)

@@ -19,6 +19,7 @@ from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.quantization import read_quantization
 from tokenmill.arch.spec import (
+    FrequencyFactors,
     Activation,
     Gqa,
     LayerSpec,
@@ -315,6 +316,14 @@ def _linear(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> Linear
     return LinearScaling(rope.positive("factor"))
 
 
+def _factors(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> FrequencyFactors:
+    """As GGUF files have them (`arch/gguf_words.py`)"""
+    numbers = rope.numbers("factors", rotary_dim // 2)
+    if not all(number > 0 for number in numbers):
+        fields.refuse("factors of frequencies must be above zero")
+    return FrequencyFactors(tuple(map(float, numbers)))
+
+
 def _llama3(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> Llama3Scaling:
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     if high < low:
@@ -387,4 +396,5 @@ _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields, int], RopeScaling | N
     "su": _longrope,
     "yarn": _yarn,
     "proportional": _proportional,
+    "factors": _factors,
 }

@@ -309,6 +309,7 @@ class TensorSource:
 
     names: tuple[str, ...]
     shape: tuple[int, ...]  # each of theirs
+    plane: int | None = None  # which of its first axis is ours
     rows: tuple[int, int] | None = None  # which of its rows are ours (the axis before the last, or the only one)
     row_groups: int = 1  # of so many equal parts of the rows, each
     woven: tuple[int, int, int] | None = None  # (index, count, size): rows of `count` parts alternate, `size` of each
@@ -334,7 +335,10 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     if name.startswith("streams."):
         _, side, stream, _ = name.split(".")
         pattern = _rule(rules, f"streams.{side}.{{s}}.weight", spec).pattern
-        return TensorSource((pattern.replace("{s}", stream),), shape)
+        if "{s}" in pattern:
+            return TensorSource((pattern.replace("{s}", stream),), shape)
+        others = spec.streams.num_streams - 1 if spec.streams is not None else 0
+        return TensorSource((pattern,), (others, *shape), plane=int(stream))
     if not name.startswith("layers."):
         rule = _rule(rules, name, spec)
         return TensorSource((rule.pattern,), shape, add=rule.add)

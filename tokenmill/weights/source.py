@@ -179,6 +179,8 @@ class CheckpointWeights:
 def transformed(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | None = None) -> RawTensor:
     """A tensor of a checkpoint as ours, or some of its rows: others are not touched."""
     data, shape = raw.data, raw.shape
+    if source.plane is not None:
+        data, shape = data[source.plane], shape[1:]
     for at in reversed(source.unit_axes):
         data, shape = data.squeeze(at), (*shape[:at], *shape[at + 1 :])
     axis = len(shape) - 1 if source.is_vector or len(shape) == 1 else len(shape) - 2  # of rows

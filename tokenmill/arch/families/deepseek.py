@@ -166,6 +166,31 @@ LATENT_WORDS = {
 }
 NOT_OF_HEADS = ("head_dim", "partial_rotary_factor", "num_key_value_heads")
 GGUF_DEEPSEEK: Rules = {**GGUF, **GGUF_LATENT, **GGUF_ROUTED}
+GGUF_INDEX = "blk.{i}.indexer"
+GGUF_GLM_DSA: Rules = {
+    **GGUF_DEEPSEEK,
+    "layers.{i}.index_q.weight": Rule(f"{GGUF_INDEX}.attn_q_b.weight", interleaved=True),
+    "layers.{i}.index_k.weight": Rule(f"{GGUF_INDEX}.attn_k.weight", interleaved=True),
+    "layers.{i}.index_k_norm.weight": Rule(f"{GGUF_INDEX}.k_norm.weight", interleaved=True),
+    "layers.{i}.index_k_norm.bias": Rule(f"{GGUF_INDEX}.k_norm.bias", interleaved=True),
+    "layers.{i}.index_weights.weight": Rule(f"{GGUF_INDEX}.proj.weight"),
+}
+INDEX_WORDS = {
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
+}
+
+
+def _indexed_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """With which layers choose for themselves: those of which the file says so, or which have an indexer"""
+    count = fields.integer("block_count") - (fields.integer_or_none("nextn_predict_layers", minimum=0) or 0)
+    said = fields.get("attention.indexer.types")
+    if not isinstance(said, list):
+        said = [f"blk.{index}.indexer.attn_k.weight" in gguf.tensors for index in range(count)]
+    return latent_words(fields, gguf) | {"indexer_types": ["full" if one else "shared" for one in said[:count]]}
+
+
 DEEPSEEK_WORDS = ConfigWords(LATENT_WORDS, more=latent_words, without=NOT_OF_HEADS)
 
 _DEFAULTS: dict[str, Any] = {
@@ -290,5 +315,11 @@ GLM_MOE_DSA = replace(
         "index_n_heads": 32,
     },
     hf_rules=HF_INTERLEAVED_INDEX,
+    gguf=GGUFTraits(
+        "glm-dsa",
+        GGUF_GLM_DSA,
+        words=ConfigWords({**LATENT_WORDS, **INDEX_WORDS}, more=_indexed_words, without=NOT_OF_HEADS),
+        variant=GGUF_LATENT_HEADS,
+    ),
     refused_flags=("attention_bias", "mlp_bias"),
 )

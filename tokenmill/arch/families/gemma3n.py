@@ -6,10 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
-from tokenmill.arch.families.gemma4 import GEMMA4, THEIRS, shared_layer
+from tokenmill.arch.families.gemma4 import GEMMA4, GGUF_GEMMA4, THEIRS, shared_layer
+from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile
+from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
 from tokenmill.arch.streams import AltUp
 from tokenmill.arch.tensors import Rule
@@ -57,6 +61,48 @@ def _adjust_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
     return replace(model, input_vocab_size=rows if rows < model.vocab_size else None)
 
 
+def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Shares of gates that are cut off, of which files have the deviations, and sizes that only tensors tell"""
+    found: dict[str, Any] = {
+        "altup_correct_scale": "blk.0.altup_correct_scale.weight" in gguf.tensors,
+        "rope_local_base_freq": fields.positive_or_none("rope.freq_base_swa") or 10000.0,
+        "num_kv_shared_layers": fields.integer("attention.shared_kv_layers", minimum=0),
+    }
+    for ours, theirs in (("laurel_rank", "blk.0.laurel_l.weight"), ("vocab_size_per_layer_input", INPUTS)):
+        tensor = gguf.tensors.get(theirs)
+        if tensor is None or len(tensor.shape) != 2:
+            fields.refuse(f"tensor {theirs!r} is missing")
+        found[ours] = tensor.shape[0]
+    deviations = fields.get("activation_sparsity_scale")
+    if isinstance(deviations, list):
+        found["activation_sparsity_pattern"] = [round(NormalDist().cdf(float(one)), 6) for one in deviations]
+    return found
+
+
+INPUTS = "per_layer_token_embd.weight"
+GGUF_GEMMA3N = {
+    **{ours: rule for ours, rule in GGUF_GEMMA4.items() if ".side." not in ours and ours != "layers.{i}.scale"},
+    "layers.{i}.altup_router_norm.weight": Rule("blk.{i}.altup_router_norm.weight"),
+    "layers.{i}.altup_router.weight": Rule("blk.{i}.altup_router.weight"),
+    "layers.{i}.altup_predict.weight": Rule("blk.{i}.altup_predict_coef.weight"),
+    "layers.{i}.altup_correct.weight": Rule("blk.{i}.altup_correct_coef.weight"),
+    "layers.{i}.altup_scale": Rule("blk.{i}.altup_correct_scale.weight"),
+    "layers.{i}.branch_left.weight": Rule("blk.{i}.laurel_l.weight"),
+    "layers.{i}.branch_right.weight": Rule("blk.{i}.laurel_r.weight"),
+    "layers.{i}.branch_norm.weight": Rule("blk.{i}.laurel_post_norm.weight"),
+    "streams.in.{s}.weight": Rule("altup_proj.weight"),
+    "streams.out.{s}.weight": Rule("altup_unembd_proj.weight"),
+}
+GEMMA3N_WORDS = ConfigWords(
+    {
+        "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "altup_num_inputs": "altup.num_inputs",
+        "altup_active_idx": "altup.active_idx",
+    },
+    more=_gguf_words,
+)
+
 GEMMA3N = replace(
     GEMMA4,
     name="gemma3n",
@@ -89,7 +135,7 @@ GEMMA3N = replace(
         "bos_token_id": 2,
         "eos_token_id": 1,
     },
-    gguf=None,
+    gguf=GGUFTraits("gemma3n", GGUF_GEMMA3N, words=GEMMA3N_WORDS),
     hf_rules={
         **{ours: rule for ours, rule in GEMMA4.hf_rules.items() if ".side." not in ours and ours != "layers.{i}.scale"},
         "layers.{i}.altup_router_norm.weight": Rule(THEIRS + "altup.router_norm.weight"),

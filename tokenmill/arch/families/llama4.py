@@ -5,12 +5,17 @@ weighted, beside one for every token."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tokenmill.arch.families.smollm3 import has_rope
-from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, Windows
+from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, GGUFTraits, Windows
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_file import GGUFFile, read_floats
+from tokenmill.arch.gguf_words import SIGMOID, ConfigWords
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec, QkNorm, QueryGrowth, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, Rule, interleaved_pairs
+from tokenmill.arch.tensors import GGUF_LLAMA, GGUF_ROUTED, HF_LLAMA, Rule, interleaved_pairs
+
+UNNORMED_EXPERTS = 128  # of Maverick, which has no norm of queries and keys; files don't say
 
 
 def _chunks(fields: ConfigFields, num_layers: int) -> Windows:
@@ -43,6 +48,34 @@ def _adjust_layer(fields: ConfigFields, index: int, layer: LayerSpec) -> LayerSp
         return layer
     return replace(layer, mlp=replace(layer.mlp, intermediate_size=fields.integer("intermediate_size_mlp")))
 
+
+def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Llama 3's scaling as a factor of each frequency; chunks, growth of queries and layers without rotation are those
+    of the published models, of which files say nothing."""
+    if fields.get("attention.sliding_window") == 0:
+        fields.refuse("attention without chunks is not implemented for this architecture")
+    found: dict[str, Any] = {"use_qk_norm": fields.integer("expert_count") != UNNORMED_EXPERTS}
+    factors = gguf.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        if factors.type != "F32" or len(factors.shape) != 1:
+            fields.refuse(f"tensor 'rope_freqs.weight' is {factors.type} {list(factors.shape)}, expected F32")
+        found["rope_scaling"] = {"rope_type": "factors", "factors": read_floats(factors)}
+    return found
+
+
+LLAMA4_WORDS = ConfigWords(
+    {
+        "intermediate_size": "expert_feed_forward_length",
+        "intermediate_size_mlp": "feed_forward_length",
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "interleave_moe_layer_step": "interleave_moe_layer_step",
+    },
+    gating=SIGMOID,
+    more=_gguf_words,
+    without=("sliding_window",),
+    reads_factors=True,
+)
 
 LLAMA4 = Family(
     name="llama4",
@@ -85,6 +118,7 @@ LLAMA4 = Family(
             for part in ("gate", "up", "down")
         },
     },
+    gguf=GGUFTraits("llama4", {**GGUF_LLAMA, **GGUF_ROUTED}, words=LLAMA4_WORDS),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     windows=_chunks,

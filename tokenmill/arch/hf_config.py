@@ -19,8 +19,8 @@ from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.quantization import read_quantization
 from tokenmill.arch.spec import (
-    FrequencyFactors,
     Activation,
+    FrequencyFactors,
     Gqa,
     LayerSpec,
     LinearScaling,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.support.native_models import native_model
 from tests.support.paged_run import PagedRun, feed_in_chunks
@@ -56,6 +57,22 @@ def one_thread() -> Iterator[None]:
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     theirs = make_reference(name)
     compare_logits(load_ours(theirs, tmp_path), theirs, block_size=4)
+
+
+def test_mimo_is_qwen2_with_layers_beside(tmp_path: Path) -> None:
+    theirs = make_reference("qwen2")
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    more = {"model_type": "mimo", "num_nextn_predict_layers": 1, "attention_bias": True, "use_mrope": False}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(8, 16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    spec = read_spec(tmp_path)
+    weights = open_weights(tmp_path, spec)
+    weights.check()
+    assert (spec.family, spec.num_extra_layers) == ("mimo", 1)
+    compare_logits(Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu"))), theirs, 4)
 
 
 @pytest.mark.slow

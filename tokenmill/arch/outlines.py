@@ -101,13 +101,12 @@ def deepseek_experts(fields: ConfigFields) -> FeedOutline:
 Reader = Callable[[ConfigFields], tuple[LayerOutline, ...]]
 
 LAYERS: dict[str, Reader] = {"kimi_k25": latent_layers, "phi-msft": phi_layers}
-SAME_TEXT_MODEL = {"mimo": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+SAME_TEXT_MODEL = {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 # What keeps the engine from running a model_type that it knows of.
 MISSING = {
     "bailing_hybrid": "linear attention beside latent attention",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
     "mamba": "recurrent layers without attention",
-    "mimo": "heads that predict further tokens, as layers",
     "mimo_v2_flash": "keys and values of different widths beside windows of other shapes",
     "minimax_m3": "attention over chosen blocks of keys",
     "minimax_m3_vl": "attention over chosen blocks of keys",

@@ -31,7 +31,7 @@ from tokenmill.arch.families.nemotron_h import NEMOTRON_H
 from tokenmill.arch.families.olmo import OLMO2, OLMO3
 from tokenmill.arch.families.phi import PHI
 from tokenmill.arch.families.phi3 import PHI3
-from tokenmill.arch.families.qwen2 import QWEN2
+from tokenmill.arch.families.qwen2 import MIMO, QWEN2
 from tokenmill.arch.families.qwen2_moe import QWEN2_MOE
 from tokenmill.arch.families.qwen3 import QWEN3
 from tokenmill.arch.families.qwen3_5 import QWEN3_5
@@ -49,6 +49,7 @@ ALL: tuple[Family, ...] = (
     MISTRAL,
     MIXTRAL,
     QWEN2,
+    MIMO,
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,

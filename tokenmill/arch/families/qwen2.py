@@ -1,6 +1,9 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; windows (rarely used) from layer `max_window_layers` on."""
+"""Qwen2, Qwen2.5 and MiMo-7B: biases on q, k and v; windows (rarely used) from layer `max_window_layers` on. MiMo has
+layers beside these that predict further tokens, which are left out."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tokenmill.arch.family import Family, GGUFTraits, upper_layers
 from tokenmill.arch.tensors import GGUF, HF_LLAMA
@@ -23,4 +26,13 @@ QWEN2 = Family(
     gguf=GGUFTraits("qwen2", GGUF),
     qkv_bias=True,
     windows=upper_layers,
+)
+
+MIMO = replace(
+    QWEN2,
+    name="mimo",
+    model_types=("mimo",),
+    gguf=None,
+    refused_flags=("use_mrope",),
+    ignored_prefixes=("model.mtp_layers.",),
 )

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install serve lint test test-all test-gpu sanitize clean
+.PHONY: help install serve lint test test-all test-gpu sanitize wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all   the same with the longer checks, coverage and the slowest tests"
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make sanitize   the native kernels under AddressSanitizer and UBSan (g++; about ten minutes)"
+	@echo "make wheel      a package for other machines, that installs without a compiler (ARCH=aarch64: for ARM)"
 	@echo "make clean      remove the virtual environment and build files"
 
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/*/*)
@@ -100,6 +101,11 @@ sanitize: $(DEV)
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 		$(BIN)/pytest -s -m "not slow and not gpu" -k "not smollm2" --native $$(echo $(SANITIZED)/_native.*.so) \
 		tests/ops_cpu tests/sampling/test_native_draws.py tests/weights/test_packed_cache.py
+
+# For other machines: any Linux with glibc 2.28, without a compiler. ARCH=aarch64: for ARM, from here.
+ARCH ?= $(shell uname -m)
+wheel:
+	$(PYTHON) tools/build_wheel.py dist --arch $(ARCH)
 
 clean:
 	rm -rf $(VENV) build

@@ -67,7 +67,8 @@ class Served:
 
     def get(self, path: str, key: str = "") -> Any:
         """JSON of a route, or the text of one that is not JSON."""
-        reply = httpx.get(self.url + path, headers={"authorization": f"Bearer {key or (self.keys or ('',))[0]}"})
+        offered = key or next(iter(self.keys), "")
+        reply = httpx.get(self.url + path, headers={"authorization": f"Bearer {offered}"} if offered else {})
         reply.raise_for_status()
         return reply.json() if reply.headers["content-type"].startswith("application/json") else reply.text
 

@@ -1,6 +1,8 @@
 // Which instruction sets this binary holds and which of them the processor runs.
 #include "kernels.h"
 
+#include <initializer_list>
+
 #if defined(TOKENMILL_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,19 +23,44 @@ const Kernels& amx_kernels();
 namespace {
 
 #if defined(TOKENMILL_X86)
+struct Registers {
+  unsigned a, b, c, d;
+  bool has(unsigned Registers::*name, std::initializer_list<int> bits) const {
+    for (int bit : bits)
+      if (!(this->*name >> bit & 1)) return false;
+    return true;
+  }
+};
+
+// Asked of the processor itself: not every compiler's library has __builtin_cpu_supports for shared objects.
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+  Registers r{0, 0, 0, 0};
+  asm volatile("cpuid" : "=a"(r.a), "=b"(r.b), "=c"(r.c), "=d"(r.d) : "a"(0), "c"(0));
+  if (r.a < leaf) return {0, 0, 0, 0};
+  asm volatile("cpuid" : "=a"(r.a), "=b"(r.b), "=c"(r.c), "=d"(r.d) : "a"(leaf), "c"(subleaf));
+  return r;
+}
+
+// Whether the system saves these registers when it switches between threads.
+bool saves(unsigned states) {
+  if (!cpuid(1, 0).has(&Registers::c, {27})) return false;  // OSXSAVE: xgetbv may be asked
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & states) == states;
+}
+
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  constexpr unsigned sse = 1u << 1, avx = 1u << 2;
+  return saves(sse | avx) && cpuid(1, 0).has(&Registers::c, {12, 28, 29})  // FMA, AVX, F16C
+         && cpuid(7, 0).has(&Registers::b, {5});                          // AVX2
 }
-bool has_avxvnni() {
-  if (!has_avx2()) return false;
-  unsigned a = 7, b = 0, c = 1, d = 0;
-  asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  return (a >> 4) & 1;  // leaf 7, subleaf 1: AVX-VNNI
-}
+bool has_avxvnni() { return has_avx2() && cpuid(7, 1).has(&Registers::a, {4}); }
 bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vnni");
+  constexpr unsigned masks = 1u << 5, upper_halves = 1u << 6, upper_registers = 1u << 7;
+  const Registers found = cpuid(7, 0);
+  return has_avx2() && saves(masks | upper_halves | upper_registers) &&
+         found.has(&Registers::b, {16, 17, 30, 31})  // F, DQ, BW, VL
+         && found.has(&Registers::c, {11});          // VNNI
 }
 #endif
 
@@ -41,10 +68,7 @@ bool has_avx512() {
 // The processor has it, the system saves its tiles, and this process asked for them, which Linux requires.
 bool has_amx() {
   if (!has_avx512()) return false;
-  unsigned a = 7, b = 0, c = 0, d = 0;
-  asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  constexpr unsigned tile = 1u << 24, int8 = 1u << 25;
-  if ((d & (tile | int8)) != (tile | int8)) return false;
+  if (!cpuid(7, 0).has(&Registers::d, {24, 25})) return false;  // tiles, their products of 8 bits
   constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
@@ -53,7 +77,6 @@ bool has_amx() {
 std::vector<const Kernels*> runnable() {
   std::vector<const Kernels*> found;
 #if defined(TOKENMILL_X86)
-  __builtin_cpu_init();
 #if defined(TOKENMILL_AMX)
   if (has_amx()) found.push_back(&amx_kernels());
 #endif

@@ -77,11 +77,13 @@ FLOODS = {
     "cached prefixes": {"flood": {"prefix": 64}, "asked": {"prefix": 64}},
     "several samples": {"flood": {"n": 4}},
     "long answers": {"flood": {"output": 300}},
+    "long prompts": {"flood": {"prompt": 2000}},
     "aborts": {"has_aborts": True},
 }
 
 
-SLOWLY = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("cached prefixes", "long answers", "aborts")]
+MORE = ("cached prefixes", "long answers", "long prompts", "aborts")
+SLOWLY = [pytest.param(kind, marks=pytest.mark.slow) for kind in MORE]
 
 
 @cache

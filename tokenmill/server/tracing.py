@@ -101,12 +101,12 @@ def request_attributes(record: RequestRecord, request: ClientRequest) -> dict[st
         "gen_ai.request.stream": record.is_stream,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.frequency_penalty": params.frequency_penalty,
-        "gen_ai.request.presence_penalty": params.presence_penalty,
     }
     optional: dict[str, Attribute | None] = {
         "gen_ai.request.max_tokens": record.max_tokens or None,
         "gen_ai.request.top_k": params.top_k or None,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
         "gen_ai.request.seed": params.seed,
         "gen_ai.request.choice.count": params.n if params.n != 1 else None,
     }

@@ -394,7 +394,7 @@ class Scheduler:
                 continue
             copies = self._make_room(group, sequence, granted, builder, may_preempt=may_preempt)
             if copies is not None:
-                drafts = self._fitting_drafts(sequence, granted, builder)
+                drafts = self._fitting_drafts(sequence, granted, builder) if self._drafts else []
                 served.append((sequence, granted, copies, drafts))
             elif sequence.num_in_flight or not may_preempt:
                 builder.budget.refund(granted)

@@ -189,7 +189,8 @@ class EngineCore:
     def step(self) -> list[SequenceOutput]:
         """Launch what can be planned, collect the oldest step in flight, and return what it brought."""
         started = self._clock()
-        self._schedule_compiled()
+        if self._grammars.are_in_use:
+            self._schedule_compiled()
         outputs, self._refusals = self._refusals, []
         self._launch()
         if self._in_flight:

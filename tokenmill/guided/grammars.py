@@ -42,6 +42,11 @@ class Grammars:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def are_in_use(self) -> bool:
+        """Return whether a request holds a grammar or waits for one."""
+        return bool(self._held or self._waiting)
+
     def load_vocabulary(self) -> None:
         """Begin to load the vocabulary in a worker, before a grammar needs it."""
         self._compiler.load_vocabulary()

@@ -23,6 +23,7 @@ The model prices what tenants use (`tenants.py`) and says how much of a prompt f
 from __future__ import annotations
 
 import math
+from operator import mul
 from typing import NamedTuple
 
 MEMORY = 0.98  # what a step weighs when the next one is noted
@@ -134,7 +135,7 @@ class StepTime:
             for _ in range(NUM_SWEEPS):
                 for i, row in enumerate(squares):
                     if row[i] > 0.0:
-                        others = sum(row[j] * fit[j] for j in range(len(fit)) if j != i)
+                        others = sum(map(mul, row, fit)) - row[i] * fit[i]
                         fit[i] = max(0.0, (self._products[i] - others) / (row[i] * (1.0 + RIDGES[i])))
         return self._fit
 

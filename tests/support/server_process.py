@@ -129,7 +129,7 @@ def main(port: int, words: list[str]) -> int:
     from tokenmill.observe.metrics import Metrics
     from tokenmill.server import run
 
-    run.FLUSH_S = 1
+    run.FLUSH_S = 1 if "talkative" in words else 60  # for clients that do not read; others end it by reading
     configure_logging()
 
     async def start() -> FakeEngine:

@@ -31,7 +31,8 @@ ENGINES = {"Tokenmill": "#0b5394", "OpenVINO": "#93a7b8", "llama.cpp": "#d5b58a"
 
 # Subjects in the order of the page; one that is not listed here follows the others.
 CHAPTERS = {
-    "On a CPU": ["cpu-compare", "cpu-compare-zen4", "cpu-compare-1b", "cpu-engine", "cpu-busy-neighbour", "cpu-amx"],
+    "On a CPU": ["cpu-compare", "cpu-compare-zen4", "cpu-compare-1b", "cpu-engine", "cpu-rebuild", "cpu-busy-neighbour",
+                 "cpu-amx"],
     "On a GPU": ["gpu-offline", "gpu-steps-quantised", "gpu-moe-quantised", "gpu-serving", "gpu-deterministic",
                  "gpu-memory", "gpu-sampling", "gpu-guided", "gpu-start"],
     "Accuracy": ["perplexity", "llama-cpp-agreement", "gpu-dtype"],

@@ -33,7 +33,7 @@ def main() -> int:
         "--tools", type=Path, default=ROOT / "build" / "wheel-tools", help="environment of the builders"
     )
     options = parser.parse_args()
-    python = tool_environment(options.tools)
+    python = tool_environment(options.tools.absolute())
     with tempfile.TemporaryDirectory() as scratch:
         plain = build(python, options.arch, Path(scratch))
         wheel = retag(python, plain, options.arch, options.folder)
@@ -54,13 +54,9 @@ def tool_environment(folder: Path) -> Path:
 
 def build(python: Path, arch: str, scratch: Path) -> Path:
     """A wheel of this interpreter's version whose kernels zig has compiled."""
-    version = ".".join(map(str, GLIBC))
-    compiler = scratch / "zig-c++"
-    compiler.write_text(f'#!/bin/sh\nexec "{python}" -m ziglang c++ -target {arch}-linux-gnu.{version} "$@"\n')
-    compiler.chmod(0o755)
-    archiver = scratch / "zig-ar"
-    archiver.write_text(f'#!/bin/sh\nexec "{python}" -m ziglang ar "$@"\n')
-    archiver.chmod(0o755)
+    folder = ROOT / "build" / f"wheel-{arch}"  # kept: what was compiled once stays compiled
+    compiler = program(folder / "zig-c++", f"{python} -m ziglang c++ -target {arch}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}")
+    archiver = program(folder / "zig-ar", f"{python} -m ziglang ar")
     suffix = f".cpython-{sys.version_info.major}{sys.version_info.minor}-{arch}-linux-gnu.so"
     defines = {
         "CMAKE_CXX_COMPILER": compiler,
@@ -70,12 +66,20 @@ def build(python: Path, arch: str, scratch: Path) -> Path:
         "NB_SUFFIX": suffix,
     }
     settings = [f"-Ccmake.define.{name}={value}" for name, value in defines.items()]
-    settings += [f"-Cbuild-dir={ROOT / 'build' / f'wheel-{arch}'}"]
+    settings += [f"-Cbuild-dir={folder / 'build'}"]
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     command = [python, "-m", "build", "--wheel", "--no-isolation", "--outdir", scratch / "plain", *settings, ROOT]
     run(command, {"PATH": path, "CXX": str(compiler)})
     (wheel,) = (scratch / "plain").glob("*.whl")
     return wheel
+
+
+def program(path: Path, command: str) -> Path:
+    """A program of its own for a command with arguments, as CMake wants its compilers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    path.chmod(0o755)
+    return path
 
 
 def retag(python: Path, wheel: Path, arch: str, folder: Path) -> Path:

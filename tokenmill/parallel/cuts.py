@@ -10,6 +10,7 @@ can be cut anywhere, so any number of heads goes over any number of ranks.
     o                            rows                          its input (heads) and its output
     gate, up (experts' too)      rows                          nothing: the activation is computed in place
     down (experts' too)          rows                          its input (inner numbers) and its output
+    gate, up, some cut off       rows                          their output
     embed, head                  rows of the vocabulary        rows that are looked up; logits
     other projections            rows                          their output
 
@@ -211,6 +212,9 @@ def _layer(
 
 def _feed(feed: Feed, size: int, rows: Mapping[str, int]) -> Iterator[tuple[str, MatrixCut]]:
     match feed:
+        case GatedMlp() if feed.spec.sparsity:  # a token's gates are compared with the mean of all of them
+            for name in (*feed.gate_up.names, *feed.down.names):
+                yield name, MatrixCut(split_rows(rows[name], size))
         case GatedMlp():
             yield from _mlp(feed.gate_up.names, feed.down.names, size, rows)
         case Experts():

@@ -46,7 +46,11 @@ void Decoder::moe_of_stream(const Layer& layer, const Norm& norm, int tokens, fl
       kernels_->rms_norm(x_.data() + static_cast<size_t>(t) * hidden_, moe.router_norm.data(), eps_, hidden_, row);
     });
   }
-  if (moe.shared) form.quantised |= form_of_input(*moe.shared, 0.0f).quantised;
+  if (moe.shared) {
+    const Form shared = form_of_input(*moe.shared, threshold);
+    form.quantised |= shared.quantised;
+    form.outlier_threshold = std::min(form.outlier_threshold, shared.outlier_threshold);
+  }
   if (moe.latent_in.w.data != nullptr) form.quantised |= moe.latent_in.reads_blocks();
   form.plain = true;  // experts take copies
   norm_rows(norm, x_.data(), tokens, normed_, form);

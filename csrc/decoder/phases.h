@@ -57,14 +57,23 @@ float mean_of(int size, const Number& number) {
   return total / static_cast<float>(size);
 }
 
+// Matrices whose numbers lie closest where most of them are (NF4) show what 8 bits leave of activations: theirs have 16.
+inline float finest(const Linear& reader, float outlier_threshold) {
+  return reader.w.kind == Kind::T4 ? 0.0f : outlier_threshold;
+}
+
 inline Form Decoder::form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) const {
+  for (const Linear* reader : readers) outlier_threshold = finest(*reader, outlier_threshold);
   const auto quantised = std::count_if(readers.begin(), readers.end(), [](const Linear* l) { return l->reads_blocks(); });
   return {quantised > 0, is_adapted_ || static_cast<size_t>(quantised) < readers.size(), outlier_threshold};
 }
 
 inline Form Decoder::form_for_all(const std::vector<Linear>& readers, float outlier_threshold) const {
   Form form{false, is_adapted_, outlier_threshold};
-  for (const Linear& reader : readers) (reader.reads_blocks() ? form.quantised : form.plain) = true;
+  for (const Linear& reader : readers) {
+    (reader.reads_blocks() ? form.quantised : form.plain) = true;
+    form.outlier_threshold = finest(reader, form.outlier_threshold);
+  }
   return form;
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,30 @@ def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: 
 def test_fp8_of_one_scale_a_row_is_kept() -> None:
     kept = PackedIntFormat(8, 512, has_minima=False, span=0, is_fp8=True)
     assert packed_int_format("layers.0.q.weight", (64, 512), Stored("F8", 16)) == kept
-    assert kept.num_bytes(64 * 512) == 64 * 512 + 64 * 4
+    assert kept.num_bytes((64, 512)) == 64 * 512 + 64 * 4
     assert packed_int_format("head.weight", (64, 512), Stored("F8", 16)) is None
     assert packed_int_format("layers.0.experts.up.weight", (8, 64, 512), Stored("F8", 16)) is None
+
+
+def test_forms_whose_kernels_no_gpu_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8 with a scale for 128 columns, experts too, and NVFP4 in 4 bits: where that is asked for"""
+    experts = "layers.0.experts.up.weight"
+    assert packed_int_format(experts, (8, 64, 512), Stored("F8", 4)) is None
+    monkeypatch.setenv("TOKENMILL_UNPROVEN_KERNELS", "1")
+    for name, shape, same_scales in (
+        ("a.weight", (64, 512), 4),
+        (experts, (8, 64, 512), 4),
+        (experts, (8, 64, 512), 16),
+    ):
+        kept = packed_int_format(name, shape, Stored("F8", same_scales))
+        assert kept is not None and kept.is_fp8 and kept.group == 128
+        assert kept.num_bytes(shape) == prod(shape) * (1 + 4 / 128)
+    assert packed_int_format("a.weight", (64, 512), Stored("F8", 1)) is None, "mxfp8: a scale for 32 columns"
+    for quant, beside in (("NV4", 64 * 4), ("NV4D", 64 * 4), ("MXFP4", 0)):
+        kept = packed_int_format("a.weight", (64, 512), Stored(quant))
+        assert kept is not None and kept.is_fp4 and kept.num_bytes((64, 512)) == 64 * 512 * (0.5 + 4 / 64) + beside
+        looked_up = packed_int_format("embed.weight", (64, 512), Stored(quant))
+        assert looked_up is not None and not looked_up.is_fp4
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,16 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton import compile as compiled_for
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
+from tests.support.compiled_launches import Launch
 from tests.support.compute_requests import WANTED
 from tests.support.warm_up import LLAMA, MAX_CONTEXT, QWEN, asked_at_once, warm_up_for
 from tokenmill.engine.backends import TRITON
 from tokenmill.ops.triton.gemm import splitk
 from tokenmill.ops.triton.launch import capabilities
-from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
+from tokenmill.ops.triton.launch.kernel import Kernel
 from tokenmill.ops.triton.launch.pdl import launch_options, overlaps
 from tokenmill.ops.triton.moe import gemv as moe_gemv_int
 from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm_int
@@ -56,53 +55,12 @@ QWEN3_5 = {
     "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
 }  # fmt: skip
 RECURRENT = ("_prepare_tokens", "_recur_tokens", "_convolve_segments", "_solve", "_scan", "_gate_and_norm")
-NAMES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.uint8: "u8",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilers keep what they made, for GPUs that never come."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-class Launch:
-    """A kernel and its arguments, as a compiler sees them."""
-
-    def __init__(self, jitted: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        named = [parameter.name for parameter in jitted.params]
-        values = dict(zip(named, args, strict=False)) | {name: options[name] for name in named if name in options}
-        self.jitted = jitted
-        self.options = {name: value for name, value in options.items() if name not in named}
-        self.types: dict[str, str] = {}
-        self.constants: dict[tuple[int], Any] = {}
-        self.facts: dict[tuple[int], Any] = {}
-        for number, parameter in enumerate(jitted.params):
-            self._add(number, parameter, values[parameter.name])
-
-    def _add(self, number: int, parameter: Any, value: Any) -> None:
-        is_number = isinstance(value, int) and not parameter.do_not_specialize
-        if parameter.is_constexpr or (is_number and value == 1):
-            self.types[parameter.name], self.constants[(number,)] = "constexpr", value
-            return
-        if isinstance(value, torch.Tensor) or (is_number and value % 16 == 0):
-            self.facts[(number,)] = [["tt.divisibility", 16]]
-        if isinstance(value, torch.Tensor):
-            self.types[parameter.name] = "*" + NAMES[value.dtype]
-        else:
-            self.types[parameter.name] = "i32" if isinstance(value, int) else "fp32"
-
-    @property
-    def form(self) -> Any:
-        return self.jitted.fn.__name__, str(self.types), str(self.constants), str(self.facts), str(self.options)
-
-    def shared_bytes(self, target: GPUTarget, num_stages: int | None = None) -> int:
-        source = ASTSource(self.jitted, self.types, self.constants, self.facts)
-        stages = {} if num_stages is None else {"num_stages": num_stages}
-        made = compiled_for(source, target=target, options=FUSED | self.options | stages)
-        return int(made.metadata.shared)
 
 
 def target_of(name: int | str) -> GPUTarget:

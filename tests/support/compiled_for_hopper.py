@@ -11,6 +11,7 @@ from triton import compile as compiled_for
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tokenmill.arch.packed_formats import MX_GROUP, NV_GROUP
 from tokenmill.ops.triton.gemm.hopper import TILES, _hopper_gemm, pick_hopper_config
 from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Product, int_form
 from tokenmill.ops.triton.launch.capabilities import named_gpu
@@ -80,15 +81,15 @@ def check_products(num_rows: int, element: str, columns: int, activation: str) -
     assert asked_before == (cut.ring - 1) * cut.tile_n // own, "the matrix is not asked for early"
 
 
-def check_experts(pairs_each: int, activation: str) -> None:
+def check_experts(pairs_each: int, activation: str, group: int = MX_GROUP) -> None:
     cut = pick_hopper_fp4_config(pairs_each)
     inputs = f"tensordesc<bf16[{cut.rows},64],{FP4_TILES!r}>"
-    types = {"x": inputs, "words": "*i16", "scales": "*i32", "bias": "*bf16", "out": "*bf16", "order": "*i64"}
-    types |= {"offsets": "*i64", "weights": "*fp32"}
+    types = {"x": inputs, "words": "*i16", "scales": "*i32", "factors": "*fp32", "bias": "*bf16", "out": "*bf16"}
+    types |= {"order": "*i64", "offsets": "*i64", "weights": "*fp32"}
     types |= dict.fromkeys(("num_out", "num_in", "num_experts", "scale_stride"), "i32")
     constants = {
         "ROWS": cut.rows, "TILE_N": cut.tile_n, "RING": cut.ring, "WARPS": cut.warps, "AHEAD": cut.ahead,
-        "KIND": activation, "IS_SHARED_OUT": not activation, "HAS_BIAS": True,
+        "KIND": activation, "IS_SHARED_OUT": not activation, "HAS_BIAS": True, "GROUP": group,
     }  # fmt: skip
     factors = left_factors(made(_hopper_grouped_fp4, types, constants, cut.warps), f"m64n{cut.rows}k16")
     assert len(factors) == 4 * cut.ahead * cut.tile_n // (16 * cut.warps), "a chunk is four products"
@@ -98,6 +99,8 @@ def check_experts(pairs_each: int, activation: str) -> None:
 if __name__ == "__main__":
     check_experts(16, "swiglu_oai")
     check_experts(200, "")
+    check_experts(16, "silu", NV_GROUP)
+    check_experts(200, "", NV_GROUP)
     check_strips(64, 8, 16, "*fp16")
     check_strips(128, 4, 32, "*i32")
     check_products(128, "bf16", 64, "silu")

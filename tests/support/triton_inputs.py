@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from tokenmill.arch.block_formats import OTHER_TYPES
@@ -14,6 +16,7 @@ from tokenmill.arch.packed_formats import Stored, packed_int_format
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference.kv_rounding import rounded
+from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
 from tokenmill.ops.triton.quant import quantized
 from tokenmill.weights.dummy import random_blocks
 from tokenmill.weights.scaled_blocks import Groups, integer_blocks
@@ -105,3 +108,9 @@ def pack_as_file(quant: str, num_out: int, num_in: int, same_scales: int = 1) ->
     form = packed_int_format(raw.name, raw.shape, Stored(quant, same_scales))
     assert form is not None
     return quantized.packed_from_blocks(raw.data, quant, form)
+
+
+def gpu_with(**numbers: int) -> Capabilities:
+    """The GPU that kernels in the interpreter are chosen for, with other numbers"""
+    found = capabilities_of(torch.device("cpu"))
+    return replace(found, tuning=msgspec.structs.replace(found.tuning, **numbers))

@@ -7,18 +7,16 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import pytest
 import torch
 
-from tests.support.triton_inputs import assert_near
+from tests.support.triton_inputs import assert_near, gpu_with
 from tokenmill.arch.packed_formats import Stored
 from tokenmill.arch.spec import Activation, MlpSpec, MoeSpec, RoutingSpec, TensorSpec
 from tokenmill.ops.interface import ExpertsWeight, LinearWeight, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
 from tokenmill.ops.triton.moe import gemv as moe_gemv
 from tokenmill.ops.triton.moe import gemv as moe_gemv_int
 from tokenmill.ops.triton.moe import grouped_gemm as moe_grouped_gemm
@@ -28,12 +26,6 @@ from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.dummy import random_blocks
 
 OPS = build_ops()
-
-
-def gpu_with(**numbers: int) -> Capabilities:
-    """The GPU that kernels in the interpreter are chosen for, with other numbers"""
-    found = capabilities_of(torch.device("cpu"))
-    return replace(found, tuning=msgspec.structs.replace(found.tuning, **numbers))
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

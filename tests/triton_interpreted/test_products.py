@@ -85,7 +85,7 @@ def test_blocks_of_a_file_are_multiplied_as_they_are(
     pieces = [piece.packed for piece in packed.packed] if isinstance(packed.packed, tuple) else [packed.packed]
     assert tuple(piece.bits for piece in pieces) == bits
     forms = [packed_int_format(raw.name, raw.shape, Stored(str(raw.quant), same_scales)) for raw in raws]
-    planned = sum(form.num_bytes(24 * num_in) for form in forms if form is not None)
+    planned = sum(form.num_bytes((24, num_in)) for form in forms if form is not None)
     twice = sum(piece.row_scales.nbytes for piece in pieces if piece.row_scales is not None)
     assert planned == sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces) + twice
     matrix = torch.cat([dequantize(raw) for raw in raws])

@@ -3,16 +3,22 @@ is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engi
 
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
     5 and 6 bits     8 bits a value; formats of 4 bits with a table of integers too
-    fp8              as it is where a row has one scale, and the GPU multiplies such numbers; else expanded
-    others           expanded: fp8 in blocks, nf4 and fp4, 2 and 3 bits
+    fp8              as it is where a row has one scale, and the GPU multiplies such numbers
+    others           expanded: nf4 and fp4, 2 and 3 bits
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
     MXFP4 experts    as they are: 4 bits a value (`ops/triton/quant/fp4.py`)
+
+Where kernels that no GPU has run yet are chosen (`arch/unproven.py`):
+
+    fp8 in blocks    as it is, with a scale of 4 bytes for each 128 columns of a row; experts too; else expanded
+    NVFP4, MXFP4     as they are: 4 bits a value; else 8 bits
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +29,16 @@ from tokenmill.arch.quantization import read_quantization
 from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import sources_of, tensors_of
+from tokenmill.arch.unproven import is_chosen
 
 WHOLE = ("router.weight",)  # small, and other kernels read it
 MAX_GROUP = 128
 UNQUANTIZED = ("head.weight", "router.weight")  # small, or the last thing that should be rounded while it is loaded
 INT8_GROUP = 32  # columns that share a scale of two bytes in weights quantised to 8 bits while they are loaded
 MX_GROUP = 32  # columns that share a power of two in MXFP4
-MX_CHUNK = 64  # columns that kernels take of a row of it at a time
+NV_GROUP = 16  # columns that share a number of e4m3 in NVFP4
+MX_CHUNK = 64  # columns that kernels take of a row of either at a time
+FP8_GROUP = 128  # columns that share a scale in fp8 matrices of blocks
 INT4_GROUP = 128  # the same for 4 bits; a matrix whose columns it does not divide is not quantised
 EXPANDED_BYTES = 128 << 20  # of a matrix at a time, at most, for products of many rows
 
@@ -49,13 +58,17 @@ class PackedIntFormat:
     has_minima: bool
     span: int  # words whose first values are neighbours, as their second, ...
     is_of_experts: bool = False  # matrices of many experts, one below the other
-    is_fp4: bool = False  # MXFP4's own numbers and scales, which have no spans
-    is_fp8: bool = False  # e4m3 with a float32 scale for each row, likewise
+    is_fp4: bool = False  # MXFP4's or NVFP4's own numbers and scales, which have no spans
+    is_fp8: bool = False  # e4m3 with a float32 scale for each row, or for FP8_GROUP columns of it, likewise
+    row_bytes: int = 0  # that a row has beside its groups'
 
-    def num_bytes(self, size: int) -> int:
-        """Bytes of `size` values; scales of large groups are kept twice, in both orders, except for experts"""
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a matrix; scales of large groups are kept twice, in both orders, except for experts"""
+        size = prod(shape)
         if self.is_fp8:
             return size + size // self.group * 4
+        if self.is_fp4:
+            return size // 2 + size // MX_CHUNK * 4 + size // shape[-1] * self.row_bytes
         is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
         return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 
@@ -95,23 +108,32 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
     if stored is None or stored.quant not in _FORMATS or len(shape) < 2 or name.endswith(WHOLE):
         return None
     found, columns = _FORMATS[stored.quant], shape[-1]
-    if stored.quant == "MXFP4" and len(shape) == 3 and columns % MX_CHUNK == 0:
-        return PackedIntFormat(4, MX_GROUP, has_minima=False, span=0, is_of_experts=True, is_fp4=True)
+    is_of_experts = len(shape) == 3
+    if stored.quant in ("MXFP4", "NV4", "NV4D") and columns % MX_CHUNK == 0:
+        group, row_bytes = (MX_GROUP, 0) if stored.quant == "MXFP4" else (NV_GROUP, 4)
+        is_multiplied = not name.endswith((*UNQUANTIZED, "embed.weight"))  # and not looked up
+        if (is_of_experts and row_bytes == 0) or (is_multiplied and is_chosen("fp4_matrices")):
+            return PackedIntFormat(4, group, False, 0, is_of_experts, is_fp4=True, row_bytes=row_bytes)
     group = found.group * stored.same_scales
     group = next(size for size in (MAX_GROUP, 64, found.group) if group % size == 0 and columns % size == 0)
     for bits in (4, 8):
         for span in (32, 16):
             turn = span * 32 // bits  # columns that are multiplied together: whole groups
             if bits >= found.bits and span <= 2 * group and group <= turn and columns % turn == 0:
-                return PackedIntFormat(bits, group, found.has_minima, span, is_of_experts=len(shape) == 3)
+                return PackedIntFormat(bits, group, found.has_minima, span, is_of_experts)
     return None
 
 
 def _fp8_format(name: str, shape: tuple[int, ...], stored: Stored) -> PackedIntFormat | None:
-    has_kernel = len(shape) == 2 and not name.endswith(UNQUANTIZED) and shape[-1] % INT4_GROUP == 0
-    if not has_kernel or stored.same_scales * BLOCK < shape[-1]:
+    columns, is_of_experts = shape[-1], len(shape) == 3
+    if name.endswith(UNQUANTIZED) or columns % INT4_GROUP or len(shape) not in (2, 3):
         return None
-    return PackedIntFormat(8, shape[-1], has_minima=False, span=0, is_fp8=True)
+    if not is_of_experts and stored.same_scales * BLOCK >= columns:
+        return PackedIntFormat(8, columns, has_minima=False, span=0, is_fp8=True)
+    has_whole_groups = stored.same_scales * BLOCK % FP8_GROUP == 0 or stored.same_scales * BLOCK >= columns
+    if not has_whole_groups or not is_chosen("fp8_blocks"):
+        return None
+    return PackedIntFormat(8, FP8_GROUP, False, 0, is_of_experts, is_fp8=True)
 
 
 def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:

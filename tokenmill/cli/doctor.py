@@ -14,6 +14,7 @@ import tokenmill
 from tokenmill.arch.cost import gpu_dtype
 from tokenmill.arch.packed_formats import stored_formats
 from tokenmill.arch.read import read_spec
+from tokenmill.arch.unproven import VARIABLE, not_chosen
 from tokenmill.cli.output import print_facts, size
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.engine.resolve import explain_choices, unused_gpu
@@ -99,7 +100,13 @@ def print_kernels(model: str, device: str | None, quantization: str, context: in
     print_facts([("model", f"{model}, computed in {dtype}"), ("gpu", gpu.device), ("tuning", gpu.origin)])
     for section in describe_kernels(spec, weights, min(context, spec.max_context), gpu):
         _section(section.title, [(f"{section.unit} {_span(one)}", _kernels(one)) for one in section.ranges])
+    if rows := unproven_rows():
+        _section(f"Not chosen: kernels that no GPU has run yet ({VARIABLE}=1 chooses them)", rows)
     return 0
+
+
+def unproven_rows() -> list[Row]:
+    return [(name, f"{trial.what} (instead: {trial.instead})") for name, trial in not_chosen()]
 
 
 def _gpu_for(device: str | None) -> Capabilities:

@@ -181,7 +181,7 @@ def kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored: 
         return 4 * size if not tensor.name.endswith(".bias") else value_bytes * size
     form = packed_int_format(tensor.name, tensor.shape, stored)
     if form is not None:
-        return form.num_bytes(size)
+        return form.num_bytes(tensor.shape)
     columns, is_of_experts = tensor.shape[-1], len(tensor.shape) == 3
     is_whole = tensor.kind != "linear" or tensor.name.endswith(UNQUANTIZED)
     if quantization == "none" or is_whole or columns % INT4_GROUP:

@@ -18,7 +18,7 @@ from tokenmill.arch.spec import RMS_NORM, FeedSpec, Gqa, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
-from tokenmill.ops.triton.gemm.product import FP4, FP8, INTERLEAVE, PLAIN, Epilogue, WeightForm, int_form
+from tokenmill.ops.triton.gemm.product import FP4, FP8, FP8_BLOCKS, INTERLEAVE, PLAIN, Epilogue, WeightForm, int_form
 from tokenmill.ops.triton.gemm.select import choose, takes_norm_gemv
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
@@ -27,7 +27,7 @@ MAX_ROWS = 4096
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 EPILOGUES: dict[str, Epilogue] = {"gate_up": "gated", "o": "add", "down": "add", "conv_out": "add"}
 MIXER_INPUTS = ("qkv", "kv_down")
-EXPERTS_KINDS: dict[str, ExpertsKind] = {"plain": "plain", "int": "int", "fp4": "fp4"}
+EXPERTS_KINDS: dict[str, ExpertsKind] = {"plain": "plain", "int": "int", "fp4": "fp4", "fp8_blocks": "fp8_blocks"}
 Answer = TypeVar("Answer")
 
 
@@ -77,7 +77,7 @@ def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> 
     if stored is not None and (dtype != torch.float32 or weights.quantization != "none"):
         found = packed_int_format(name, shape, stored)
         if found is not None and found.is_fp8:
-            return FP8[dtype]
+            return FP8[dtype] if found.group == shape[-1] and len(shape) == 2 else FP8_BLOCKS[dtype]
         if found is not None:
             return FP4[dtype] if found.is_fp4 else int_form(dtype, found.bits, found.span)
     is_expert = len(shape) == 3

@@ -1,4 +1,5 @@
-"""Products of many rows, by cuBLAS. Packed integers are expanded first, in parts of limited size."""
+"""Products of many rows, by cuBLAS. Matrices of integers, or of floats of 4 bits, are expanded first, in parts of
+limited size."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from torch.nn import functional
 
 from tokenmill.arch.packed_formats import EXPANDED_BYTES
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
+from tokenmill.ops.triton.quant.fp4 import Fp4Matrix, dequantize_fp4
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
 from tokenmill.ops.triton.quant.quantized import Fp8Matrix, PackedIntMatrix, dequantized_rows
 
@@ -42,16 +44,23 @@ def _fp8_linear(
     )  # fmt: skip
 
 
+def expanded_rows(matrix: PackedIntMatrix | Fp4Matrix, part: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows of a matrix, [rows, columns] of `dtype`"""
+    if isinstance(matrix, Fp4Matrix):
+        return dequantize_fp4(matrix, part, dtype)
+    return dequantized_rows(matrix, part, dtype)
+
+
 def _expanded_linear(
-    x: torch.Tensor, matrix: PackedIntMatrix, bias: torch.Tensor | None, _config: None, _dtype: torch.dtype
+    x: torch.Tensor, matrix: PackedIntMatrix | Fp4Matrix, bias: torch.Tensor | None, _config: None, _dtype: torch.dtype
 ) -> torch.Tensor:
     num_rows, most = len(matrix.words), max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))
     if num_rows <= most:
-        return functional.linear(x, dequantized_rows(matrix, slice(None), x.dtype), bias)
+        return functional.linear(x, expanded_rows(matrix, slice(None), x.dtype), bias)
     out = x.new_empty(len(x), num_rows)
     for start in range(0, num_rows, most):
         part = slice(start, start + most)
-        torch.mm(x, dequantized_rows(matrix, part, x.dtype).t(), out=out[:, part])
+        torch.mm(x, expanded_rows(matrix, part, x.dtype).t(), out=out[:, part])
     return out if bias is None else out.add_(bias)
 
 

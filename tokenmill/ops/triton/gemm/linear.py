@@ -19,20 +19,31 @@ from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import Dense, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, act_mul
-from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Epilogue
+from tokenmill.ops.triton.gemm.product import PLAIN, Epilogue
 from tokenmill.ops.triton.gemm.select import Choice, choose
 from tokenmill.ops.triton.launch.capabilities import capabilities_of, has_fp8
-from tokenmill.ops.triton.quant.fp4 import BLOCK_BYTES, Fp4Matrix, fp4_from_blocks, has_fitting_scales, interleaved_fp4
+from tokenmill.ops.triton.quant.fp4 import (
+    BLOCK_BYTES,
+    Fp4Matrix,
+    fp4_from_blocks,
+    has_fitting_scales,
+    interleaved_fp4,
+    stacked_fp4,
+)
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, quantize_rows
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow
 from tokenmill.ops.triton.quant.quantized import (
+    Fp8BlockMatrix,
     Fp8Matrix,
     PackedIntMatrix,
+    fp8_blocks_from_blocks,
     fp8_from_blocks,
     interleaved,
+    interleaved_fp8,
     is_of_one_form,
     joined,
     packed_from_blocks,
+    stacked_fp8_blocks,
     to_fp8,
     to_int4,
     to_int8,
@@ -89,19 +100,23 @@ class PackLinear:
             gate_up = torch.cat(gate_up, dim=1)
         elif isinstance(gates, PackedIntMatrix) and isinstance(ups, PackedIntMatrix) and is_of_one_form(gates, ups):
             gate_up = interleaved(gates, ups, gate.shape[0])
-        elif isinstance(gates, Fp4Matrix) and isinstance(ups, Fp4Matrix):
+        elif isinstance(gates, Fp4Matrix) and isinstance(ups, Fp4Matrix) and gates.group == ups.group:
             gate_up = interleaved_fp4(gates, ups, gate.shape[0])
+        elif isinstance(gates, Fp8BlockMatrix) and isinstance(ups, Fp8BlockMatrix):
+            gate_up = interleaved_fp8(gates, ups, gate.shape[0])
         return ExpertsWeight(gate.shape[0] + num_shared, (gate_up, downs), num_shared=num_shared)
 
     def _are_plain(self, raws: Sequence[RawTensor]) -> bool:
         return self._quantization == "none" and all(raw.quant is None for raw in raws)
 
-    def _of_experts(self, raw: RawTensor, dense: Dense) -> torch.Tensor | PackedIntMatrix | Fp4Matrix:
+    def _of_experts(self, raw: RawTensor, dense: Dense) -> torch.Tensor | PackedIntMatrix | Fp4Matrix | Fp8BlockMatrix:
         """Plain [experts, lines, columns], or words with all lines one below the other"""
         like = dense(RawTensor("", (0,), torch.empty(0)))
         form = self._form(raw, like)
         if form is not None and form.is_fp4:
-            return fp4_from_blocks(raw.data.to(like.device).flatten(0, 1))
+            return fp4_from_blocks(raw.data.to(like.device).flatten(0, 1), str(raw.quant))
+        if form is not None and form.is_fp8:
+            return fp8_blocks_from_blocks(raw.data.to(like.device).flatten(0, 1))
         if form is not None:
             return packed_from_blocks(raw.data.to(like.device).flatten(0, 1), str(raw.quant), form, like.dtype)
         matrices = dense(raw).contiguous()  # a transposed one is a view
@@ -116,9 +131,10 @@ class PackLinear:
         if part.quant is None or not self._keeps_blocks or is_exact:
             return None
         form = packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales))
+        if form is not None and form.is_fp4:
+            return form if has_fitting_scales(part.data, part.quant) else None
         if form is not None and part.quant == "MXFP4":
-            fits = has_fitting_scales(part.data) if form.is_fp4 else _has_moderate_scales(part)
-            return form if fits else None
+            return form if _has_moderate_scales(part) else None
         return None if form is not None and form.is_fp8 and not has_fp8(like.device) else form
 
     def _piece(
@@ -127,6 +143,12 @@ class PackLinear:
         if form is None:
             matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
             return LinearWeight(len(matrix), matrix.shape[1], self._packed(matrix, parts[0].name))
+        if form.is_fp4:
+            fp4 = stacked_fp4([fp4_from_blocks(part.data.to(like.device), str(part.quant)) for part in parts])
+            return LinearWeight(len(fp4.words), fp4.num_columns, fp4)
+        if form.is_fp8 and form.group < parts[0].shape[-1]:
+            fp8 = stacked_fp8_blocks([fp8_blocks_from_blocks(part.data.to(like.device)) for part in parts])
+            return LinearWeight(len(fp8.values), fp8.num_columns, fp8)
         if form.is_fp8:
             return _stacked_fp8([fp8_from_blocks(part.data.to(like.device)) for part in parts])
         kept = [packed_from_blocks(part.data.to(like.device), str(part.quant), form, like.dtype) for part in parts]
@@ -164,7 +186,7 @@ def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch
         return x.new_empty(0, weight.rows)
     if isinstance(matrix, tuple):
         return torch.cat([linear(x, piece, mode) for piece in matrix], dim=1)
-    if isinstance(matrix, Fp8Matrix):
+    if isinstance(matrix, Fp8Matrix | Fp8BlockMatrix):
         return fp8_linear(x, matrix, weight.bias, mode)
     form = PLAIN[matrix.dtype] if isinstance(matrix, torch.Tensor) else matrix.form(x.dtype)
     choice = choose(len(x), weight.rows, weight.columns, form, capabilities_of(x.device), mode)
@@ -172,16 +194,18 @@ def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch
     return choice.run(x, matrix, weight.bias, x.dtype)
 
 
-def fp8_linear(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, mode: Mode) -> torch.Tensor:
+def fp8_linear(
+    x: torch.Tensor, matrix: Fp8Matrix | Fp8BlockMatrix, bias: torch.Tensor | None, mode: Mode
+) -> torch.Tensor:
     return fp8_gemm(quantize_rows(x), matrix, bias, x.dtype, mode)
 
 
 def fp8_gemm(
-    rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, mode: Mode
+    rows: Fp8Rows, matrix: Fp8Matrix | Fp8BlockMatrix, bias: torch.Tensor | None, dtype: torch.dtype, mode: Mode
 ) -> torch.Tensor:
     """Rows that are quantised already → [R, rows of the matrix] of `dtype`"""
     gpu = capabilities_of(rows.planes.device)
-    choice = choose(len(rows.planes), *matrix.values.shape, FP8[dtype], gpu, mode)
+    choice = choose(len(rows.planes), *matrix.values.shape, matrix.form(dtype), gpu, mode)
     assert choice is not None
     return choice.run(rows, matrix, bias, dtype)
 

@@ -15,7 +15,7 @@ import torch
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
-Kind = Literal["plain", "fp8", "int", "fp4"]
+Kind = Literal["plain", "fp8", "fp8_blocks", "int", "fp4"]
 Epilogue = Literal["none", "gated", "add"]
 """What the same kernel does with the product: nothing; act(gate) * up of two halves; add it to the residual stream"""
 
@@ -33,7 +33,8 @@ class WeightForm(NamedTuple):
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return {"plain": dtype, "fp8": "fp8", "int": f"int{self.bits}", "fp4": "mxfp4"}[self.kind]
+        names = {"plain": dtype, "fp8": "fp8", "fp8_blocks": "fp8 in blocks", "int": f"int{self.bits}", "fp4": "fp4"}
+        return names[self.kind]
 
 
 INTERLEAVE = 32  # of packed integers, where every kernel takes them; 16 where rows are too short for that
@@ -41,8 +42,9 @@ PLAIN = {
     dtype: WeightForm("plain", dtype, 8 * dtype.itemsize) for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
 FP8 = {dtype: WeightForm("fp8", dtype, 8) for dtype in PLAIN}
+FP8_BLOCKS = {dtype: WeightForm("fp8_blocks", dtype, 8) for dtype in PLAIN}
 FP4 = {dtype: WeightForm("fp4", dtype, 4) for dtype in PLAIN}
-"""MXFP4, of experts"""
+"""MXFP4 and NVFP4"""
 
 
 @cache

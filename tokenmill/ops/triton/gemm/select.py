@@ -165,6 +165,34 @@ FP8_ROWS = (
         "any number of rows, rounded to one fp8 number",
     ),
 )
+FP8_BLOCKS_ROWS = (
+    GemmRow(
+        "fp8_blocks_split",
+        lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.fp8_split_max_rows,
+        "quant.gemm_fp8_blocks:FP8_BLOCKS_SPLIT",
+        "few rows: activations as two fp8 numbers each, sums of 128 columns times their scales",
+    ),
+    GemmRow(
+        "fp8_blocks",
+        lambda p: p.epilogue == "none",
+        "quant.gemm_fp8_blocks:FP8_BLOCKS",
+        "any number of rows, rounded to one fp8 number, sums of 128 columns times their scales",
+    ),
+)
+FP4_ROWS = (
+    GemmRow(
+        "splitk_fp4",
+        lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.int4_splitk_max_rows,
+        "quant.gemm_fp4:SPLITK_FP4",
+        "few rows: 4-bit numbers are expanded in registers, columns are split",
+    ),
+    GemmRow(
+        "expand_cublas",
+        lambda p: p.epilogue == "none",
+        "gemm.cublas:EXPAND_CUBLAS",
+        "many rows: the matrix is expanded in parts, then multiplied by cuBLAS",
+    ),
+)
 INT_ROWS = (
     GemmRow(
         "gemv_int4",
@@ -193,7 +221,13 @@ INT_ROWS = (
         "many rows: the matrix is expanded in parts, then multiplied by cuBLAS",
     ),
 )
-PRODUCTS: dict[str, tuple[GemmRow, ...]] = {"plain": PLAIN_ROWS, "fp8": FP8_ROWS, "int": INT_ROWS}
+PRODUCTS: dict[str, tuple[GemmRow, ...]] = {
+    "plain": PLAIN_ROWS,
+    "fp8": FP8_ROWS,
+    "fp8_blocks": FP8_BLOCKS_ROWS,
+    "fp4": FP4_ROWS,
+    "int": INT_ROWS,
+}
 
 
 def takes_norm_gemv(n: int, k: int, form: WeightForm) -> bool:

@@ -27,13 +27,13 @@ from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import fetch_early, launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.moe.fp4 import gemv_fp4
 from tokenmill.ops.triton.moe.select import ExpertsKind
+from tokenmill.ops.triton.moe.small_floats import stream_experts
 from tokenmill.ops.triton.moe.topk import choice_of, logit_of, next_choice, ordered_logits, route
 from tokenmill.ops.triton.quant.fp4 import Fp4Matrix
 from tokenmill.ops.triton.quant.fp16x2 import SMALLER, as_pair, times_weighed
 from tokenmill.ops.triton.quant.packed_int import has_ptx
-from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
+from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, PackedIntMatrix
 
 ROWS = 2  # of down that a program computes
 
@@ -198,8 +198,8 @@ def moe_gemv_chosen(
     """x [T, H], experts and their weights [T, k] → weighted sum of the chosen experts [T, H]"""
     _, down = packed.packed
     weights, ids = weights.contiguous(), ids.contiguous()
-    if isinstance(down, Fp4Matrix):
-        return gemv_fp4(x, weights, ids, packed, activation)
+    if isinstance(down, Fp4Matrix | Fp8BlockMatrix):
+        return stream_experts(x, weights, ids, packed, activation)
     (num_tokens, hidden), k, inter = x.shape, ids.shape[1], down.shape[2]
     inner, out, wide = _gate_up(x, ids, packed, k, 0, activation), torch.empty_like(x), next_power_of_2(inter)
     _moe_gemv_down_of[(cdiv(hidden, ROWS), num_tokens)](
@@ -263,7 +263,12 @@ def kind_of(packed: ExpertsWeight) -> ExpertsKind:
     return KINDS[kinds.pop()] if len(kinds) == 1 and kinds <= KINDS.keys() else "mixed"
 
 
-KINDS: dict[type, ExpertsKind] = {torch.Tensor: "plain", PackedIntMatrix: "int", Fp4Matrix: "fp4"}
+KINDS: dict[type, ExpertsKind] = {
+    torch.Tensor: "plain",
+    PackedIntMatrix: "int",
+    Fp4Matrix: "fp4",
+    Fp8BlockMatrix: "fp8_blocks",
+}
 
 
 class FewExperts(NamedTuple):
@@ -286,7 +291,7 @@ def add_norm_experts(
 ) -> FewExperts:
     """A few rows x, residual [T, H] through the chosen experts of rms_norm(x + residual)"""
     logits, normed, total = norm_and_multiply(x, residual, norm, eps, router.packed)
-    if routing.is_plain and kind_of(packed) != "fp4":
+    if routing.is_plain and kind_of(packed) in ("plain", "int"):
         renormalize = routing.spec.renormalize
         result = moe_gemv(normed, logits, packed, routing.num_active, activation, renormalize=renormalize)
     else:

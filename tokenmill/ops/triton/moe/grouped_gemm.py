@@ -3,9 +3,9 @@
 A few tokens: each (token, expert) pair streams its expert's matrices. More tokens: pairs are sorted by expert and
 multiplied in tiles (`moe/pairs.py`).
 
-MXFP4 has kernels of its own (`moe/fp4.py`). Packed integers are expanded on their way to the matrix units, as split-K
-does for a matrix that all rows share; where experts have very many pairs, the matrices of some experts at a time are
-expanded before (`moe/select.py`).
+Floats of 4 and 8 bits have kernels of their own (`moe/small_floats.py`). Packed integers are expanded on their way to
+the matrix units, as split-K does for a matrix that all rows share; where experts have very many pairs, the matrices of
+some experts at a time are expanded before (`moe/select.py`).
 `deterministic_experts` computes with one tile and adds a token's experts in one order whatever the batch.
 """
 
@@ -19,16 +19,17 @@ import triton.language as tl
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
 from tokenmill.ops.triton.elementwise.activation import act_mul
+from tokenmill.ops.triton.gemm.cublas import expanded_rows
 from tokenmill.ops.triton.gemm.splitk import packed_tile_sums
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, precision_of
-from tokenmill.ops.triton.moe.fp4 import grouped_fp4
 from tokenmill.ops.triton.moe.gemv import kind_of, moe_gemv_chosen
 from tokenmill.ops.triton.moe.pairs import SortedPairs, expert_of_tile, sort_pairs
 from tokenmill.ops.triton.moe.select import num_expanded, streams_experts
-from tokenmill.ops.triton.quant.fp4 import Fp4Matrix, dequantize_fp4
+from tokenmill.ops.triton.moe.small_floats import grouped_fp4, grouped_fp8
+from tokenmill.ops.triton.quant.fp4 import Fp4Matrix
 from tokenmill.ops.triton.quant.packed_int import has_ptx
-from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, dequantized_rows
+from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, PackedIntMatrix
 
 
 class GroupedConfig(NamedTuple):
@@ -162,7 +163,9 @@ def sorted_experts(
     """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
     pairs = sort_pairs(weights, ids, packed.num_experts)
-    if isinstance(gate_up, Fp4Matrix) and not _num_expanded(x, gate_up, pairs):
+    if isinstance(gate_up, Fp8BlockMatrix):
+        inner = grouped_fp8(x, gate_up, pairs, is_gathered=True, bias=packed.gate_up_bias, activation=activation)
+    elif isinstance(gate_up, Fp4Matrix) and not _num_expanded(x, gate_up, pairs):
         inner = grouped_fp4(x, gate_up, pairs, is_gathered=True, bias=packed.gate_up_bias, activation=activation)
     else:
         inner = act_mul(_multiply(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
@@ -170,7 +173,7 @@ def sorted_experts(
 
 
 Packed = PackedIntMatrix | Fp4Matrix
-Matrices = torch.Tensor | Packed | tuple[torch.Tensor | Packed, ...]
+Matrices = torch.Tensor | Packed | Fp8BlockMatrix | tuple[torch.Tensor | Packed | Fp8BlockMatrix, ...]
 """Of all experts: plain [experts, num_out, num_in], words with their rows one below the other, or, where gates and ups
 are not of one form, both apart"""
 
@@ -191,6 +194,8 @@ def _multiply(
         parts = zip(matrices, biases, strict=True)
         return torch.cat([_multiply(x, one, pairs, tile, own, is_gathered=is_gathered) for one, own in parts], dim=1)
     bias = None if bias is None else bias.contiguous()
+    if isinstance(matrices, Fp8BlockMatrix):
+        return grouped_fp8(x, matrices, pairs, is_gathered=is_gathered, bias=bias)
     if not isinstance(matrices, torch.Tensor):
         if count := _num_expanded(x, matrices, pairs):
             return _multiply_expanded(x, matrices, pairs, tile, bias, count, is_gathered=is_gathered)
@@ -222,16 +227,10 @@ def _multiply_expanded(
     out = x.new_empty(len(pairs.order), num_out)
     for first in range(0, pairs.num_experts, count):
         matrix_rows = slice(first * num_out, (first + count) * num_out)
-        some = _expanded(matrix, matrix_rows, x.dtype).view(-1, num_out, matrix.num_columns)
+        some = expanded_rows(matrix, matrix_rows, x.dtype).view(-1, num_out, matrix.num_columns)
         own = None if bias is None else bias[first:]
         _launch(x, some, out, pairs._replace(offsets=pairs.offsets[first:]), tile, own, is_gathered=is_gathered)
     return out
-
-
-def _expanded(matrix: Packed, matrix_rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(matrix, Fp4Matrix):
-        return dequantize_fp4(matrix, matrix_rows, dtype)
-    return dequantized_rows(matrix, matrix_rows, dtype)
 
 
 def _launch(

@@ -1,4 +1,4 @@
-"""Sorted pairs times their experts' MXFP4 matrices, on Hopper (`quant/fp4.py`, `moe/pairs.py`).
+"""Sorted pairs times their experts' MXFP4 or NVFP4 matrices, on Hopper (`quant/fp4.py`, `moe/pairs.py`).
 
 A program owns a tile of an expert's matrix rows, which is the left factor, and a tile of its pairs:
 
@@ -22,15 +22,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tokenmill.arch.packed_formats import NV_GROUP
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.triton.gemm.hopper import activate, barrier, copy_to_shared, new_barriers
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 from tokenmill.ops.triton.moe.pairs import SortedPairs, gather_tokens
-from tokenmill.ops.triton.quant.fp4 import PTX_FP4_TYPES, Fp4Matrix, ptx_fp4
+from tokenmill.ops.triton.quant.fp4 import NV_EXPONENT, PTX_FP4_TYPES, PTX_NVFP4_TYPES, Fp4Matrix, ptx_fp4
 
 CHUNK = gl.constexpr(64)  # columns
 WORDS = gl.constexpr(16)  # of a chunk
 PTX, PTX_TYPES = gl.constexpr(ptx_fp4()), gl.constexpr(PTX_FP4_TYPES.value)
+NV_PTX, NV_TYPES = gl.constexpr(ptx_fp4(NV_GROUP)), gl.constexpr(PTX_NVFP4_TYPES.value)
+EXPONENT, GROUPS_OF_16 = gl.constexpr(NV_EXPONENT.value), gl.constexpr(NV_GROUP)
 TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -69,12 +72,20 @@ def _expert_of_tile(offsets, num_experts, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _weights(words, scales, TILE_N: gl.constexpr):
+def _weights(words, scales, TILE_N: gl.constexpr, GROUP: gl.constexpr):
     """A chunk's weights from its words [TILE_N, WORDS] and scales [TILE_N]: [TILE_N, CHUNK]"""
-    a, b, c, d = gl.inline_asm_elementwise(
-        PTX, PTX_TYPES, [words, gl.expand_dims(scales, 1)],
-        (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+    if GROUP == GROUPS_OF_16:  # as `scale_pairs` of `quant/fp4.py`
+        pairs = (((scales & 0xFF) << 4) | ((scales & 0xFF00) << 12)) + EXPONENT
+        more = (((scales >> 12) & 0xFF0) | ((scales >> 4) & 0x0FF00000)) + EXPONENT
+        a, b, c, d = gl.inline_asm_elementwise(
+            NV_PTX, NV_TYPES, [words, gl.expand_dims(pairs, 1), gl.expand_dims(more, 1)],
+            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            PTX, PTX_TYPES, [words, gl.expand_dims(scales, 1)],
+            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     low = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (TILE_N, CHUNK // 2))
     high = gl.reshape(gl.permute(gl.join(c, d), (0, 2, 1)), (TILE_N, CHUNK // 2))
     return gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (TILE_N, CHUNK))
@@ -110,9 +121,9 @@ def _gated(gate, up, KIND: gl.constexpr):
 
 @kernel_unspecialized("num_experts", jit=gluon.jit)
 def _hopper_grouped_fp4(
-    x, words, scales, bias, out, order, offsets, weights, num_out, num_in, num_experts, scale_stride,
+    x, words, scales, factors, bias, out, order, offsets, weights, num_out, num_in, num_experts, scale_stride,
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    KIND: gl.constexpr, IS_SHARED_OUT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    KIND: gl.constexpr, IS_SHARED_OUT: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
 ) -> None:  # fmt: skip
     """num_out: of the result, so half an expert's matrix rows where there are gates (KIND). IS_SHARED_OUT: results are
     multiplied by their weights, and stand at their pairs' indices, not in the order of the experts."""
@@ -142,7 +153,7 @@ def _hopper_grouped_fp4(
             then, found_then = _load_chunks(matrix, scales + rows, first + AHEAD, num_chunks, scale_stride, AHEAD)
             for i in gl.static_range(AHEAD):
                 number = first + i
-                left = gl.convert_layout(_weights(here[i], found[i], TILE_N), LEFT, assert_trivial=True)
+                left = gl.convert_layout(_weights(here[i], found[i], TILE_N, GROUP), LEFT, assert_trivial=True)
                 mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
                 sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
                 sums = warpgroup_mma_wait(1, deps=[sums])
@@ -151,12 +162,14 @@ def _hopper_grouped_fp4(
             here, found = then, found_then
         sums = warpgroup_mma_wait(0, deps=[sums])
 
+        own = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
+        if IS_GATED:
+            indices = expert * 2 * num_out + (first_row + own % OWN) % num_out + own // OWN * num_out
+        else:
+            indices = expert * num_out + (first_row + own) % num_out
+        if GROUP == GROUPS_OF_16:
+            sums *= gl.expand_dims(gl.load(factors + indices), 1)
         if HAS_BIAS:
-            own = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
-            if IS_GATED:
-                indices = expert * 2 * num_out + (first_row + own % OWN) % num_out + own // OWN * num_out
-            else:
-                indices = expert * num_out + (first_row + own) % num_out
             sums += gl.expand_dims(gl.load(bias + indices).to(gl.float32), 1)
         if IS_GATED:
             gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OWN, ROWS)), (1, 2, 0)))
@@ -193,9 +206,9 @@ def hopper_grouped_fp4(
     own = config.tile_n // 2 if activation else config.tile_n
     _hopper_grouped_fp4[(num_pairs // config.rows + num_experts, cdiv(num_out, own))](
         TensorDescriptor.from_tensor(tokens, [config.rows, 64], TILES), matrix.words, matrix.scales,
-        x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.weights, num_out, matrix.num_columns,
-        num_experts, matrix.scales.stride(0), config.rows, config.tile_n, config.ring, config.warps, config.ahead,
-        activation or "", not is_gathered, bias is not None,
+        matrix.factors, x if bias is None else bias, out, pairs.order, pairs.offsets, pairs.weights, num_out,
+        matrix.num_columns, num_experts, matrix.scales.stride(0), config.rows, config.tile_n, config.ring, config.warps,
+        config.ahead, activation or "", not is_gathered, bias is not None, matrix.group,
         num_warps=config.warps,
     )  # fmt: skip
     return out

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 from tokenmill.arch.packed_formats import EXPANDED_BYTES
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
-ExpertsKind = Literal["plain", "int", "fp4", "mixed"]
-"""All matrices plain, all packed integers, all MXFP4, or some of either"""
+ExpertsKind = Literal["plain", "int", "fp4", "fp8_blocks", "mixed"]
+"""All matrices plain, all packed integers, all MXFP4 or NVFP4, all fp8 with scales of columns, or some of either"""
 
 
 class ExpertsProduct(NamedTuple):
@@ -39,13 +39,13 @@ class ExpertsRow(NamedTuple):
 
 def streams_experts(num_tokens: int, kind: ExpertsKind, gpu: Capabilities, *, is_fused: bool) -> bool:
     """Return whether each pair streams its expert's matrices; packed ones only if norm and router are fused too."""
-    has_kernel = kind in ("plain", "fp4") or (is_fused and kind == "int")
+    has_kernel = kind in ("plain", "fp4", "fp8_blocks") or (is_fused and kind == "int")
     return 0 < num_tokens <= gpu.tuning.moe_gemv_max_tokens and has_kernel
 
 
 def num_expanded(num_pairs: int, num_experts: int, expert_bytes: int, gpu: Capabilities, *, is_fp4: bool) -> int:
     """How many experts' packed matrices are expanded at a time, an even number; 0: they are multiplied as they are, as
-    MXFP4 always is where Hopper's own kernel does it"""
+    4-bit floats always are where Hopper's own kernel does it"""
     if num_pairs <= gpu.tuning.moe_expand_min_pairs * num_experts or (is_fp4 and gpu.has_gluon):
         return 0
     return min(num_experts, EXPANDED_BYTES // expert_bytes) // 2 * 2
@@ -55,7 +55,7 @@ def _is_expanded(product: ExpertsProduct) -> bool:
     num_pairs = product.num_tokens * product.num_active
     gpu, is_fp4 = product.capabilities, product.kind == "fp4"
     count = num_expanded(num_pairs, product.num_experts, product.expert_bytes, gpu, is_fp4=is_fp4)
-    return product.kind != "plain" and count > 0
+    return product.kind not in ("plain", "fp8_blocks") and count > 0
 
 
 EXPERTS: tuple[ExpertsRow, ...] = (
@@ -73,6 +73,11 @@ EXPERTS: tuple[ExpertsRow, ...] = (
         "grouped_gemm_fp4",
         lambda p: p.kind == "fp4",
         "pairs sorted by expert, 4-bit numbers expanded in registers, gates applied before anything is written",
+    ),
+    ExpertsRow(
+        "grouped_gemm_fp8",
+        lambda p: p.kind == "fp8_blocks",
+        "pairs sorted by expert, rounded to fp8, sums of 128 columns times their scales, gates applied at once",
     ),
     ExpertsRow(
         "grouped_gemm_int",

@@ -1,4 +1,5 @@
-"""Matrices of MXFP4 as a file has them: numbers of 4 bits and, for each 32 columns of a row, a power of two.
+"""Matrices of MXFP4 and NVFP4 as a file has them: numbers of 4 bits and, for each 32 columns of a row, a power of two,
+or, for each 16 columns, a scale of 8 bits.
 
 A number is a sign, two bits of exponent and one of mantissa (0, 0.5, 1, 1.5, 2, 3, 4, 6). A row is cut into chunks of
 64 columns. Word w of a chunk, 16 bits, has one column of each quarter: w, w + 16, w + 32 and w + 48, so that the i-th
@@ -15,31 +16,46 @@ the bits that are left:
 The two scales of a chunk are one number of 32 bits; those of neighbouring rows are neighbours:
 
     scales [chunks, rows]:   [ second | first ], 2 ** 126 * scale in bfloat16 each
+
+NVFP4 has a scale for each quarter of a chunk, which is one of a word's four numbers. Its scales (e4m3, none negative)
+are kept in a byte each, with five bits of exponent, so that none is subnormal, and three of mantissa: shifted to
+bfloat16's place, a constant added to the exponent makes each 2 ** 118 times as large. A weight is a number of bfloat16
+then too, 2 ** 8 times too small, which a factor for each row makes up for, with the file's scale of the whole matrix:
+
+    scales [chunks, rows]:   [ fourth | third | second | first ], a byte each        row_factors [rows]
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill.arch.packed_formats import MX_CHUNK, MX_GROUP
+from tokenmill.arch.block_formats import BLOCK_TYPES
+from tokenmill.arch.packed_formats import MX_CHUNK, MX_GROUP, NV_GROUP
+from tokenmill.ops.triton.gemm.product import FP4, WeightForm
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.quant.packed_int import has_ptx
+from tokenmill.ops.triton.quant.quantized import mixed
 
 LANES = tl.constexpr(16)  # words of a chunk
 MAX_EXPONENT = 128  # of a file's scale: times 2 ** 126 it is a number of bfloat16
 RAISED = 126  # what is added to a file's exponent to make it that of such a number
 BLOCK_BYTES = 17  # of a file's block: an exponent, then 16 bytes whose low nibbles are the first half of the group
 ROWS_AT_ONCE = 8192
+NV_RAISED = 118  # NVFP4's scales are so many powers of two larger in kernels
+NV_EXPONENT = tl.constexpr((NV_RAISED + 127 - 10) * 0x00800080)  # what is added to two of them, 2 ** (exponent - 10)
+GROUPS_OF_16 = tl.constexpr(NV_GROUP)
 
 
 @dataclass(frozen=True)
 class Fp4Matrix:
     words: torch.Tensor  # int16 [rows, columns / 4]
     scales: torch.Tensor  # int32 [columns / 64, rows]
+    row_factors: torch.Tensor | None = None  # float32 [rows]: NVFP4
 
     @property
     def num_columns(self) -> int:
@@ -49,9 +65,27 @@ class Fp4Matrix:
     def num_chunks(self) -> int:
         return len(self.scales)
 
+    @property
+    def group(self) -> int:
+        """Columns that share a scale"""
+        return MX_GROUP if self.row_factors is None else NV_GROUP
 
-def fp4_from_blocks(blocks: torch.Tensor) -> Fp4Matrix:
+    @property
+    def factors(self) -> torch.Tensor:
+        """Row factors, or anything for kernels that do not look at them"""
+        return self.scales if self.row_factors is None else self.row_factors
+
+    def form(self, dtype: torch.dtype) -> WeightForm:
+        """Form of this matrix in products with activations of `dtype`."""
+        return FP4[dtype]
+
+
+def fp4_from_blocks(blocks: torch.Tensor, quant: str = "MXFP4") -> Fp4Matrix:
     """uint8 [rows, bytes] of a file's blocks"""
+    return _from_mxfp4(blocks) if quant == "MXFP4" else _from_nvfp4(blocks, quant)
+
+
+def _from_mxfp4(blocks: torch.Tensor) -> Fp4Matrix:
     num_rows, num_columns = blocks.shape[0], blocks.shape[1] // BLOCK_BYTES * MX_GROUP
     words = torch.empty(num_rows, num_columns // 4, dtype=torch.int16, device=blocks.device)
     scales = torch.empty(num_columns // MX_CHUNK, num_rows, dtype=torch.int32, device=blocks.device)
@@ -60,53 +94,105 @@ def fp4_from_blocks(blocks: torch.Tensor) -> Fp4Matrix:
         groups = blocks[part].reshape(-1, num_columns // MX_GROUP, BLOCK_BYTES)
         raised = (groups[..., 0].int() + RAISED).view(-1, num_columns // MX_CHUNK, 2) << 7
         scales[:, part] = (raised[..., 0] | (raised[..., 1] << 16)).t()
-        packed = groups[..., 1:]
-        codes = torch.cat((packed & 15, packed >> 4), dim=2).to(torch.int16).view(len(groups), -1, 4, MX_CHUNK // 4)
-        (a, b, c, d), (a_sign, b_sign, c_sign, d_sign) = (codes & 7).unbind(2), (codes >> 3).unbind(2)
-        signs = (a_sign << 15) | (b_sign << 12) | (c_sign << 9) | (d_sign << 14)
-        words[part] = (signs | (a << 6) | (b << 3) | c | ((d >> 2) << 13) | ((d & 3) << 10)).flatten(1)
+        words[part] = _words_of(groups[..., 1:])
     return Fp4Matrix(words, scales)
 
 
-def has_fitting_scales(blocks: torch.Tensor) -> bool:
+def _from_nvfp4(blocks: torch.Tensor, quant: str) -> Fp4Matrix:
+    """NV4: scales times a scale of the whole matrix; NV4D: divided by it. Blocks of 32 columns have two scales."""
+    block_bytes = BLOCK_TYPES[quant].block_bytes
+    num_rows, num_columns = blocks.shape[0], blocks.shape[1] // block_bytes * MX_GROUP
+    words = torch.empty(num_rows, num_columns // 4, dtype=torch.int16, device=blocks.device)
+    scales = torch.empty(num_columns // MX_CHUNK, num_rows, dtype=torch.int32, device=blocks.device)
+    table = _normal_scales().to(blocks.device)
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        groups = blocks[part].reshape(-1, num_columns // MX_GROUP, block_bytes)
+        found = table[groups[..., 4:6].long() & 127]
+        scales[:, part] = found.reshape(len(groups), -1, 4).contiguous().view(torch.int32).squeeze(2).t()
+        # A scale of 0 has no normal number: its weights are made 0 instead.
+        is_zero = (groups[..., 4:6] & 127 == 0).repeat_interleave(NV_GROUP, dim=2)
+        words[part] = _words_of(groups[..., 6:], is_zero)
+    whole = blocks.view(num_rows, -1, block_bytes)[:, 0, :4].contiguous().view(torch.float32).squeeze(1)
+    lowered = 2.0 ** (RAISED - NV_RAISED)
+    return Fp4Matrix(words, scales, lowered / whole if quant == "NV4D" else lowered * whole)
+
+
+def _normal_scales() -> torch.Tensor:
+    """The 128 numbers of e4m3 that are not negative with five bits of exponent: uint8, 2 ** (exponent - 10) * 1.mmm"""
+    numbers = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    mantissas, exponents = torch.frexp(numbers)  # of 0.5 to 1
+    made = ((exponents + 9) << 3) | (mantissas * 16 - 8).int()
+    return torch.where(numbers > 0, made, torch.zeros_like(made)).to(torch.uint8)
+
+
+def _words_of(packed: torch.Tensor, is_zero: torch.Tensor | None = None) -> torch.Tensor:
+    """Nibbles of blocks of 32 columns, uint8 [rows, blocks, 16] → int16 [rows, words]"""
+    codes = torch.cat((packed & 15, packed >> 4), dim=2).to(torch.int16)
+    codes = codes if is_zero is None else codes.masked_fill_(is_zero, 0)
+    codes = codes.view(len(packed), -1, 4, MX_CHUNK // 4)
+    (a, b, c, d), (a_sign, b_sign, c_sign, d_sign) = (codes & 7).unbind(2), (codes >> 3).unbind(2)
+    signs = (a_sign << 15) | (b_sign << 12) | (c_sign << 9) | (d_sign << 14)
+    return (signs | (a << 6) | (b << 3) | c | ((d >> 2) << 13) | ((d & 3) << 10)).flatten(1)
+
+
+def has_fitting_scales(blocks: torch.Tensor, quant: str = "MXFP4") -> bool:
     """Return whether the kernels can multiply by all scales of a file's blocks, uint8 [..., bytes]."""
-    return bool((blocks.view(*blocks.shape[:-1], -1, BLOCK_BYTES)[..., 0] <= MAX_EXPONENT).all())
+    each = blocks.view(*blocks.shape[:-1], -1, BLOCK_TYPES[quant].block_bytes)
+    if quant == "MXFP4":
+        return bool((each[..., 0] <= MAX_EXPONENT).all())
+    return not bool((each[..., 4:6] & 128).any())
 
 
 def interleaved_fp4(first: Fp4Matrix, second: Fp4Matrix, num_parts: int) -> Fp4Matrix:
     """Both in as many parts of rows, one of the first before one of the second: gates and ups of experts"""
-    words = torch.cat([one.words.unflatten(0, (num_parts, -1)) for one in (first, second)], dim=1).flatten(0, 1)
-    scales = torch.cat([one.scales.unflatten(1, (num_parts, -1)) for one in (first, second)], dim=2).flatten(1)
-    return replace(first, words=words, scales=scales)
+    words, scales = mixed(first.words, second.words, num_parts), mixed(first.scales, second.scales, num_parts, dim=1)
+    if first.row_factors is None or second.row_factors is None:
+        return Fp4Matrix(words, scales)
+    return Fp4Matrix(words, scales, mixed(first.row_factors, second.row_factors, num_parts))
 
 
-def ptx_fp4() -> str:
-    """PTX: the four numbers of two neighbouring words ($4), times their scales ($5), in pairs"""
-    return """{
-.reg .b32 t, u, v, first, second, zero;
+def stacked_fp4(matrices: Sequence[Fp4Matrix]) -> Fp4Matrix:
+    """Matrices of one kind, one below the other"""
+    factors = [one.row_factors for one in matrices if one.row_factors is not None]
+    words, scales = [one.words for one in matrices], [one.scales for one in matrices]
+    return Fp4Matrix(torch.cat(words), torch.cat(scales, dim=1), torch.cat(factors) if factors else None)
+
+
+def ptx_fp4(group: int = MX_GROUP) -> str:
+    """PTX: the four numbers of two neighbouring words ($4), times their scales, in pairs. Of scales there are two in
+    $5, or, where 16 columns share one, two in $5 and two in $7."""
+    scales = {MX_GROUP: ("first", "first", "second", "second"), NV_GROUP: ("first", "second", "third", "fourth")}
+    third = "prmt.b32 third, $7, $7, 0x1010;\nprmt.b32 fourth, $7, $7, 0x3232;\n" if group == NV_GROUP else ""
+    more = ", third, fourth" if group == NV_GROUP else ""
+    a, b, c, d = scales[group]
+    return f"""{{
+.reg .b32 t, u, v, first, second{more}, zero;
 mov.b32 zero, 0x80008000;
 prmt.b32 first, $5, $5, 0x1010;
 prmt.b32 second, $5, $5, 0x3232;
-and.b32 t, $4, 0x81C081C0;
-fma.rn.bf16x2 $0, t, first, zero;
+{third}and.b32 t, $4, 0x81C081C0;
+fma.rn.bf16x2 $0, t, {a}, zero;
 shl.b32 t, $4, 3;
 and.b32 t, t, 0x81C081C0;
-fma.rn.bf16x2 $1, t, first, zero;
+fma.rn.bf16x2 $1, t, {b}, zero;
 shl.b32 t, $4, 6;
 and.b32 t, t, 0x81C081C0;
-fma.rn.bf16x2 $2, t, second, zero;
+fma.rn.bf16x2 $2, t, {c}, zero;
 shr.u32 t, $4, 5;
 and.b32 t, t, 0x01000100;
 shr.u32 u, $4, 4;
 lop3.b32 t, u, 0x00C000C0, t, 0xEA;
 shl.b32 v, $4, 1;
 lop3.b32 t, v, 0x80008000, t, 0xEA;
-fma.rn.bf16x2 $3, t, second, zero;
-}"""
+fma.rn.bf16x2 $3, t, {d}, zero;
+}}"""
 
 
 PTX_FP4 = tl.constexpr(ptx_fp4())
-PTX_FP4_TYPES = tl.constexpr("=r,=r,=r,=r,r,r,r")  # the scale of either word, which is the same
+PTX_FP4_TYPES = tl.constexpr("=r,=r,=r,=r,r,r,r")  # the scales of either word, which are the same
+PTX_NVFP4 = tl.constexpr(ptx_fp4(NV_GROUP))
+PTX_NVFP4_TYPES = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
 
 
 @triton.jit
@@ -117,47 +203,90 @@ def _times_scale(code, sign, scale):
 
 
 @triton.jit
-def expand_fp4(words, scales, HAS_PTX: tl.constexpr):
+def _low_of(pairs):
+    """The first of two numbers of bfloat16"""
+    return pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _high_of(pairs):
+    return (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def scale_pairs(scales):
+    """NVFP4's four scales as two pairs of bfloat16"""
+    first = (((scales & 0xFF) << 4) | ((scales & 0xFF00) << 12)) + NV_EXPONENT
+    second = (((scales >> 12) & 0xFF0) | ((scales >> 4) & 0x0FF00000)) + NV_EXPONENT
+    return first, second
+
+
+@triton.jit
+def expand_fp4(words, scales, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
     """Weights in bfloat16: four tensors of the words' shape, with their first, second ... numbers. `scales` as they
-    were loaded, of a shape that broadcasts to the words'"""
-    if HAS_PTX:
+    were loaded, of a shape that broadcasts to the words'. GROUP columns share one; where these are 16, weights are
+    still to be multiplied by their row's factor."""
+    if GROUP == GROUPS_OF_16:
+        pairs, more = scale_pairs(scales)
+    else:
+        pairs, more = scales, scales
+    if HAS_PTX and GROUP == GROUPS_OF_16:
         a, b, c, d = tl.inline_asm_elementwise(
-            PTX_FP4, PTX_FP4_TYPES, [words, scales], is_pure=True, pack=2,
+            PTX_NVFP4, PTX_NVFP4_TYPES, [words, pairs, more], is_pure=True, pack=2,
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        )  # fmt: skip
+    elif HAS_PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            PTX_FP4, PTX_FP4_TYPES, [words, pairs], is_pure=True, pack=2,
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         )  # fmt: skip
     else:
-        first = scales.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        second = (scales >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         bits = words.to(tl.int32)
-        a = _times_scale((bits >> 6) & 7, (bits >> 15) & 1, first)
-        b = _times_scale((bits >> 3) & 7, (bits >> 12) & 1, first)
-        c = _times_scale(bits & 7, (bits >> 9) & 1, second)
-        d = _times_scale((((bits >> 13) & 1) << 2) | ((bits >> 10) & 3), (bits >> 14) & 1, second)
+        second = _high_of(pairs) if GROUP == GROUPS_OF_16 else _low_of(pairs)
+        third = _low_of(more) if GROUP == GROUPS_OF_16 else _high_of(more)
+        a = _times_scale((bits >> 6) & 7, (bits >> 15) & 1, _low_of(pairs))
+        b = _times_scale((bits >> 3) & 7, (bits >> 12) & 1, second)
+        c = _times_scale(bits & 7, (bits >> 9) & 1, third)
+        d = _times_scale((((bits >> 13) & 1) << 2) | ((bits >> 10) & 3), (bits >> 14) & 1, _high_of(more))
     return a, b, c, d
+
+
+@triton.jit
+def add_chunk(sums, words, scales, rights, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
+    """sums [rows, inputs] plus a chunk of weights times its inputs, four tensors [LANES, inputs]"""
+    values = expand_fp4(words, scales[:, None], GROUP, HAS_PTX)
+    for i in tl.static_range(4):
+        sums = tl.dot(values[i].to(rights[i].dtype), rights[i], sums)
+    return sums
 
 
 @kernel
 def _dequantize_fp4(
-    words, scales, out, num_out, num_in, scale_stride, ROWS: tl.constexpr, HAS_PTX: tl.constexpr
-) -> None:
+    words, scales, factors, out, num_out, num_in, scale_stride,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
+) -> None:  # fmt: skip
     """A chunk of ROWS rows a program"""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chunk, lanes = tl.program_id(1), tl.arange(0, LANES)
     is_row, begins = (rows < num_out)[:, None], rows.to(tl.int64)[:, None] * num_in
     found = tl.load(words + begins // 4 + chunk * LANES + lanes[None, :], mask=is_row, other=0)
     own = tl.load(scales + chunk * scale_stride + rows, mask=rows < num_out, other=0)
-    values = expand_fp4(found, own[:, None], HAS_PTX)
+    values = expand_fp4(found, own[:, None], GROUP, HAS_PTX)
     for i in tl.static_range(4):
         target = out + begins + (chunk * 4 + i) * LANES + lanes[None, :]
-        tl.store(target, values[i].to(out.dtype.element_ty), mask=is_row)
+        value = values[i]
+        if GROUP == GROUPS_OF_16:
+            value = value.to(tl.float32) * tl.load(factors + rows, mask=rows < num_out, other=0.0)[:, None]
+        tl.store(target, value.to(out.dtype.element_ty), mask=is_row)
 
 
 def dequantize_fp4(matrix: Fp4Matrix, part: slice, dtype: torch.dtype) -> torch.Tensor:
     """Some rows of a matrix, [rows, columns] of `dtype`"""
     words, scales = matrix.words[part], matrix.scales[:, part]
+    factors = words if matrix.row_factors is None else matrix.row_factors[part]
     num_out, num_in = len(words), matrix.num_columns
     out = torch.empty(num_out, num_in, dtype=dtype, device=words.device)
     _dequantize_fp4[(cdiv(num_out, 32), matrix.num_chunks)](
-        words, scales, out, num_out, num_in, scales.stride(0), 32, has_ptx(), num_warps=4
+        words, scales, factors, out, num_out, num_in, scales.stride(0), 32, matrix.group, has_ptx(), num_warps=4
     )
     return out

@@ -26,16 +26,16 @@ from tokenmill.ops.interface import (
 )
 from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, activate
 from tokenmill.ops.triton.gemm.linear import fp8_gemm, fp8_linear, gemv_int4_linear
-from tokenmill.ops.triton.gemm.product import FP8
 from tokenmill.ops.triton.gemm.select import choose
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, empty_planes, quantize_rows, store_fp8_rows
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow, empty_fp16_pairs, store_fp16_pairs
-from tokenmill.ops.triton.quant.quantized import Fp8Matrix, PackedIntMatrix, has_gemv_int4
+from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, Fp8Matrix, PackedIntMatrix, has_gemv_int4
 
 FP16_PAIRS = 0  # in the place of a number of fp8 planes
+FP8_MATRICES = (Fp8Matrix, Fp8BlockMatrix)
 RowKind = Literal["fp8", "fp16_pairs"]
 QuantizedRows = Fp8Rows | Fp16PairRow
 
@@ -91,7 +91,7 @@ def quantized_rows_for(layers: Sequence[LayerWeights], batch: BatchClass) -> Row
     of its rows is composed of small ops."""
     if batch.gathers or batch.min_rows == 0:
         return None
-    if _all_are(layers, lambda weight: isinstance(weight.packed, Fp8Matrix)):
+    if _all_are(layers, lambda weight: isinstance(weight.packed, FP8_MATRICES)):
         return "fp8"
     if batch.max_rows == 1 and _all_are(layers, _takes_fp16_pairs):
         return "fp16_pairs"
@@ -145,7 +145,7 @@ class QuantizedRegions:
         scale: float = 1.0,
     ) -> PlainStream:
         weight = projection.weight
-        if isinstance(weight.packed, Fp8Matrix):
+        if isinstance(weight.packed, FP8_MATRICES):
             delta = fp8_linear(x, weight.packed, weight.bias, self._mode)
         else:  # values weighted by attention are of moderate size: float16 holds them as they are
             delta = gemv_int4_linear(x, weight.packed, weight.bias, x.dtype)
@@ -180,7 +180,7 @@ def gated_rows(
     """act(gate) * up of the rows' product with gates above ups, quantised like the rows"""
     if isinstance(rows, Fp8Rows):
         gpu = capabilities_of(rows.planes.device)
-        choice = choose(len(rows.planes), weight.rows, weight.columns, FP8[dtype], gpu, mode, "gated")
+        choice = choose(len(rows.planes), weight.rows, weight.columns, weight.packed.form(dtype), gpu, mode, "gated")
         if choice is not None:
             return quantize_rows(choice.run(rows, weight.packed, weight.bias, dtype, activation))
     gate_up = _product(rows, weight, dtype, mode)

@@ -67,14 +67,16 @@ def num_planes_for(num_rows: int, device: torch.device) -> int:
     return 2 if num_rows <= capabilities_of(device).tuning.fp8_split_max_rows else 1
 
 
-def empty_planes(num_rows: int, size: int, device: torch.device) -> Fp8Rows:
-    planes = torch.empty(num_rows, num_planes_for(num_rows, device), size, dtype=FP8, device=device)
+def empty_planes(num_rows: int, size: int, device: torch.device, num_planes: int | None = None) -> Fp8Rows:
+    num_planes = num_planes_for(num_rows, device) if num_planes is None else num_planes
+    planes = torch.empty(num_rows, num_planes, size, dtype=FP8, device=device)
     return Fp8Rows(planes, torch.empty(num_rows, 1, dtype=torch.float32, device=device))
 
 
-def quantize_rows(x: torch.Tensor) -> Fp8Rows:
+def quantize_rows(x: torch.Tensor, num_planes: int | None = None) -> Fp8Rows:
+    """In as many planes as products of so many rows take, unless it is said"""
     num_rows, size = x.shape
-    rounded = empty_planes(num_rows, size, x.device)
+    rounded = empty_planes(num_rows, size, x.device, num_planes)
     _quantize_rows[(num_rows,)](
         x.contiguous(), *rounded, size, rounded.planes.shape[1], next_power_of_2(size),
         num_warps=8, **launch_options(),

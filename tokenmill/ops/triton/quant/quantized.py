@@ -8,7 +8,8 @@ int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter 
 int8    values of -127 to 127 in groups of 32 columns, which is Q8_0; half the bytes
 
 A checkpoint's own quantised blocks become packed integers without being rounded again (`packed_from_blocks`), and its
-fp8 numbers stay what they are (`fp8_from_blocks`); `arch/packed_formats.py` says which formats are kept.
+fp8 numbers stay what they are (`fp8_from_blocks`, `fp8_blocks_from_blocks`); `arch/packed_formats.py` says which
+formats are kept.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenmill.arch.block_formats import BLOCK_TYPES
-from tokenmill.arch.packed_formats import INT4_GROUP, INT8_GROUP, PackedIntFormat
+from tokenmill.arch.block_formats import BLOCK, BLOCK_TYPES
+from tokenmill.arch.packed_formats import FP8_GROUP, INT4_GROUP, INT8_GROUP, PackedIntFormat
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.triton.gemm.product import FP8 as FP8_FORMS
-from tokenmill.ops.triton.gemm.product import INTERLEAVE, WeightForm, int_form
+from tokenmill.ops.triton.gemm.product import FP8_BLOCKS, INTERLEAVE, WeightForm, int_form
 from tokenmill.ops.triton.quant.packed_int import dequantize_packed, pack_ints, paired, unpack_ints, unpaired
 
 FP8 = torch.float8_e4m3fn
@@ -39,6 +40,23 @@ class Fp8Matrix:
     def form(self, dtype: torch.dtype) -> WeightForm:
         """Form of this matrix in products with activations of `dtype`."""
         return FP8_FORMS[dtype]
+
+
+@dataclass(frozen=True)
+class Fp8BlockMatrix:
+    """A matrix, or those of all experts, one below the other. What a file has one scale for, 128 x 128 numbers, has one
+    in each row here: 3 % more bytes, and any rows can be stacked."""
+
+    values: torch.Tensor  # fp8 [rows, columns]
+    scales: torch.Tensor  # float32 [columns / 128, rows]
+
+    @property
+    def num_columns(self) -> int:
+        return self.values.shape[1]
+
+    def form(self, dtype: torch.dtype) -> WeightForm:
+        """Form of this matrix in products with activations of `dtype`."""
+        return FP8_BLOCKS[dtype]
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,19 @@ def fp8_from_blocks(blocks: torch.Tensor) -> Fp8Matrix:
     """uint8 [rows, bytes] of F8 blocks, whose scales are the same along a row"""
     each = blocks.view(len(blocks), -1, BLOCK_TYPES["F8"].block_bytes)
     return Fp8Matrix(each[:, :, 4:].flatten(1).view(FP8), each[:, 0, :4].contiguous().view(torch.float32).view(-1))
+
+
+def fp8_blocks_from_blocks(blocks: torch.Tensor) -> Fp8BlockMatrix:
+    """uint8 [rows, bytes] of F8 blocks, whose scales are the same for 128 columns"""
+    each = blocks.view(len(blocks), -1, BLOCK_TYPES["F8"].block_bytes)
+    every = FP8_GROUP // BLOCK
+    scales = each[:, ::every, :4].contiguous().view(torch.float32).squeeze(2)
+    return Fp8BlockMatrix(each[:, :, 4:].flatten(1).view(FP8), scales.t().contiguous())
+
+
+def stacked_fp8_blocks(matrices: Sequence[Fp8BlockMatrix]) -> Fp8BlockMatrix:
+    values = torch.cat([one.values for one in matrices])
+    return Fp8BlockMatrix(values, torch.cat([one.scales for one in matrices], dim=1))
 
 
 def to_int4(matrix: torch.Tensor) -> PackedIntMatrix:
@@ -138,12 +169,20 @@ def is_of_one_form(one: PackedIntMatrix, other: PackedIntMatrix) -> bool:
 
 def interleaved(first: PackedIntMatrix, second: PackedIntMatrix, num_parts: int) -> PackedIntMatrix:
     """Both in as many parts of rows, one of the first before one of the second: gates and ups of experts"""
+    words, scales = mixed(first.words, second.words, num_parts), mixed(first.scales, second.scales, num_parts, dim=1)
+    return replace(first, words=words, scales=scales)
 
-    def mixed(one: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
-        parts = (one.unflatten(dim, (num_parts, -1)), other.unflatten(dim, (num_parts, -1)))
-        return torch.cat(parts, dim=dim + 1).flatten(dim, dim + 1)
 
-    return replace(first, words=mixed(first.words, second.words, 0), scales=mixed(first.scales, second.scales, 1))
+def interleaved_fp8(first: Fp8BlockMatrix, second: Fp8BlockMatrix, num_parts: int) -> Fp8BlockMatrix:
+    """The same"""
+    values = mixed(first.values.view(torch.uint8), second.values.view(torch.uint8), num_parts).view(FP8)
+    return Fp8BlockMatrix(values, mixed(first.scales, second.scales, num_parts, dim=1))
+
+
+def mixed(one: torch.Tensor, other: torch.Tensor, num_parts: int, dim: int = 0) -> torch.Tensor:
+    """Rows (or columns) in as many parts each, one part of the first before one of the second"""
+    parts = (one.unflatten(dim, (num_parts, -1)), other.unflatten(dim, (num_parts, -1)))
+    return torch.cat(parts, dim=dim + 1).flatten(dim, dim + 1)
 
 
 def _pack_rows(blocks: torch.Tensor, quant: str, form: PackedIntFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,8 +210,10 @@ def _parts(num_rows: int) -> list[slice]:
     return [slice(start, start + 8192) for start in range(0, num_rows, 8192)]
 
 
-def expanded(matrix: Fp8Matrix | PackedIntMatrix) -> torch.Tensor:
+def expanded(matrix: Fp8Matrix | Fp8BlockMatrix | PackedIntMatrix) -> torch.Tensor:
     """[rows, columns] in the scales' dtype, in plain torch: what the kernels are held against"""
+    if isinstance(matrix, Fp8BlockMatrix):
+        return matrix.values.float() * matrix.scales.t().repeat_interleave(FP8_GROUP, dim=1)
     if isinstance(matrix, Fp8Matrix):
         return matrix.values.to(matrix.scales.dtype) * matrix.scales.unsqueeze(1)
     values = unpack_ints(matrix.words, matrix.interleave, matrix.bits)

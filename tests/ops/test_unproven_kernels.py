@@ -1,0 +1,116 @@
+"""Kernels that no GPU has run yet: they are compiled for Hopper, fit into its memory and multiply on its matrix units,
+and nothing chooses them unless it is asked for. What they compute is tested in the interpreter and in tests/gpu."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", minversion="3.6")
+
+from tests.support.compiled_launches import HOPPER, HOPPER_SHARED, Launch, launches_on_hopper
+from tokenmill.arch.unproven import TRIALS, VARIABLE, is_chosen, not_chosen
+from tokenmill.errors import InvalidConfig
+from tokenmill.ops.interface import ExpertsWeight
+from tokenmill.ops.triton.gemm.product import FP4, FP8_BLOCKS, Product
+from tokenmill.ops.triton.launch.capabilities import named_gpu
+from tokenmill.ops.triton.moe import small_floats
+from tokenmill.ops.triton.moe.pairs import SortedPairs
+from tokenmill.ops.triton.quant import fp4, gemm_fp4, gemm_fp8_blocks
+from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
+from tokenmill.ops.triton.quant.quantized import FP8, Fp8BlockMatrix
+
+H200 = named_gpu("H200")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers keep what they made, for GPUs that never come."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def test_they_are_chosen_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    unproven = {name for name, trial in TRIALS.items() if not trial.proven_on}
+    assert {name for name, _ in not_chosen()} == unproven and "fp8_blocks" in unproven
+    monkeypatch.setenv(VARIABLE, "fp8_blocks")
+    assert is_chosen("fp8_blocks") and not is_chosen("fp4_matrices")
+    monkeypatch.setenv(VARIABLE, "1")
+    assert not list(not_chosen())
+    monkeypatch.setenv(VARIABLE, "fp9")
+    with pytest.raises(InvalidConfig, match="fp9"):
+        is_chosen("fp8_blocks")
+
+
+def fp4_matrix(num_rows: int, num_columns: int) -> fp4.Fp4Matrix:
+    words = torch.empty(num_rows, num_columns // 4, dtype=torch.int16)
+    scales = torch.empty(num_columns // 64, num_rows, dtype=torch.int32)
+    return fp4.Fp4Matrix(words, scales, torch.empty(num_rows))
+
+
+def fp8_matrix(num_rows: int, num_columns: int) -> Fp8BlockMatrix:
+    values = torch.empty(num_rows, num_columns, dtype=FP8)
+    return Fp8BlockMatrix(values, torch.empty(num_columns // 128, num_rows))
+
+
+def check(one: Launch, *, multiplies: str | None = None) -> None:
+    made = one.compiled(HOPPER)
+    assert made.metadata.shared <= HOPPER_SHARED, (one.name, made.metadata.shared)
+    if multiplies is not None:
+        assert re.search(multiplies, made.asm["ptx"]), f"{one.name}: no {multiplies}"
+
+
+def test_matrices_of_fp8_blocks() -> None:
+    """Few rows and many: fp8 goes into the matrix units as it is."""
+    matrix, bias = fp8_matrix(6144, 4096), torch.empty(6144, dtype=BF16)
+    with launches_on_hopper() as found:
+        few = gemm_fp8_blocks.pick_split_config(Product(16, 6144, 4096, FP8_BLOCKS[BF16], H200))
+        rows = Fp8Rows(torch.empty(16, 2, 4096, dtype=FP8), torch.empty(16, 1))
+        gemm_fp8_blocks.gemm_fp8_blocks_split(rows, matrix, bias, few, BF16)
+        for num_rows in (64, 300):
+            many = gemm_fp8_blocks.pick_tile_config(Product(num_rows, 6144, 4096, FP8_BLOCKS[BF16], H200))
+            rows = Fp8Rows(torch.empty(num_rows, 1, 4096, dtype=FP8), torch.empty(num_rows, 1))
+            gemm_fp8_blocks.gemm_fp8_blocks(rows, matrix, bias, many, BF16)
+    assert len(found) == 3
+    for one in found.values():
+        check(one, multiplies=r"wgmma\.mma_async\S*e4m3\.e4m3")
+
+
+def test_matrices_of_nvfp4() -> None:
+    matrix, x = fp4_matrix(4096, 14336), torch.empty(8, 14336, dtype=BF16)
+    with launches_on_hopper(gemm_fp4, fp4) as found:
+        for num_rows in (8, 64):
+            config = gemm_fp4.pick_fp4_config(Product(num_rows, 4096, 14336, FP4[BF16], H200))
+            gemm_fp4.splitk_fp4_linear(x.new_empty(num_rows, 14336), matrix, None, config)
+        fp4.dequantize_fp4(matrix, slice(0, 64), BF16)
+    assert [one.name for one in found.values()] == ["_splitk_fp4", "_splitk_fp4", "_dequantize_fp4"]
+    for one in found.values():
+        check(one, multiplies=None if one.name == "_dequantize_fp4" else r"mma")
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_experts(form: str) -> None:
+    """Qwen3-30B-A3B's shapes: pairs by themselves, and sorted ones in small and large tiles"""
+    experts, hidden, inter, k = 4, 2048, 768, 8
+    make = fp8_matrix if form == "fp8" else fp4_matrix
+    packed = ExpertsWeight(experts, (make(experts * 2 * inter, hidden), make(experts * hidden, inter)))
+    with launches_on_hopper(small_floats) as found:
+        x = torch.empty(2, hidden, dtype=BF16)
+        ids, weights = torch.empty(2, k, dtype=torch.int64), torch.empty(2, k)
+        small_floats.stream_experts(x, weights, ids, packed, "silu")
+        grouped = small_floats.grouped_fp8 if form == "fp8" else small_floats.grouped_fp4
+        for tokens in (2, 200):
+            offsets = torch.empty(experts + 1, dtype=torch.int64)
+            pairs = SortedPairs(torch.empty(tokens * k, dtype=torch.int64), offsets, torch.empty(tokens, k), experts)
+            x = torch.empty(tokens, hidden, dtype=BF16)
+            grouped(x, packed.packed[0], pairs, is_gathered=True, activation="silu")  # type: ignore[operator]
+            inner = torch.empty(tokens * k, inter, dtype=BF16)
+            grouped(inner, packed.packed[1], pairs, is_gathered=False)  # type: ignore[operator]
+    names = [one.name for one in found.values() if one.name != "_quantize_rows"]
+    assert names == ["_gemv_up", "_gemv_down"] + ["_grouped_fp8" if form == "fp8" else "_grouped_fp4"] * 4
+    for one in found.values():
+        check(one, multiplies=r"wgmma\.mma_async\S*e4m3\.e4m3" if one.name == "_grouped_fp8" else None)

@@ -24,9 +24,9 @@ from tokenmill.ops.triton.gemm.splitk import (
     splits_for,
     store_tile,
 )
-from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2
-from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
-from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import launch_dependents, wait_for_previous
+from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, launch_fp8_split
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix
 
 GROUP = tl.constexpr(FP8_GROUP)
@@ -36,8 +36,8 @@ TALL = 8  # tiles of rows for the same matrix rows, one after the other: both ar
 @kernel_unspecialized("num_rows")
 def _gemm_fp8_blocks_split(
     x, weight, row_scales, scales, bias, out, parts, arrived, num_rows, num_out, num_in,
-    ROWS: tl.constexpr, TILE_N: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr, FETCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
+    FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rows of two planes; a group of columns at a time, whose scales are on their way one turn ahead"""
     launch_dependents(OVERLAPS)
@@ -80,20 +80,8 @@ def gemm_fp8_blocks_split(
     rows: Fp8Rows, matrix: Fp8BlockMatrix, bias: torch.Tensor | None, config: SplitKConfig, dtype: torch.dtype
 ) -> torch.Tensor:
     """Rows in two planes times matrix [num_out, num_in] → [R, num_out]"""
-    num_rows, _, num_in = rows.planes.shape
-    num_out, device = len(matrix.values), matrix.values.device
-    padded = max(8, next_power_of_2(num_rows))
-    matrix_tiles = cdiv(num_out, config.tile_n)
-    out = torch.empty(num_rows, num_out, dtype=dtype, device=device)
-    parts, arrived = room_for_splits(matrix_tiles, config.splits, config.tile_n * padded, out)
-    has_even_splits = num_in % (config.splits * config.stride) == 0 and num_in // config.splits >= config.fetched
-    _gemm_fp8_blocks_split[(matrix_tiles, config.splits)](
-        rows.planes, matrix.values, rows.scales, matrix.scales, bias if bias is not None else out, out, parts, arrived,
-        num_rows, num_out, num_in, padded, config.tile_n, config.splits, 32 * config.warps,
-        config.fetched if has_even_splits else 0, bias is not None,
-        num_warps=config.warps, num_stages=config.stages, **launch_options(),
-    )  # fmt: skip
-    return out
+    assert config.stride == FP8_GROUP, "columns that share a scale are multiplied together"
+    return launch_fp8_split(_gemm_fp8_blocks_split, rows, matrix.values, matrix.scales, bias, config, dtype)
 
 
 class TileConfig(NamedTuple):

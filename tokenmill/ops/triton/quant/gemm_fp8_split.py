@@ -20,7 +20,7 @@ import triton.language as tl
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.gemm.splitk import SplitKConfig, join_splits, prefetch_tile, split_of_tile, splits_for
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
-from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
+from tokenmill.ops.triton.launch.kernel import Kernel, cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
 from tokenmill.ops.triton.quant.quantized import FP8, Fp8Matrix
 
@@ -140,17 +140,31 @@ def gemm_fp8_split(
     rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, config: SplitKConfig, dtype: torch.dtype
 ) -> torch.Tensor:
     """Rows in two planes times matrix [num_out, num_in] → [R, num_out]"""
+    is_even = rows.planes.shape[2] % config.stride == 0
+    return launch_fp8_split(_gemm_fp8_split, rows, matrix.values, matrix.scales, bias, config, dtype, is_even)
+
+
+def launch_fp8_split(
+    kernel: Kernel,
+    rows: Fp8Rows,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: SplitKConfig,
+    dtype: torch.dtype,
+    *format_args: bool,
+) -> torch.Tensor:
     num_rows, _, num_in = rows.planes.shape
-    num_out, device = len(matrix.values), matrix.values.device
+    num_out, device = len(values), values.device
     padded = max(8, next_power_of_2(num_rows))
     matrix_tiles = cdiv(num_out, config.tile_n)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=device)
     parts, arrived = room_for_splits(matrix_tiles, config.splits, config.tile_n * padded, out)
     has_even_splits = num_in % (config.splits * config.stride) == 0 and num_in // config.splits >= config.fetched
-    _gemm_fp8_split[(matrix_tiles, config.splits)](
-        rows.planes, matrix.values, rows.scales, matrix.scales, bias if bias is not None else out, out, parts, arrived,
+    kernel[(matrix_tiles, config.splits)](
+        rows.planes, values, rows.scales, scales, bias if bias is not None else out, out, parts, arrived,
         num_rows, num_out, num_in, padded, config.tile_n, config.stride, config.splits, 32 * config.warps,
-        config.fetched if has_even_splits else 0, bias is not None, num_in % config.stride == 0,
+        config.fetched if has_even_splits else 0, bias is not None, *format_args,
         num_warps=config.warps, num_stages=config.stages, **launch_options(),
     )  # fmt: skip
     return out

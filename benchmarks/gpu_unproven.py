@@ -1,0 +1,222 @@
+"""Kernels that no GPU has run yet (`tokenmill/arch/unproven.py`) beside what computes the same without them: first
+whether they are right, then how long both take. One full run takes less than eight minutes of an H200.
+
+    python benchmarks/gpu_unproven.py                          all kernels
+    python benchmarks/gpu_unproven.py fp8_blocks --output unproven.json
+
+A kernel that is wrong is named and not timed. Times are of graphs that are replayed, over as many matrices as a layer
+stack would have, so that none is found in the cache; `floor` is the time that reading the stored bytes takes at the
+speed of a copy. Kernels that are right and faster in the rows they are chosen for get the GPU's name in their row of
+`unproven.py`; the others' thresholds are moved (`ops/triton/gemm/select.py`, `ops/triton/tuning.toml`) or noted in
+docs/experiments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from tests.support.small_floats import raw_matrix
+from tokenmill.arch.unproven import TRIALS, VARIABLE
+from tokenmill.ops.interface import Ops, Routing
+from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.ops.triton.build import build_ops
+from tokenmill.weights.dequantize import dequantize
+
+COLD_BYTES = 256 << 20  # of different matrices that a graph multiplies by: several times the L2 cache
+ROWS = (1, 4, 8, 16, 32, 33, 64, 128, 256, 512, 2048, 8192)
+MATRICES = {"qkv of 8B": (6144, 4096), "gate_up of 8B": (28672, 4096), "down of 8B": (4096, 14336)}
+TOKENS = (1, 4, 8, 32, 128, 512, 2048, 8192)
+EXPERTS, ACTIVE, HIDDEN, INTER = 128, 8, 2048, 768  # Qwen3-30B-A3B
+
+
+@dataclass(frozen=True)
+class Row:
+    kernels: str
+    what: str
+    rows: int
+    error: float
+    new_ms: float
+    old_ms: float
+    floor_ms: float
+
+    def __str__(self) -> str:
+        times = f"{self.new_ms:8.4f} {self.old_ms:8.4f} {self.floor_ms:8.4f}  {self.old_ms / self.new_ms:5.2f} x"
+        return f"{self.kernels:13} {self.what:28} {self.rows:5}  {self.error:.4f} {times}"
+
+
+def chosen(kernels: str) -> None:
+    os.environ[VARIABLE] = kernels
+
+
+def graph_ms(works: Sequence[Callable[[], object]], repeats: int = 7) -> float:
+    """Median time of one of `works`, which are captured into a graph one after the other"""
+    for work in works:
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in works:
+            work()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[repeats // 2] / len(works)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a millisecond by a large copy"""
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / graph_ms([lambda: target.copy_(source)])
+
+
+def on_gpu(raw: RawTensor) -> RawTensor:
+    return replace(raw, data=raw.data.cuda())
+
+
+def dense(raw: RawTensor) -> torch.Tensor:
+    return dequantize(raw, torch.bfloat16)
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.float() - exact).norm() / exact.norm())
+
+
+def num_bytes(packed: Any) -> int:
+    if isinstance(packed, torch.Tensor):
+        return packed.nbytes
+    if isinstance(packed, tuple):
+        return sum(map(num_bytes, packed))
+    return sum(value.nbytes for value in vars(packed).values() if isinstance(value, torch.Tensor))
+
+
+def copies(packed: Any) -> list[Any]:
+    """The same matrices at several places, enough of them that none stays in the cache"""
+    count = max(1, COLD_BYTES // max(1, num_bytes(packed.packed)))
+    return [packed, *(replace(packed, packed=_copied(packed.packed)) for _ in range(count - 1))]
+
+
+def _copied(packed: Any) -> Any:
+    if isinstance(packed, torch.Tensor):
+        return packed.clone()
+    if isinstance(packed, tuple):
+        return tuple(map(_copied, packed))
+    moved = {name: value.clone() for name, value in vars(packed).items() if isinstance(value, torch.Tensor)}
+    return replace(packed, **moved)
+
+
+def matrices(kernels: str, quant: str, limits: tuple[float, float], bandwidth: float) -> Iterator[Row]:
+    """`limits`: errors that are allowed of few rows and of many"""
+    ops = build_ops()
+    for name, shape in MATRICES.items():
+        raw = on_gpu(raw_matrix(quant, shape, seed=1))
+        exact = dequantize(raw)
+        chosen(kernels)
+        new = ops.pack_linear([raw], None, dense)
+        chosen("")
+        old = ops.pack_linear([raw], None, dense)
+        assert type(new.packed) is not type(old.packed), "the switch does nothing"
+        all_new, all_old, floor = copies(new), copies(old), num_bytes(new.packed) / bandwidth
+        for rows in ROWS:
+            x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+            error = relative_error(ops.linear(x, new, "captured"), x.float() @ exact.T)
+            what = f"{quant} {name}"
+            if not error < limits[rows > 32]:
+                print(f"{kernels:13} {what:28} {rows:5}  WRONG: {error:.4f}", flush=True)
+                continue
+            times = (graph_ms([_product(ops, x, one) for one in some]) for some in (all_new, all_old))
+            yield Row(kernels, what, rows, error, *times, floor)
+
+
+def _product(ops: Ops, x: torch.Tensor, weight: Any) -> Callable[[], object]:
+    return lambda: ops.linear(x, weight, "captured")
+
+
+def experts(kernels: str, quant: str, limits: tuple[float, float], bandwidth: float) -> Iterator[Row]:
+    ops = build_ops()
+    shapes = {"gate": (EXPERTS, INTER, HIDDEN), "up": (EXPERTS, INTER, HIDDEN), "down": (EXPERTS, HIDDEN, INTER)}
+    gate, up, down = (
+        on_gpu(raw_matrix(quant, shape, seed=number, name=f"layers.0.experts.{part}.weight"))
+        for number, (part, shape) in enumerate(shapes.items())
+    )
+    chosen(kernels)
+    new = ops.pack_experts(gate, up, down, dense)
+    chosen("")
+    old = ops.pack_experts(gate, up, down, dense)
+    exact = REFERENCE_OPS.pack_experts(gate, up, down, dequantize)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        weights, ids = REFERENCE_OPS.route(torch.randn(tokens, EXPERTS, device="cuda"), Routing(ACTIVE))
+        few = min(tokens, 64)
+        wanted = REFERENCE_OPS.experts(x[:few].float(), weights[:few], ids[:few], exact, "silu")
+        error = relative_error(ops.experts(x, weights, ids, new, "silu")[:few], wanted)
+        what = f"{quant} experts of 30B-A3B"
+        if not error < limits[tokens > 32]:
+            print(f"{kernels:13} {what:28} {tokens:5}  WRONG: {error:.4f}", flush=True)
+            continue
+        used = len(ids.unique()) / EXPERTS
+        times = (graph_ms([_routed(ops, x, weights, ids, one) for one in copies(some)]) for some in (new, old))
+        yield Row(kernels, what, tokens, error, *times, num_bytes(new.packed) * used / bandwidth)
+
+
+def _routed(ops: Ops, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any) -> Callable[[], object]:
+    return lambda: ops.experts(x, weights, ids, packed, "silu")
+
+
+PARTS: dict[str, Callable[[float], Iterator[Row]]] = {
+    "fp8_blocks": lambda speed: (
+        row
+        for part in (matrices, experts)
+        for row in part("fp8_blocks", "F8", (0.01, 0.06), speed)
+    ),
+    "fp4_matrices": lambda speed: (
+        row
+        for part, quant in ((matrices, "NV4"), (experts, "NV4"), (matrices, "MXFP4"))
+        for row in part("fp4_matrices", quant, (0.01, 0.01), speed)
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *PARTS], help="kernels of tokenmill/arch/unproven.py")
+    parser.add_argument("--seconds", type=float, default=420, help="no further row is begun after so many")
+    parser.add_argument("--output", type=Path, help="a JSON file of all rows")
+    options = parser.parse_args()
+    assert PARTS.keys() <= TRIALS.keys()
+    began, rows = time.monotonic(), []
+    bandwidth = copy_bandwidth()
+    print(torch.cuda.get_device_name(), f"copies {bandwidth / 1e9:.2f} TB/s")
+    print(f"{'kernels':13} {'what':28} {'rows':>5}  error   new ms   old ms    floor  old / new", flush=True)
+    for name in options.names or PARTS:
+        for row in PARTS[name](bandwidth):
+            print(row, flush=True)
+            rows.append(row)
+            if options.output is not None:
+                options.output.write_text(json.dumps([asdict(one) for one in rows], indent=1))
+            if time.monotonic() - began > options.seconds:
+                print("time is up")
+                return
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

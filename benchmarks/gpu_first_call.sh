@@ -36,7 +36,8 @@ tests() { # name, limit, files ...
 
 for one in ${PARTS:-new speed formats adapters hybrids attention engine large rest}; do
     case $one in
-    new) tests new 240 tests/gpu/test_small_floats_on_gpu.py tests/gpu/test_mxfp4_experts.py ;;
+    new) tests new 240 tests/gpu/test_small_floats_on_gpu.py tests/gpu/test_unproven_models.py \
+        tests/gpu/test_mxfp4_experts.py ;;
     speed) part speed 280 "$python" benchmarks/gpu_unproven.py --seconds 240 --output "$out/unproven.json" ;;
     formats) tests formats 180 tests/gpu/test_kept_formats.py tests/gpu/test_few_rows.py tests/gpu/test_hopper_gemm.py ;;
     adapters) tests adapters 120 tests/gpu/test_adapters_on_gpu.py ;;

@@ -28,10 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from tests.support.small_floats import raw_matrix
+from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.unproven import TRIALS, VARIABLE
-from tokenmill.ops.interface import Ops, Routing
+from tokenmill.ops.interface import IndexInputs, LatentInputs, Norm, Ops, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.weights.dequantize import dequantize
 
@@ -181,6 +183,50 @@ def _routed(ops: Ops, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     return lambda: ops.experts(x, weights, ids, packed, "silu")
 
 
+def sparse_attention(bandwidth: float) -> Iterator[Row]:
+    """One layer of DeepSeek V3.2 in decoding steps: choosing entries and attending to them, beside attending to all"""
+    ops, indexer, heads, rank, rope = build_ops(), Indexer(64, 128, 2048), 128, 512, 64
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").bfloat16()
+
+    absorb, expand = drawn(heads, rank, 128) * 0.1, drawn(heads, 128, rank) * 0.1
+    norm = Norm(torch.ones(rank, device="cuda"), 1e-6)
+    key_norm = Norm(torch.ones(128, device="cuda"), 1e-6, torch.zeros(128, device="cuda"), is_centred=True)
+    for rows, context in ((1, 2000), (1, 16384), (1, 131072), (32, 2000), (32, 16384), (128, 8192)):
+        each = -(-context // 16)
+        tables = (torch.randperm(rows * each, device="cuda") + 1).int().view(rows, each)
+        contexts = torch.full((rows,), context, device="cuda", dtype=torch.int32)
+        starts = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
+        plan = AttentionPlan(tables, starts, contexts, rows, (), 1, context, context)
+        slots = tables[:, -1].long() * 16 + (context - 1) % 16
+        angles = torch.ones(rows, rope // 2, device="cuda"), torch.zeros(rows, rope // 2, device="cuda")
+        blocks = rows * each + 1
+        index = IndexInputs(
+            drawn(rows, indexer.q_size), drawn(rows, 128), drawn(rows, 64), drawn(blocks, 16, 128), slots, key_norm,
+            angles, plan, indexer,
+        )  # fmt: skip
+        inputs = LatentInputs(
+            drawn(rows, heads * (128 + rope)), drawn(rows, rank + rope), drawn(blocks, 16, rank + rope), slots, norm,
+            angles, absorb, expand, plan, 0.05,
+        )  # fmt: skip
+
+        def chosen_ones(index: IndexInputs = index, inputs: LatentInputs = inputs) -> torch.Tensor:
+            return ops.latent_attend(inputs._replace(choice=ops.choose_entries(index)))
+
+        def all_of_them(inputs: LatentInputs = inputs) -> torch.Tensor:
+            return ops.latent_attend(inputs)
+
+        is_all = context <= indexer.top_k
+        error = relative_error(chosen_ones(), all_of_them().float()) if is_all else 0.0
+        if not error < 0.02:
+            print(f"sparse_attention: context {context}, {rows} rows: WRONG: {error:.4f}", flush=True)
+            continue
+        read = rows * (context * 256 + min(context, indexer.top_k) * (rank + rope) * 2) + absorb.nbytes + expand.nbytes
+        times = graph_ms([chosen_ones]), graph_ms([all_of_them])
+        yield Row("sparse_attention", f"a layer of V3.2, {context} tokens", rows, error, *times, read / bandwidth)
+
+
 PARTS: dict[str, Callable[[float], Iterator[Row]]] = {
     "fp8_blocks": lambda speed: (
         row
@@ -192,6 +238,7 @@ PARTS: dict[str, Callable[[float], Iterator[Row]]] = {
         for part, quant in ((matrices, "NV4"), (experts, "NV4"), (matrices, "MXFP4"))
         for row in part("fp4_matrices", quant, (0.01, 0.01), speed)
     ),
+    "sparse_attention": sparse_attention,
 }  # fmt: skip
 
 

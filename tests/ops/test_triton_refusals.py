@@ -11,6 +11,7 @@ from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import Gqa, Mla, MlpSpec, MoeSpec
 from tokenmill.arch.streams import AltUp
+from tokenmill.arch.unproven import VARIABLE
 from tokenmill.engine.backends import TRITON
 
 pytest.importorskip("triton")
@@ -53,3 +54,16 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
 def test_anything_else_is_refused_with_its_reason(changes: dict[str, object], reason: str) -> None:
     refusal = TRITON.unsupported_reason(replace(WANTED, **changes))  # type: ignore[arg-type]
     assert refusal is not None and reason in refusal
+
+
+def test_what_kernels_that_no_gpu_has_run_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that an indexer chooses, experts without gates and GGUF's order of heads, where that is asked for"""
+    ungated = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8, "relu2", is_gated=False)))
+    tiled = replace(LAYER, mixer=replace(MAMBA, key_dim=128, key_heads=2, value_heads=4, is_tiled=True))
+    models = [replace(SPEC, layers=(layer,)) for layer in (replace(LAYER, mixer=INDEXED), ungated, tiled)]
+    for spec, reason in zip(models, ("an indexer chooses", "without a gate", "take turns"), strict=True):
+        monkeypatch.delenv(VARIABLE, raising=False)
+        assert reason in str(TRITON.unsupported_reason(replace(WANTED, spec=spec)))
+        monkeypatch.setenv(VARIABLE, "1")
+        assert TRITON.unsupported_reason(replace(WANTED, spec=spec)) is None
+    assert "an indexer" in str(TRITON.unsupported_reason(replace(WANTED, spec=models[0], deterministic=True)))

@@ -12,10 +12,14 @@ import torch
 pytest.importorskip("triton", minversion="3.6")
 
 from tests.support.compiled_launches import HOPPER, HOPPER_SHARED, Launch, launches_on_hopper
+from tests.support.triton_inputs import paged_batch
+from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.unproven import TRIALS, VARIABLE, is_chosen, not_chosen
 from tokenmill.errors import InvalidConfig
-from tokenmill.ops.interface import ExpertsWeight
-from tokenmill.ops.triton.gemm.product import FP4, FP8_BLOCKS, Product
+from tokenmill.ops.interface import ExpertsWeight, IndexInputs, LatentInputs, Norm
+from tokenmill.ops.triton.attention import sparse
+from tokenmill.ops.triton.attention.plan import plan_attention
+from tokenmill.ops.triton.gemm.product import FP8_BLOCKS, NVFP4, Product
 from tokenmill.ops.triton.launch.capabilities import named_gpu
 from tokenmill.ops.triton.moe import small_floats
 from tokenmill.ops.triton.moe.pairs import SortedPairs
@@ -84,7 +88,7 @@ def test_matrices_of_nvfp4() -> None:
     matrix, x = fp4_matrix(4096, 14336), torch.empty(8, 14336, dtype=BF16)
     with launches_on_hopper(gemm_fp4, fp4) as found:
         for num_rows in (8, 64):
-            config = gemm_fp4.pick_fp4_config(Product(num_rows, 4096, 14336, FP4[BF16], H200))
+            config = gemm_fp4.pick_fp4_config(Product(num_rows, 4096, 14336, NVFP4[BF16], H200))
             gemm_fp4.splitk_fp4_linear(x.new_empty(num_rows, 14336), matrix, None, config)
         fp4.dequantize_fp4(matrix, slice(0, 64), BF16)
     assert [one.name for one in found.values()] == ["_splitk_fp4", "_splitk_fp4", "_dequantize_fp4"]
@@ -114,3 +118,26 @@ def test_experts(form: str) -> None:
     assert names == ["_gemv_up", "_gemv_down"] + ["_grouped_fp8" if form == "fp8" else "_grouped_fp4"] * 4
     for one in found.values():
         check(one, multiplies=r"wgmma\.mma_async\S*e4m3\.e4m3" if one.name == "_grouped_fp8" else None)
+
+
+def test_sparse_attention() -> None:
+    """DeepSeek V3.2's shapes, rows that decode and a prompt"""
+    indexer, heads, rank, rope, nope = Indexer(64, 128, 2048), 128, 512, 64, 128
+    norms = Norm(torch.empty(rank), 1e-6), Norm(torch.empty(128), 1e-6, torch.empty(128), is_centred=True)
+    latents = torch.empty(300, 16, rank + rope, dtype=BF16)
+    matrices = torch.empty(heads, rank, nope, dtype=BF16), torch.empty(heads, 128, rank, dtype=BF16)
+    with launches_on_hopper() as found:
+        for lengths in ([(1, 4096)], [(600, 4096)]):
+            batch = paged_batch(lengths, 16)
+            plan, count = plan_attention(batch, 0, None), lengths[0][0]
+            angles, slots = (torch.empty(count, rope // 2),) * 2, torch.zeros(count, dtype=torch.int64)
+            index = [torch.empty(count, size, dtype=BF16) for size in (64 * 128, 128, 64)]
+            kept = torch.empty(300, 16, 128, dtype=BF16)
+            chosen = sparse.choose_entries(IndexInputs(*index, kept, slots, norms[1], angles, plan, indexer))
+            queries, entries = (torch.empty(count, n, dtype=BF16) for n in (heads * (nope + rope), rank + rope))
+            inputs = LatentInputs(queries, entries, latents, slots, norms[0], angles, *matrices, plan, 0.1, chosen)
+            sparse.latent_attend(inputs)
+    names = {one.name for one in found.values()}
+    assert {"_score", "_choose", "_attend_chosen"} <= names
+    for one in found.values():
+        check(one, multiplies=r"mma" if one.name in ("_score", "_attend_chosen") else None)

@@ -59,6 +59,31 @@ def test_experts_with_biases(tokens: int, activation: Activation, deterministic:
     assert_near(found, PLAIN.experts(x, weights, ids, packed, activation))
 
 
+@pytest.mark.parametrize(("quant", "deterministic"), [(None, False), (None, True), ("Q8_0", False)])
+def test_experts_without_gates(quant: str | None, deterministic: bool) -> None:
+    """Squares of what is above 0, as Nemotron has them; one token is not streamed"""
+    num_experts, hidden, inter, k = 3, 128, 128, 2
+    shapes = {"up": (num_experts, inter, hidden), "down": (num_experts, hidden, inter)}
+    up, down = (
+        RawTensor(
+            f"layers.0.experts.{part}.weight",
+            shape,
+            torch.randn(shape) if quant is None else random_blocks(shape, quant, torch.Generator()),
+            quant,
+        )
+        for part, shape in shapes.items()
+    )
+    ops, dtype = build_ops(deterministic=deterministic), torch.float32 if quant is None else torch.float16
+    packed = ops.pack_experts(None, up, down, partial(dequantize, dtype=dtype))
+    exact = PLAIN.pack_experts(None, up, down, dequantize)
+    assert not packed.is_gated and moe_gemv.kind_of(packed) == ("plain" if quant is None else "int")
+    for tokens in (1, 19):
+        x, (weights, ids) = torch.randn(tokens, hidden), PLAIN.route(torch.randn(tokens, num_experts), Routing(k))
+        found = ops.experts(x, weights, ids, packed, "relu2")
+        expected = PLAIN.experts(x, weights, ids, exact, "relu2")
+        assert_near(found, expected, tolerance=1e-5 if quant is None else 4e-3)
+
+
 def test_few_tokens_with_another_kind_of_routing() -> None:
     """Sigmoids with a bias for the choice, from the stream on."""
     num_experts, hidden, inter, k = 5, 48, 40, 2

@@ -30,6 +30,9 @@ MIXERS = {
     "delta": DELTA,
     "ssd": SSD,
     "delta, groups": replace(DELTA, key_heads=2, value_heads=4, norm=OutputNorm(2, is_shared=False, gates_first=True)),
+    "delta, tiled": replace(
+        DELTA, key_heads=2, value_heads=4, is_tiled=True, norm=OutputNorm(4, is_shared=True, gates_first=False)
+    ),
     "ssd without norm": replace(SSD, norm=None, kernel=4),
 }
 FAST, DETERMINISTIC = build_ops(), build_ops(deterministic=True)
@@ -123,6 +126,8 @@ def require_same_memory(found: Sequences, expected: Sequences, tolerance: float)
         ("delta", FAST),
         ("ssd", FAST),
         ("delta", DETERMINISTIC),
+        ("delta, tiled", FAST),
+        slow("delta, tiled", DETERMINISTIC),
         slow("delta, groups", FAST),
         slow("ssd without norm", FAST),
         slow("delta, groups", DETERMINISTIC),

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
-KernelSet = Literal["fp8_blocks", "fp4_matrices"]
+KernelSet = Literal["fp8_blocks", "fp4_matrices", "sparse_attention", "ungated_experts", "tiled_recurrence"]
 
 
 class KernelTrial(NamedTuple):
@@ -33,6 +33,16 @@ TRIALS: dict[KernelSet, KernelTrial] = {
     ),
     "fp4_matrices": KernelTrial(
         "NVFP4, and MXFP4 outside of experts, multiplied in its 4 bits", "packed as integers of 8 bits"
+    ),
+    "sparse_attention": KernelTrial(
+        "latent attention over entries that an indexer chooses (DeepSeek V3.2, GLM-5)", "not computed by Triton"
+    ),
+    "ungated_experts": KernelTrial(
+        "experts without a gate, and experts of a latent (Nemotron 3)", "not computed by Triton"
+    ),
+    "tiled_recurrence": KernelTrial(
+        "recurrent layers whose value heads take turns over key heads (GGUF of Qwen3.5)",
+        "not computed by Triton",
     ),
 }
 

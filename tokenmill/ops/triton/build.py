@@ -10,8 +10,9 @@ from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.adapters.low_rank import TritonLowRankOps
 from tokenmill.ops.triton.attention.deterministic import deterministic_attention
-from tokenmill.ops.triton.attention.latent import deterministic_latent_attend, latent_attend
+from tokenmill.ops.triton.attention.latent import deterministic_latent_attend
 from tokenmill.ops.triton.attention.plan import plan_attention
+from tokenmill.ops.triton.attention.sparse import choose_entries, latent_attend
 from tokenmill.ops.triton.attention.step import attention
 from tokenmill.ops.triton.elementwise.activation import act_mul, gate_rows
 from tokenmill.ops.triton.elementwise.gather import embed, gather_rows
@@ -51,6 +52,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         add_rms_norm=add_rms_norm,
         attention=attention,
         latent_attend=latent_attend,
+        choose_entries=choose_entries,
         plan_short_conv=plan_short_conv,
         short_conv=short_conv,
         plan_recurrent=plan_recurrent,

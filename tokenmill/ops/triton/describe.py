@@ -13,12 +13,22 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from tokenmill.arch.packed_formats import INT4_GROUP, UNQUANTIZED, Stored, packed_int_format
+from tokenmill.arch.packed_formats import INT4_GROUP, MX_GROUP, UNQUANTIZED, Stored, packed_int_format
 from tokenmill.arch.spec import RMS_NORM, FeedSpec, Gqa, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
-from tokenmill.ops.triton.gemm.product import FP4, FP8, FP8_BLOCKS, INTERLEAVE, PLAIN, Epilogue, WeightForm, int_form
+from tokenmill.ops.triton.gemm.product import (
+    FP8,
+    FP8_BLOCKS,
+    INTERLEAVE,
+    MXFP4,
+    NVFP4,
+    PLAIN,
+    Epilogue,
+    WeightForm,
+    int_form,
+)
 from tokenmill.ops.triton.gemm.select import choose, takes_norm_gemv
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
@@ -78,8 +88,10 @@ def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> 
         found = packed_int_format(name, shape, stored)
         if found is not None and found.is_fp8:
             return FP8[dtype] if found.group == shape[-1] and len(shape) == 2 else FP8_BLOCKS[dtype]
+        if found is not None and found.is_fp4:
+            return MXFP4[dtype] if found.group == MX_GROUP else NVFP4[dtype]
         if found is not None:
-            return FP4[dtype] if found.is_fp4 else int_form(dtype, found.bits, found.span)
+            return int_form(dtype, found.bits, found.span)
     is_expert = len(shape) == 3
     if weights.quantization == "none" or shape[-1] % INT4_GROUP or (name.endswith(UNQUANTIZED) and not is_expert):
         return PLAIN[dtype]

@@ -177,5 +177,9 @@ def _are_few(moe: MoeWeights, batch: BatchClass) -> bool:
     gpu, kind = capabilities_of(moe.norm.weight.device), kind_of(moe.experts)
     is_usual = moe.router.is_self_contained and moe.router.weight.bias is None and moe.latent is None
     is_usual = is_usual and not moe.routing.spec.has_input_norm and not moe.routing.spec.weights_input
-    has_kernel = not moe.experts.has_bias and (moe.routing.is_plain or kind in ("plain", "fp4", "fp8_blocks"))
+    has_kernel = (
+        moe.experts.is_gated
+        and not moe.experts.has_bias
+        and (moe.routing.is_plain or kind in ("plain", "fp4", "fp8_blocks"))
+    )
     return is_usual and has_kernel and batch.min_rows > 0 and streams_experts(batch.max_rows, kind, gpu, is_fused=True)

@@ -129,9 +129,47 @@ def _absorb(
 
 
 @triton.jit
-def _split_size(context, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
+def split_size(context, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """Entries of each split of a context: whole tiles; the last splits of a short context have none"""
     return (tl.cdiv(context, TILE) + NUM_SPLITS - 1) // NUM_SPLITS * TILE
+
+
+@triton.jit
+def add_entries(
+    state, query, turned, latents, table, offs_n, inside, is_seen, scale,
+    RANK: tl.constexpr, RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state of (query, head) pairs after the entries at positions offs_n, of which a pair sees some"""
+    offs_r, offs_p = tl.arange(0, RANK_PADDED), tl.arange(0, ROPE_PADDED)
+    is_rank, is_rope = (offs_r < RANK)[None, :], (offs_p < ROPE)[None, :]
+    blocks = tl.load(table + offs_n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    entry = latents + (blocks * BLOCK_SIZE + offs_n % BLOCK_SIZE)[:, None] * (RANK + ROPE)
+    latent = tl.load(entry + offs_r[None, :], mask=inside[:, None] & is_rank, other=0.0).to(query.dtype)
+    key = tl.load(entry + RANK + offs_p[None, :], mask=inside[:, None] & is_rope, other=0.0).to(query.dtype)
+    qk = tl.dot(turned, tl.trans(key), input_precision=PRECISION)
+    qk = tl.dot(query, tl.trans(latent), qk, input_precision=PRECISION) * (scale * LOG2E)
+    qk = tl.where(is_seen, qk, float("-inf"))
+    return add_keys(state, qk, latent, inside, False, PRECISION)
+
+
+@triton.jit
+def store_mixtures(
+    state, out, parts, lse, q_rows, is_pair, split, is_used,
+    RANK: tl.constexpr, RANK_PADDED: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The result where there is one split; else what this one found, if it had anything to look at"""
+    offs_r = tl.arange(0, RANK_PADDED)
+    is_result = is_pair[:, None] & (offs_r < RANK)[None, :]
+    if NUM_SPLITS == 1:
+        result = attention_output(state, is_pair, False)
+        tl.store(out + q_rows[:, None] * RANK + offs_r[None, :], result.to(out.dtype.element_ty), mask=is_result)
+    elif is_used:
+        m_i, l_i, acc = state
+        index = q_rows * NUM_SPLITS + split
+        tl.store(parts + index[:, None] * RANK + offs_r[None, :], acc, mask=is_result)
+        tl.store(lse + index * 2, m_i, mask=is_pair)
+        tl.store(lse + index * 2 + 1, l_i, mask=is_pair)
 
 
 @kernel_unspecialized("num_rows", "table_stride", "first_row")
@@ -164,31 +202,20 @@ def _attend(
         is_rank, is_rope = (offs_r < RANK)[None, :], (offs_p < ROPE)[None, :]
         query = tl.load(source + offs_r[None, :], mask=is_pair[:, None] & is_rank, other=0.0)
         turned = tl.load(source + RANK + offs_p[None, :], mask=is_pair[:, None] & is_rope, other=0.0)
-        m_i, l_i, acc = empty_state(PAIRS, RANK_PADDED)
+        state = empty_state(PAIRS, RANK_PADDED)
         last = tl.minimum(context - length + offset + QUERIES, context)
-        each = _split_size(last, TILE, NUM_SPLITS)
+        each = split_size(last, TILE, NUM_SPLITS)
         low = split * each
         table = tables + tl.cast(row, tl.int64) * table_stride
         for start in range(low, tl.minimum(low + each, last), TILE):
             offs_n = start + tl.arange(0, TILE)
             inside = offs_n < last
-            blocks = tl.load(table + offs_n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            entry = latents + (blocks * BLOCK_SIZE + offs_n % BLOCK_SIZE)[:, None] * WIDTH
-            latent = tl.load(entry + offs_r[None, :], mask=inside[:, None] & is_rank, other=0.0).to(query.dtype)
-            key = tl.load(entry + RANK + offs_p[None, :], mask=inside[:, None] & is_rope, other=0.0).to(query.dtype)
-            qk = tl.dot(turned, tl.trans(key), input_precision=PRECISION)
-            qk = tl.dot(query, tl.trans(latent), qk, input_precision=PRECISION) * (scale * LOG2E)
-            qk = tl.where(offs_n[None, :] <= q_positions[:, None], qk, float("-inf"))
-            m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, latent, inside, False, PRECISION)
-        is_result = is_pair[:, None] & is_rank
-        if NUM_SPLITS == 1:
-            result = attention_output((m_i, l_i, acc), is_pair, False)
-            tl.store(out + q_rows[:, None] * RANK + offs_r[None, :], result.to(out.dtype.element_ty), mask=is_result)
-        elif low < last:
-            index = q_rows * NUM_SPLITS + split
-            tl.store(parts + index[:, None] * RANK + offs_r[None, :], acc, mask=is_result)
-            tl.store(lse + index * 2, m_i, mask=is_pair)
-            tl.store(lse + index * 2 + 1, l_i, mask=is_pair)
+            is_seen = offs_n[None, :] <= q_positions[:, None]
+            state = add_entries(
+                state, query, turned, latents, table, offs_n, inside, is_seen, scale,
+                RANK, RANK_PADDED, ROPE, ROPE_PADDED, BLOCK_SIZE, PRECISION,
+            )  # fmt: skip
+        store_mixtures(state, out, parts, lse, q_rows, is_pair, split, low < last, RANK, RANK_PADDED, NUM_SPLITS)
 
 
 @triton.jit
@@ -216,7 +243,7 @@ def _merged(
 def _used_splits(contexts, tokens, is_token, KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """How many splits of a token's context, which is cut into tiles of KEYS, have any entries"""
     context = tl.load(contexts + tokens, mask=is_token, other=0)
-    return tl.cdiv(context, tl.maximum(_split_size(context, KEYS, NUM_SPLITS), 1))
+    return tl.cdiv(context, tl.maximum(split_size(context, KEYS, NUM_SPLITS), 1))
 
 
 @kernel_unspecialized("num_tokens")
@@ -304,7 +331,7 @@ def num_latent_splits(num_programs: int, max_context: int, gpu: Capabilities) ->
     return 1 << (splits.bit_length() - 1)
 
 
-def latent_attend(inputs: LatentInputs) -> torch.Tensor:
+def dense_latent_attend(inputs: LatentInputs) -> torch.Tensor:
     """→ [T, heads * value_dim]"""
     plan: AttentionPlan = inputs.plan
     absorbed = absorb_queries(inputs)

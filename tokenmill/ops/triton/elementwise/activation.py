@@ -62,6 +62,24 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 @kernel
+def _act(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    value = activate(tl.load(x + places, mask=inside, other=0.0).to(tl.float32), KIND)
+    tl.store(out + places, value.to(out.dtype.element_ty), mask=inside)
+
+
+def act(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Each number by itself: MLPs without a gate"""
+    out = torch.empty_like(x)
+    if x.numel():
+        _act[(cdiv(x.numel(), _BLOCK),)](x, out, x.numel(), activation, _BLOCK, **launch_options())
+    return out
+
+
+@kernel
 def _gate_rows(y, x, gate, out, size, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
     launch_dependents(OVERLAPS)
     columns = tl.arange(0, BLOCK)

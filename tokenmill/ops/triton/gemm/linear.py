@@ -85,7 +85,8 @@ class PackLinear:
         """Gates and ups of each expert one below the other; apart where they are not of one form. A shared expert
         becomes some of them where all are plain."""
         if gate is None:
-            raise NotImplementedError("experts without a gate: `unsupported_reason` refuses such models")
+            packed = self._of_experts(up, dense), self._of_experts(down, dense)
+            return ExpertsWeight(up.shape[0], packed, is_gated=False)
         gates, ups, downs = (self._of_experts(raw, dense) for raw in (gate, up, down))
         num_shared, inter = 0, gate.shape[1]
         if shared is not None and self._are_plain((gate, up, down, *shared)):

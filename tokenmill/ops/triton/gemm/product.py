@@ -25,6 +25,7 @@ class WeightForm(NamedTuple):
     dtype: torch.dtype  # of the activations
     bits: int  # of a number of the matrix
     interleave: int = 0  # packed integers: words whose i-th values are neighbouring columns
+    dialect: str = ""  # of several that the same kernels multiply
 
     @property
     def element_size(self) -> int:
@@ -33,8 +34,8 @@ class WeightForm(NamedTuple):
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        names = {"plain": dtype, "fp8": "fp8", "fp8_blocks": "fp8 in blocks", "int": f"int{self.bits}", "fp4": "fp4"}
-        return names[self.kind]
+        names = {"plain": dtype, "fp8": "fp8", "fp8_blocks": "fp8 in blocks", "int": f"int{self.bits}"}
+        return self.dialect or names[self.kind]
 
 
 INTERLEAVE = 32  # of packed integers, where every kernel takes them; 16 where rows are too short for that
@@ -43,8 +44,8 @@ PLAIN = {
 }
 FP8 = {dtype: WeightForm("fp8", dtype, 8) for dtype in PLAIN}
 FP8_BLOCKS = {dtype: WeightForm("fp8_blocks", dtype, 8) for dtype in PLAIN}
-FP4 = {dtype: WeightForm("fp4", dtype, 4) for dtype in PLAIN}
-"""MXFP4 and NVFP4"""
+MXFP4 = {dtype: WeightForm("fp4", dtype, 4, dialect="mxfp4") for dtype in PLAIN}
+NVFP4 = {dtype: WeightForm("fp4", dtype, 4, dialect="nvfp4") for dtype in PLAIN}
 
 
 @cache

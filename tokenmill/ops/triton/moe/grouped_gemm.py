@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
-from tokenmill.ops.triton.elementwise.activation import act_mul
+from tokenmill.ops.triton.elementwise.activation import act, act_mul
 from tokenmill.ops.triton.gemm.cublas import expanded_rows
 from tokenmill.ops.triton.gemm.splitk import packed_tile_sums
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
@@ -146,7 +146,8 @@ def experts(
 ) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
-    if streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=False):
+    is_few = packed.is_gated and streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=False)
+    if is_few:
         return moe_gemv_chosen(x.contiguous(), weights, ids, packed, activation)
     tile = pick_grouped_config(ids.numel() / packed.num_experts, x.dtype)
     return sorted_experts(x.contiguous(), weights, ids, packed, activation, tile).sum(dim=1)
@@ -163,7 +164,9 @@ def sorted_experts(
     """What each choice adds: [T, k, H]"""
     gate_up, down = packed.packed
     pairs = sort_pairs(weights, ids, packed.num_experts)
-    if isinstance(gate_up, Fp8BlockMatrix):
+    if not packed.is_gated:
+        inner = act(_multiply(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
+    elif isinstance(gate_up, Fp8BlockMatrix):
         inner = grouped_fp8(x, gate_up, pairs, is_gathered=True, bias=packed.gate_up_bias, activation=activation)
     elif isinstance(gate_up, Fp4Matrix) and not _num_expanded(x, gate_up, pairs):
         inner = grouped_fp4(x, gate_up, pairs, is_gathered=True, bias=packed.gate_up_bias, activation=activation)

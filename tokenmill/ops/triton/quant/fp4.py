@@ -36,7 +36,7 @@ import triton.language as tl
 
 from tokenmill.arch.block_formats import BLOCK_TYPES
 from tokenmill.arch.packed_formats import MX_CHUNK, MX_GROUP, NV_GROUP
-from tokenmill.ops.triton.gemm.product import FP4, WeightForm
+from tokenmill.ops.triton.gemm.product import MXFP4, NVFP4, WeightForm
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import mixed
@@ -77,7 +77,7 @@ class Fp4Matrix:
 
     def form(self, dtype: torch.dtype) -> WeightForm:
         """Form of this matrix in products with activations of `dtype`."""
-        return FP4[dtype]
+        return MXFP4[dtype] if self.row_factors is None else NVFP4[dtype]
 
 
 def fp4_from_blocks(blocks: torch.Tensor, quant: str = "MXFP4") -> Fp4Matrix:

@@ -19,7 +19,12 @@ import triton.language as tl
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, step_of
+from tokenmill.ops.triton.recurrent.parts import (
+    CHUNK,
+    everywhere,
+    key_head_of,
+    step_of,
+)
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 
@@ -128,7 +133,8 @@ def _solve(
     projected, rates, step_bias, convolved, keys, decays, cell_tables, segments, solved, mixed, step_decays, strengths,
     cell_stride, step_scale, min_step, max_step, IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, IS_TILED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """A chunk in halves of 32 tokens, by one warp: what its threads sum up needs no shared memory."""
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -136,7 +142,7 @@ def _solve(
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     head, own_segment = tl.program_id(0), segments + tl.program_id(1) * 4
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    key_head = key_head_of(head, KEY_HEADS, VALUE_HEADS, IS_TILED)
     segment = (tl.load(own_segment + 1), tl.load(own_segment + 2), tl.load(own_segment + 3).to(tl.int64))
     at, table = segment[0] % CHUNK, cell_tables + tl.load(own_segment) * cell_stride
     upper, lower = _tokens_of(0, segment, table, HALF, BLOCK_SIZE), _tokens_of(HALF, segment, table, HALF, BLOCK_SIZE)
@@ -195,7 +201,7 @@ def _scan(
     step_decays, strengths, cell_decays, out, cell_stride, state_stride, first_row, IS_DELTA: tl.constexpr,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, OWN: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    PRECISION: tl.constexpr, IS_TILED: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Everything transposed: a state is [own values, key dim], so that it and what is computed from it is the factor
     that products take from registers."""
@@ -205,7 +211,7 @@ def _scan(
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     head, row = tl.program_id(0) // PARTS, first_row + tl.program_id(1)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    key_head = key_head_of(head, KEY_HEADS, VALUE_HEADS, IS_TILED)
     first, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
     context = tl.load(contexts + row)
     start = context - (end - first)
@@ -285,12 +291,12 @@ def recur_chunks(
     _solve[(heads, len(segments))](
         projected, weights.rates, weights.step_bias, convolved, cache.keys, cache.decays, plan.cells, segments, solved,
         mixed, step_decays, strengths, plan.cells.stride(0), *step_numbers(spec), *sizes.shapes, plan.block_size,
-        precision, num_warps=1, **launch_options(),
+        precision, spec.is_tiled, num_warps=1, **launch_options(),
     )  # fmt: skip
     own, num_rows = min(spec.value_dim, MAX_VALUES), len(plan.contexts) - plan.num_single
     _scan[(heads * spec.value_dim // own, num_rows)](
         convolved, cache.keys, cache.updates, cache.states, sizes.or_any(weights.skip), plan.cells, plan.states,
         plan.query_starts, plan.contexts, solved, mixed, step_decays, strengths, cache.decays, out,
         plan.cells.stride(0), plan.states.stride(0), plan.num_single, *sizes.shapes, plan.block_size, own, precision,
-        **SCAN, **launch_options(),
+        spec.is_tiled, **SCAN, **launch_options(),
     )  # fmt: skip

@@ -25,6 +25,12 @@ def everywhere(condition, like):
 
 
 @triton.jit
+def key_head_of(head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, IS_TILED: tl.constexpr):
+    """The key head that a value head reads: neighbours share one, or (IS_TILED) value heads take turns over them"""
+    return head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
+
+
+@triton.jit
 def silu(x):
     return x * tl.sigmoid(x)
 

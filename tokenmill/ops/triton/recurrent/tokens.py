@@ -16,7 +16,7 @@ import triton.language as tl
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, input_rows, silu, step_of
+from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, input_rows, key_head_of, silu, step_of
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 
@@ -185,13 +185,13 @@ def _recur_tokens(
     step_values, step_updates, step_decays, steps, strengths, out, cell_stride, state_stride, IS_DELTA: tl.constexpr,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, OWN: tl.constexpr,
-    HAS_PROMPTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr, IS_TILED: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
     STATE: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
     PARTS: tl.constexpr = VALUE_DIM // OWN
     head, row_number = tl.program_id(0) // PARTS, tl.program_id(1)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    key_head = key_head_of(head, KEY_HEADS, VALUE_HEADS, IS_TILED)
     keys_at, values_at = tl.arange(0, KEY_DIM), tl.program_id(0) % PARTS * OWN + tl.arange(0, OWN)
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
@@ -291,5 +291,5 @@ def recur_tokens(
     _recur_tokens[(spec.value_heads * spec.value_dim // own, num_rows)](
         sizes.or_any(weights.skip), cache.keys, cache.updates, cache.decays, cache.states, *tables, step_queries,
         step_keys, step_values, step_updates, step_decays, steps, strengths, out, *strides, *sizes.shapes,
-        plan.block_size, own, has_prompts, **RECUR, **launch_options(),
+        plan.block_size, own, has_prompts, spec.is_tiled, **RECUR, **launch_options(),
     )  # fmt: skip

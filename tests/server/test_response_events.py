@@ -19,7 +19,7 @@ from tokenmill.server.generation import GenerationFacts
 from tokenmill.server.openai.responses.events import ResponseRendering, ResponseWriter
 from tokenmill.server.openai.responses.parse import ResponseCall, ResponseReferences
 from tokenmill.server.openai.responses.tools import CalledTool
-from tokenmill.server.signatures import ThoughtSigner
+from tokenmill.server.signatures import ThoughtKeys
 from tokenmill.types import CallArguments, CallEnd, CallStart, ChatRequest, Event, Part, TextPart, ThoughtPart, Usage
 
 CALLED = {
@@ -95,7 +95,7 @@ def test_every_answer_accumulates_to_the_whole(seed: int) -> None:
     call = call_of(has_summary=rng.random() < 0.5, is_sealed=rng.random() < 0.5)
     finish = rng.choice(("stop", "length", "tool_calls", "failure"))
     events = events_of(random_parts(rng), rng, "stop" if finish == "failure" else finish)
-    signer = ThoughtSigner()
+    signer = ThoughtKeys().signer("")
 
     streamed = ResponseRendering(ResponseWriter("resp_1", 1.0, call, signer))
     stream = b"".join(streamed.event(0, event) for event in events)

@@ -219,9 +219,9 @@ def test_a_summary_is_streamed_as_one_where_it_is_wanted(server: ScriptedServer)
     assert item["content"] == [{"type": "reasoning_text", "text": "I need a tool."}]
 
 
-def rendered(server: ScriptedServer, items: Any, **fields: Any) -> int:
+def rendered(server: ScriptedServer, items: Any, *, key: str = KEY, **fields: Any) -> int:
     body = {"model": MODEL, "input": items, **fields}
-    reply = server.post("/v1/responses/input_tokens", body)
+    reply = server.post("/v1/responses/input_tokens", body, headers={"authorization": f"Bearer {key}"})
     assert reply.status_code == 200, reply.text
     assert reply.json()["object"] == "response.input_tokens"
     return int(reply.json()["input_tokens"])
@@ -234,13 +234,14 @@ def test_sealed_thoughts_come_back_and_forged_ones_do_not(server: ScriptedServer
     output = {"type": "function_call_output", "call_id": called["call_id"], "output": "18 degrees"}
     question = {"role": "user", "content": "weather in Paris"}
 
-    def tokens(reasoning: dict[str, Any]) -> int:
-        return rendered(server, [question, reasoning, called, output], tools=[WEATHER])
+    def tokens(reasoning: dict[str, Any], key: str = KEY) -> int:
+        return rendered(server, [question, reasoning, called, output], key=key, tools=[WEATHER])
 
     sealed = {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}  # as Codex has it
     with_thought, without = tokens(sealed), tokens({"type": "reasoning", "summary": []})
     assert with_thought > without  # the template shows what was thought since the question
     assert tokens({**sealed, "encrypted_content": "AAAA" + sealed["encrypted_content"][4:]}) == without
+    assert tokens(sealed, OTHER_KEY) == without, "or whoever finds a thought could have the model tell it"
     assert tokens({"type": "reasoning", "summary": [], "content": thought["content"]}) == with_thought
     assert (
         tokens({"type": "reasoning", "summary": [{"type": "summary_text", "text": "I need a tool."}]}) == with_thought

@@ -61,6 +61,7 @@ FAILURES = {
     415: "The body is not JSON.",
     429: "Too many requests are waiting; try again after `Retry-After` seconds.",
     501: "There is no such operation here.",
+    502: "No source could deliver the model.",
     503: "Loading, stopping or starting again; try again after `Retry-After` seconds.",
 }
 
@@ -106,11 +107,11 @@ class RouteContext:
             except NotRead as unread:
                 await unread.read()
 
-    def job_maker(self, make_job: Callable[[dict[str, Any]], GenerationJob]) -> MakeJob:
-        """How the body of a line of a batch becomes a job, where a parser makes it of the body alone."""
+    def job_maker(self, make_job: Callable[[dict[str, Any], str], GenerationJob]) -> MakeJob:
+        """How the body of a line of a batch becomes a job, where a parser makes it of the body and its owner."""
 
         async def make(data: bytes, owner: str) -> GenerationJob:
-            return await self.made_of(data, make_job)
+            return await self.made_of(data, lambda body: make_job(body, owner))
 
         return make
 

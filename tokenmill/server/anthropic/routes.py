@@ -21,19 +21,22 @@ from tokenmill.server.anthropic.render import MessageRendering, names_a_version
 from tokenmill.server.body import BodyFields
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
-from tokenmill.server.signatures import ThoughtSigner
+from tokenmill.server.signatures import ThoughtKeys, ThoughtSigner
 from tokenmill.server.variants import FoundModel
 from tokenmill.types import ChatRequest
 
 
 def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
-    signer = ThoughtSigner()
+    thought_keys = ThoughtKeys()
+
+    def signer(request: Request) -> ThoughtSigner:
+        return thought_keys.signer(request.state.record.key_id)
 
     async def messages(request: Request) -> Response:
-        return await context.generate(request, lambda body: messages_job(body, context, signer))
+        return await context.generate(request, lambda body: messages_job(body, context, signer(request)))
 
     async def count_tokens(request: Request) -> Response:
-        return json_response({"input_tokens": await counted(request, context, signer)})
+        return json_response({"input_tokens": await counted(request, context, signer(request))})
 
     async def anthropic_models(request: Request) -> Response:
         await context.registry.read_all()
@@ -53,7 +56,7 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.MESSAGES_BODY,
             stream=schemas.MESSAGES_STREAM,
-            job=context.job_maker(lambda body: messages_job(body, context, signer)),
+            job=context.job_maker(lambda body, owner: messages_job(body, context, thought_keys.signer(owner))),
         ),
         Endpoint(
             "POST",

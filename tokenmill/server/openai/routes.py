@@ -66,7 +66,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.CHAT_BODY,
             stream=schemas.CHAT_STREAM,
-            job=context.job_maker(lambda body: chat_job(body, context, context.config)),
+            job=context.job_maker(lambda body, _: chat_job(body, context, context.config)),
         ),
         Endpoint(
             "POST",
@@ -77,7 +77,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             READING,
             schemas.COMPLETION_BODY,
             stream=schemas.COMPLETION_STREAM,
-            job=context.job_maker(lambda body: completion_job(body, context, context.config)),
+            job=context.job_maker(lambda body, _: completion_job(body, context, context.config)),
         ),
         Endpoint(
             "POST",
@@ -87,7 +87,7 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
             schemas.EMBEDDING_REPLY,
             READING,
             schemas.EMBEDDING_BODY,
-            job=context.job_maker(lambda body: embedding_job(body, context, context.config)),
+            job=context.job_maker(lambda body, _: embedding_job(body, context, context.config)),
         ),
         Endpoint("GET", "/v1/models", models, "OpenAI", schemas.MODELS_REPLY, (503,)),
         Endpoint("GET", "/v1/models/{model_id:path}", model, "OpenAI", schemas.MODEL_REPLY, (404, 503)),

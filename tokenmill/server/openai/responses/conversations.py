@@ -28,19 +28,20 @@ MAX_ADDED = 20  # items in one request, as OpenAI has it
 def conversation_endpoints(context: RouteContext, generator: ResponseGenerator) -> list[Endpoint]:
     database, store = context.state.database, generator.store
 
-    def checked(fields: BodyFields) -> list[Item]:
+    def checked(fields: BodyFields, owner: str) -> list[Item]:
         """Items that a response could continue, as they are kept."""
         items = input_items(fields, "items")
         if len(items) > MAX_ADDED:
             refuse("items", f"takes at most {MAX_ADDED} items, got {len(items)}")
-        reader = ItemReader(generator.signer, OfferedTools())
+        reader = ItemReader(generator.thought_keys.signer(owner), OfferedTools())
         for number, item in enumerate(items):
             reader.read(item, f"items[{number}]")
         return [kept_item(item) for item in items]
 
     async def create_conversation(request: Request) -> Response:
         fields = BodyFields(await context.parsed(request, dict[str, Any]))
-        items, metadata, owner = checked(fields), parse_metadata(fields), request.state.record.key_id
+        owner = request.state.record.key_id
+        items, metadata = checked(fields, owner), parse_metadata(fields)
         make = partial(store.create_conversation, row_id=new_id("conv_"), owner=owner, metadata=metadata, items=items)
         return json_response(await database.write(make))
 
@@ -60,7 +61,8 @@ def conversation_endpoints(context: RouteContext, generator: ResponseGenerator) 
         return json_response(item_page(await kept(request), request))
 
     async def add_conversation_items(request: Request) -> Response:
-        items = checked(BodyFields(await context.parsed(request, dict[str, Any])))
+        fields = BodyFields(await context.parsed(request, dict[str, Any]))
+        items = checked(fields, request.state.record.key_id)
         if not items:
             refuse("items", "is required and must not be empty")
         await kept(request)  # or there is no such conversation

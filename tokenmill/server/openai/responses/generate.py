@@ -35,7 +35,7 @@ from tokenmill.server.openai.responses.parse import (
     parse_response,
 )
 from tokenmill.server.routing import LONG_BODY, RouteContext
-from tokenmill.server.signatures import ThoughtSigner
+from tokenmill.server.signatures import ThoughtKeys
 from tokenmill.server.state.responses import ResponseRow, ResponseStore
 from tokenmill.server.variants import FoundModel
 from tokenmill.types import ChatRequest, Message, TokenPrefix
@@ -107,7 +107,7 @@ class ResponseGenerator:
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
-        self.signer = ThoughtSigner()
+        self.thought_keys = ThoughtKeys()
         self.store = ResponseStore(context.config, context.state.instance)
 
     async def make(
@@ -118,9 +118,10 @@ class ResponseGenerator:
         references = parse_references(BodyFields(body))
         history = await self._history(references, owner, model)
         config = self._context.settings_of(self._context.keys.get(owner))
-        parse = partial(parse_response, body, model.info, config, self.signer, references, history)
+        signer = self.thought_keys.signer(owner)
+        parse = partial(parse_response, body, model.info, config, signer, references, history)
         call = await self._context.workers.run(_size(body, history), parse, long=LONG_BODY)
-        writer = ResponseWriter(response_id or new_id("resp_"), created_s or time.time(), call, self.signer)
+        writer = ResponseWriter(response_id or new_id("resp_"), created_s or time.time(), call, signer)
         return ResponseJob(owner, body, call, model.engine, ResponseRendering(writer), self._context.workers)
 
     def job(self, made: ResponseJob) -> GenerationJob:
@@ -161,7 +162,8 @@ class ResponseGenerator:
         model = await self._model(body)
         references = parse_references(BodyFields(body))
         history = await self._history(references, owner, model)
-        parse = partial(parse_conversation, body, model.info, self._context.config, self.signer, history)
+        signer = self.thought_keys.signer(owner)
+        parse = partial(parse_conversation, body, model.info, self._context.config, signer, history)
         asked = await self._context.workers.run(_size(body, history), parse, long=LONG_BODY)
         engine = model.engine
         return await self._context.workers.run(text_size(asked), lambda: len(engine.tokenize_chat(asked)))

@@ -111,6 +111,7 @@ class ModelError(TokenmillError):
 
 class PullFailed(ModelError):
     code = "pull_failed"
+    http_status = 502  # a source's fault, not the server's
 
 
 class UnsupportedModel(ModelError):

@@ -141,7 +141,7 @@ def replica_endpoints(context: RouteContext) -> list[Endpoint]:
             {
                 "type": "object",
                 "required": ["replicas"],
-                "properties": {"model": TEXT, "replicas": TEXT},
+                "properties": {"model": TEXT, "replicas": {"anyOf": [COUNT, TEXT]}},
                 "example": {"replicas": "1..4"},
             },
             description="Let a cluster have so many replicas, or as many of a range as its load needs.",
@@ -157,7 +157,7 @@ def _asked_replica(body: dict[str, Any]) -> tuple[str | None, int | None]:
 def _asked_range(body: dict[str, Any]) -> tuple[str | None, tuple[int, int]]:
     fields = BodyFields(body)
     try:
-        return fields.text("model"), replica_range(fields.required_text("replicas"))
+        return fields.text("model"), replica_range(fields.get("replicas"))
     except InvalidConfig as problem:
         raise InvalidRequest(problem.message, param="replicas") from None
 

@@ -57,7 +57,14 @@ def library_endpoints(context: RouteContext, find_model: FindModel) -> list[Endp
         Endpoint("GET", "/api/ps", library.ps, TAG, schemas.PS_REPLY, (503,)),
         Endpoint("POST", "/api/show", library.show, TAG, schemas.SHOW_REPLY, READING, schemas.NAMED_BODY),
         Endpoint(
-            "POST", "/api/pull", library.pull, TAG, schemas.PROGRESS_REPLY, changing, schemas.PULL_BODY, **progress
+            "POST",
+            "/api/pull",
+            library.pull,
+            TAG,
+            schemas.PROGRESS_REPLY,
+            (*changing, 502),
+            schemas.PULL_BODY,
+            **progress,
         ),
         Endpoint(
             "POST",

@@ -52,7 +52,7 @@ def batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[Endpoint
 
     async def create_batch(request: Request) -> Response:
         batch = await context.parsed(request, lambda body: parse_batch(body, owner(request), list(runner.jobs)))
-        file = await runner.files.use(batch.owner, batch.input)
+        file = await runner.files.use(batch.owner, batch.input, "input_file_id")
         if file["purpose"] != "batch":
             refuse("input_file_id", f"must be a file with the purpose batch, not {file['purpose']}")
         return json_response(batch_object(await runner.add(batch)))

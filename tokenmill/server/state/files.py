@@ -132,11 +132,11 @@ class StoredFiles:
         """A file of an owner; an error (404) if there is none."""
         return await self._state.database.read(lambda connection: visible(connection, owner, file_id))
 
-    async def use(self, owner: str, file_id: str) -> sqlite3.Row:
+    async def use(self, owner: str, file_id: str, param: str = "id") -> sqlite3.Row:
         """The same, and remember that it was used: what was not used for longest makes room."""
 
         def work(connection: sqlite3.Connection) -> sqlite3.Row:
-            row = visible(connection, owner, file_id)
+            row = visible(connection, owner, file_id, param)
             connection.execute("UPDATE files SET used_s = ? WHERE id = ?", (time.time(), file_id))
             return row
 
@@ -200,7 +200,9 @@ class StoredFiles:
             self._remove_temporary()
 
 
-def visible(connection: sqlite3.Connection, owner: str, file_id: str) -> sqlite3.Row:
-    """A file that a client may see; an error (404) if there is none."""
-    row = get(connection, "files", file_id, owner)
-    return row if row["purpose"] != HIDDEN else get(connection, "files", "", owner)
+def visible(connection: sqlite3.Connection, owner: str, file_id: str, param: str = "id") -> sqlite3.Row:
+    """A file that a client may see; an error (404) that blames `param` if there is none."""
+    row = get(connection, "files", file_id, owner, param)
+    if row["purpose"] == HIDDEN:
+        raise unknown("files", file_id, param)
+    return row

@@ -32,17 +32,17 @@ def find(connection: sqlite3.Connection, table: Table, row_id: str, owner: str) 
     return row
 
 
-def get(connection: sqlite3.Connection, table: Table, row_id: str, owner: str) -> sqlite3.Row:
-    """A row of an owner; an error (404) if there is none."""
+def get(connection: sqlite3.Connection, table: Table, row_id: str, owner: str, param: str = "id") -> sqlite3.Row:
+    """A row of an owner; an error (404) that blames `param` if there is none."""
     row = find(connection, table, row_id, owner)
     if row is None:
-        raise unknown(table, row_id)
+        raise unknown(table, row_id, param)
     return row
 
 
-def unknown(table: Table, row_id: str) -> UnknownRow:
+def unknown(table: Table, row_id: str, param: str = "id") -> UnknownRow:
     kind = {"responses": "response", "conversations": "conversation", "files": "file", "batches": "batch"}[table]
-    return UnknownRow(f"there is no {kind} {shown(row_id)}", param="id")
+    return UnknownRow(f"there is no {kind} {shown(row_id)}", param=param)
 
 
 @dataclass

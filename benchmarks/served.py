@@ -18,9 +18,17 @@ END_S = 60.0
 
 
 class Served:
-    """A server of one model; `keys` are its API keys. Its state is in `folder`, which outlives the process."""
+    """A server of one model, or of more that are among the flags; `keys` are its API keys. Its state is in `folder`,
+    which outlives the process."""
 
-    def __init__(self, model: str, *flags: str, keys: tuple[str, ...] = (), folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        *flags: str,
+        keys: tuple[str, ...] = (),
+        folder: Path | None = None,
+        served_name: str | None = "m",
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
         self._temporary = tempfile.TemporaryDirectory(prefix="served-")
@@ -29,7 +37,8 @@ class Served:
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = Path(self._temporary.name) / "server.log"
         (self.folder / "keys.txt").write_text("\n".join(keys) + "\n")
-        own = ["--port", str(self.port), "--state-dir", str(self.folder / "state"), "--served-name", "m"]
+        own = ["--port", str(self.port), "--state-dir", str(self.folder / "state")]
+        own += ["--served-name", served_name] if served_name else []
         own += ["--api-key-file", str(self.folder / "keys.txt")] if keys else []
         with self._log.open("w") as output:
             self.child = subprocess.Popen(

@@ -23,8 +23,8 @@ from tests.support.server_process import free_port
 from tests.support.terminal import ROOT, Terminal, require_shown
 
 EXECUTED = (
-    "command-line", "server", "several-models", "clients", "responses", "ollama", "python", "configuration", "planning",
-    "troubleshooting", "first-hour",
+    "command-line", "server", "several-models", "clients", "responses", "batches", "tools", "ollama", "python",
+    "configuration", "planning", "troubleshooting", "first-hour",
 )  # fmt: skip
 PAGES = [ROOT / "README.md", *[ROOT / "docs" / f"{name}.md" for name in EXECUTED]]
 FENCE = re.compile(r"(?:`(?P<file>[\w.-]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

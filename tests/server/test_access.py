@@ -145,7 +145,9 @@ def test_unknown_route(server: RunningServer) -> None:
     reply = server.get("/v1/nothing")
     assert reply.status_code == 404
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
-    assert "there is /v1/chat/completions" in server.get("/v1/chat/completion").json()["error"]["message"]
+    for path in ("/v1/chat/completion", "/v1/chat", "/v1/chat/"):
+        assert "there is /v1/chat/completions" in server.get(path).json()["error"]["message"]
+    assert "/ui/" not in server.get("/chat.js").json()["error"]["message"], "files of the page are no routes"
 
 
 def test_head_options_and_trailing_slashes_behave(server: RunningServer) -> None:

@@ -63,7 +63,7 @@ from tokenmill.server.tgi.routes import tgi_endpoints
 from tokenmill.server.tokens import token_endpoints
 from tokenmill.server.tracing import RequestTracing, tracer_of
 from tokenmill.server.ui.feed import feed_endpoints
-from tokenmill.server.ui.pages import page_endpoints, page_routes
+from tokenmill.server.ui.pages import PAGE_PATHS, page_endpoints, page_routes
 from tokenmill.server.ui.shelf import MakeFinder, shelf_endpoints
 
 EXPOSED_HEADERS = (
@@ -242,9 +242,12 @@ async def _show_routing_error(request: Request, error: Exception) -> Response:
 
 
 def _near_paths(app: Starlette, path: str) -> str:
-    """The paths of this server that resemble one that it does not have, as a hint."""
-    known = [str(route.path) for route in app.routes if isinstance(route, Route) and "{" not in route.path]
-    near = difflib.get_close_matches(path, known, n=3, cutoff=0.6)
+    """The paths of this server that resemble one that it does not have, as a hint: first those that go on from it."""
+    paths = {str(route.path) for route in app.routes if isinstance(route, Route) and "{" not in route.path}
+    known = sorted(paths - PAGE_PATHS)
+    below = [one for one in known if one.startswith(path.rstrip("/") + "/")]
+    alike = difflib.get_close_matches(path, known, n=3, cutoff=0.6)
+    near = list(dict.fromkeys([*below, *alike]))[:3]
     return f"there is {', '.join(near)}; /docs lists all paths" if near else "/docs lists all paths"
 
 

@@ -1,6 +1,6 @@
 // One message on the page: a question, or an answer with its thinking, its tool calls, its tokens and its figures.
 
-import { copyText, duration, h, icon, iconButton, replace, shortNumber } from "./dom.js";
+import { button, copyText, duration, h, icon, iconButton, pretty, replace, shortNumber } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { tokenView } from "./tokens.js";
 
@@ -51,7 +51,7 @@ export class MessageView {
       if (event.key === "Escape") { event.stopPropagation(); cancel(); }
     });
     replace(this.body, area);
-    replace(this.foot, h("button", { type: "button", onclick: cancel }, "Cancel"), h("button", { type: "button", class: "primary", onclick: send }, "Ask again"));
+    replace(this.foot, button("Cancel", cancel), button("Ask again", send, "primary"));
     area.style.height = `${Math.min(area.scrollHeight + 4, 400)}px`;
     area.focus();
   }
@@ -124,12 +124,11 @@ export class MessageView {
     this.send = null;
     if (isOpen) {
       const inputs = calls.map((call) => this.cards.get(call).input);
-      this.send = h("button", { type: "button", class: "primary", onclick: () => this.actions.sendResults(this.node, inputs.map((input) => input.value)) },
-        calls.length === 1 ? "Send result" : "Send results");
+      this.send = this.sendButton(calls.length === 1 ? "Send result" : "Send results", inputs);
       this.calls.append(this.send);
     } else if (results && calls.length && !isLive) {
       this.send = h("div", { class: "foot calls-foot" }, branchBar(answered.siblings, answered.first, this.actions),
-        h("button", { type: "button", class: "quiet", onclick: () => this.reopen(calls, results) }, icon("edit"), "Give another result"));
+        button("Give another result", () => this.reopen(calls, results), "quiet", "edit"));
       this.calls.append(this.send);
     }
   }
@@ -158,9 +157,12 @@ export class MessageView {
       replace(this.cards.get(call).outcome, input);
       return input;
     });
-    replace(this.send, h("button", { type: "button", onclick: () => this.actions.refresh() }, "Cancel"),
-      h("button", { type: "button", class: "primary", onclick: () => this.actions.sendResults(this.node, inputs.map((input) => input.value)) }, "Send and go on"));
+    replace(this.send, button("Cancel", () => this.actions.refresh()), this.sendButton("Send and go on", inputs));
     inputs[0].focus();
+  }
+
+  sendButton(label, inputs) {
+    return button(label, () => this.actions.sendResults(this.node, inputs.map((input) => input.value)), "primary");
   }
 }
 
@@ -175,12 +177,4 @@ function branchBar(siblings, node, actions) {
 
 function resultBox(call, value) {
   return h("textarea", { class: "result-input", rows: 3, placeholder: "What did the tool return? Text or JSON", "aria-label": `Result of ${call.name}`, value });
-}
-
-function pretty(text) {
-  try {
-    return JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    return text;
-  }
 }

@@ -1,6 +1,6 @@
 // Calls to the server that this page came from. A key, where the server wants one, is typed once and kept for the tab.
 
-import { dialog, h } from "./dom.js";
+import { dialog, h, toast } from "./dom.js";
 
 const KEY_NAME = "tokenmill-key";
 let asking = null;
@@ -41,6 +41,16 @@ export async function call(path, { method = "GET", body, signal } = {}) {
     if (response.status === 401 && (await askKey("This server asks for an API key. It is kept until this tab is closed."))) continue;
     if (!response.ok) throw await errorOf(response);
     return response;
+  }
+}
+
+/** A call whose outcome is told to the user: what is said if it works, or why it does not. */
+export async function order(path, method, body, said = "") {
+  try {
+    await call(path, { method, body });
+    if (said) toast(said);
+  } catch (error) {
+    toast(error.message, "error");
   }
 }
 

@@ -4,7 +4,7 @@ import { ApiError, call, capabilities, events, getJson, storedKey } from "./api.
 import { MessageView } from "./answer.js";
 import { codeSample, SAMPLE_NAMES } from "./code_samples.js";
 import { addNode, choose, children, exported, imported, newConversation, path, pathTo, requestBody, siblings } from "./conversation.js";
-import { confirmed, copyText, dialog, h, icon, iconButton, replace, saveFile, toast } from "./dom.js";
+import { button, confirmed, copyText, dialog, h, icon, iconButton, replace, saveFile, toast } from "./dom.js";
 import { allConversations, getConversation, keepConversation, removeConversation } from "./library.js";
 import { SettingsPanel, wrongSettings } from "./settings.js";
 import { readLogprobs } from "./tokens.js";
@@ -74,10 +74,10 @@ export class ChatView {
     this.search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search conversations", oninput: () => this.listConversations() });
     this.conversations = h("nav", { class: "conversations", "aria-label": "Conversations" });
     const file = h("input", { type: "file", accept: "application/json,.json", hidden: true, onchange: () => { this.importFile(file.files[0]); file.value = ""; } });
-    replace(this.sidebar, h("button", { type: "button", class: "new-chat", onclick: () => this.startNew() }, icon("plus"), "New chat"),
+    replace(this.sidebar, button("New chat", () => this.startNew(), "new-chat", "plus"),
       h("div", { class: "search-box" }, icon("search"), this.search), this.conversations,
-      h("div", { class: "library-tools" }, h("button", { type: "button", class: "quiet", onclick: () => this.exportAll() }, icon("down"), "Export all"),
-        h("button", { type: "button", class: "quiet", onclick: () => file.click() }, icon("up"), "Import"), file));
+      h("div", { class: "library-tools" }, button("Export all", () => this.exportAll(), "quiet", "down"),
+        button("Import", () => file.click(), "quiet", "up"), file));
   }
 
   async listConversations() {
@@ -358,7 +358,7 @@ export class ChatView {
   welcome() {
     const ideas = ["Explain how a water mill works, in three sentences.", "Write a Python function that merges two sorted lists.", "Make a table of three European rivers and their lengths."];
     return h("div", { class: "welcome" }, h("h1", {}, "What would you like to know?"), h("p", { class: "muted" }, "Everything runs on this server. Conversations stay in this browser."),
-      h("div", { class: "ideas" }, ideas.map((text) => h("button", { type: "button", onclick: () => { this.input.value = text; this.ask(); } }, text))));
+      h("div", { class: "ideas" }, ideas.map((text) => button(text, () => { this.input.value = text; this.ask(); }))));
   }
 
   copyAs() {

@@ -1,7 +1,7 @@
 // The routes of this server, from its own /openapi.json: what each takes, answers and refuses, and a form to try it.
 
 import { call, getJson, storedKey } from "./api.js";
-import { h, icon, replace } from "./dom.js";
+import { h, icon, pretty, replace } from "./dom.js";
 
 const MAX_SHOWN = 100000;
 
@@ -72,9 +72,7 @@ async function showReply(response, shown) {
     shown.textContent = text;
     if (text.length > MAX_SHOWN || !shown.isConnected) { reader.cancel(); break; }
   }
-  try {
-    shown.textContent = JSON.stringify(JSON.parse(text), null, 2);
-  } catch { /* not JSON: as it came */ }
+  shown.textContent = pretty(text);
 }
 
 async function show() {

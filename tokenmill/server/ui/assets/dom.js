@@ -65,6 +65,11 @@ export function iconButton(name, label, onclick, extra = {}) {
   return h("button", { type: "button", class: "icon-button", title: label, "aria-label": label, onclick, ...extra }, icon(name));
 }
 
+/** A button with a word on it, and a sign before the word if there is one. */
+export function button(label, onclick, kind = "", sign = null) {
+  return h("button", { type: "button", class: kind, onclick, "data-action": label }, sign ? icon(sign) : null, label);
+}
+
 export function replace(element, ...children) {
   element.replaceChildren(...present(children));
 }
@@ -87,8 +92,7 @@ export function toast(text, kind = "note") {
 export function dialog(title, content, buttons, onclose) {
   const box = h("dialog", { class: "dialog", "aria-label": title });
   const close = () => box.close();
-  const shown = buttons.map(({ label, kind, action }) =>
-    h("button", { type: "button", class: kind || "", onclick: async () => (await action?.()) !== false && close() }, label));
+  const shown = buttons.map(({ label, kind, action }) => button(label, async () => (await action?.()) !== false && close(), kind));
   box.append(h("header", {}, h("h2", {}, title), iconButton("close", "Close", close)), content, h("footer", {}, shown));
   box.addEventListener("close", () => { box.remove(); onclose?.(); });
   box.addEventListener("click", (event) => event.target === box && close());
@@ -118,6 +122,15 @@ export async function copyText(text) {
     area.remove();
   }
   toast("Copied");
+}
+
+/** JSON with line breaks; any other text as it is. */
+export function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
 }
 
 export function saveFile(name, text) {

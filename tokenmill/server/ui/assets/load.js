@@ -1,7 +1,7 @@
 // The load of the server, second by second: the numbers of /metrics, their recent course, and the requests under way.
 
-import { call, events } from "./api.js";
-import { confirmed, duration, h, iconButton, percent, replace, shortNumber, toast } from "./dom.js";
+import { call, events, order } from "./api.js";
+import { confirmed, duration, h, iconButton, percent, replace, shortNumber } from "./dom.js";
 
 const KEPT = 120; // readings, one a second
 const LEAST_SHOWN = 30; // the time axis grows from so many readings to all that are kept
@@ -92,13 +92,8 @@ export class LoadView {
   }
 
   async abort(one) {
-    if (!(await confirmed("Abort this request?", `${one.request_id}: its client gets an error with the code “aborted”.`, "Abort"))) return;
-    try {
-      await call("/ui/abort", { method: "POST", body: { id: one.id } });
-      toast("Aborted");
-    } catch (error) {
-      toast(error.message, "error");
-    }
+    const isSure = await confirmed("Abort this request?", `${one.request_id}: its client gets an error with the code “aborted”.`, "Abort");
+    if (isSure) await order("/ui/abort", "POST", { id: one.id }, "Aborted");
   }
 }
 

@@ -1,7 +1,7 @@
 // Models: what answers here and in which state, what lies on this machine, and what the catalog has and whether it fits.
 
-import { call, getJson, objects } from "./api.js";
-import { bytes, confirmed, duration, h, icon, replace, shortNumber, toast } from "./dom.js";
+import { call, getJson, objects, order } from "./api.js";
+import { button, bytes, confirmed, duration, h, icon, replace, shortNumber, toast } from "./dom.js";
 
 const REFRESH_MS = 3000; // while the view is open
 const pulls = new Map(); // by name: downloads outlive the view
@@ -81,21 +81,15 @@ export class ModelsView {
 
   // ── changing ─────────────────────────────────────────────────────────────────────────────────────
 
-  async order(path, model) {
-    try {
-      await call(path, { method: "POST", body: { model } });
-    } catch (error) {
-      toast(error.message, "error");
-    }
+  async order(path, model, method = "POST", said = "") {
+    await order(path, method, { model }, said);
     this.refresh(false);
     this.onchange();
   }
 
   async remove(one) {
-    if (!(await confirmed(`Delete ${one.name}?`, `Its ${bytes(one.size_bytes)} are removed from this machine.`, "Delete"))) return;
-    await call("/api/delete", { method: "DELETE", body: { model: one.name } }).then(() => toast(`${one.name} is deleted`), (error) => toast(error.message, "error"));
-    this.refresh(false);
-    this.onchange();
+    const isSure = await confirmed(`Delete ${one.name}?`, `Its ${bytes(one.size_bytes)} are removed from this machine.`, "Delete");
+    if (isSure) await this.order("/api/delete", one.name, "DELETE", `${one.name} is deleted`);
   }
 
   async pull(name) {
@@ -125,10 +119,6 @@ export class ModelsView {
 function line(name, about, facts, tail) {
   return h("div", { class: "row", "data-model": name }, h("div", { class: "row-text" }, h("strong", {}, name), about ? h("div", {}, about) : null,
     h("div", { class: "muted small" }, facts.filter((fact) => fact && fact !== "–").join(" · "))), h("div", { class: "row-tail" }, tail.filter(Boolean)));
-}
-
-function button(label, onclick, kind = "") {
-  return h("button", { type: "button", class: kind, onclick, "data-action": label }, label);
 }
 
 function badge(text, kind) {

@@ -274,7 +274,7 @@ def test_pulls_show_progress_can_be_cancelled_and_undone(
     hub = FakeHub("someone/tiny", {"model.gguf": os.urandom(4 << 20)})
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     try:
-        hub.delay_s = 0.1
+        hub.delay_s = 0.5  # so that it takes half a minute, if it were not cancelled
         page.keyboard.press("Alt+Digit2")
         page.fill(".pull-form input", "someone/tiny")
         page.press(".pull-form input", "Enter")

@@ -14,7 +14,7 @@ class FakeHub:
     def __init__(self, repo: str, files: dict[str, bytes]) -> None:
         self.repo, self.files = repo, files
         self.cut_after: int | None = None  # bytes of the next file answers before the connection is cut
-        self.delay_s = 0.0
+        self.delay_s = 0.0  # after each piece of the answers that are begun now
         self.requests: list[tuple[str, str | None]] = []  # (file, Range header)
         self.corrupt = False
         hub = self
@@ -64,13 +64,14 @@ class FakeHub:
         door.send_response(status)
         door.send_header("Content-Length", str(len(body)))
         door.end_headers()
+        delay_s = self.delay_s
         try:
             for at in range(0, len(body), 1 << 16):
                 if limit is not None and at >= limit:
                     break
                 door.wfile.write(body[at : at + (1 << 16)])
-                if self.delay_s:
-                    threading.Event().wait(self.delay_s)
+                if delay_s:
+                    threading.Event().wait(delay_s)
         except OSError:
             pass
         door.close_connection = True

@@ -13,6 +13,7 @@ const LAST_SETTINGS = "tokenmill-settings";
 const MAX_PICTURE_BYTES = 5e6;
 const RETRY_MS = 3000;
 const SAVE_EVERY_MS = 1000; // while an answer streams
+const LEAST_TIMED_S = 0.02; // an answer that came in one piece has no speed
 
 export class ChatView {
   constructor(sidebar) {
@@ -412,7 +413,7 @@ function finishStats(run) {
   if (run.first === undefined) return;
   stats.ttftS = (run.first - run.started) / 1000;
   const seconds = (run.last - run.first) / 1000;
-  if (stats.completion > 1 && seconds > 0) stats.rate = (stats.completion - 1) / seconds;
+  if (stats.completion > 1 && seconds > LEAST_TIMED_S) stats.rate = (stats.completion - 1) / seconds;
 }
 
 // ── small things ─────────────────────────────────────────────────────────────────────────────────────

@@ -217,6 +217,13 @@ def test_wrong_batches_are_refused_by_name(server: RunningServer, body: Any, par
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
 
+def test_a_file_that_is_not_there_is_blamed_on_its_field(server: RunningServer) -> None:
+    body = {"endpoint": CHAT, "completion_window": "24h", "input_file_id": "file-x"}
+    reply = server.post("/v1/batches", body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (404, "input_file_id")
+    assert "there is no file 'file-x'" in reply.text
+
+
 def test_a_batch_and_its_files_belong_to_a_key(serving: Serving) -> None:
     server = serving(ServerConfig(api_key=("one", "two")))
     one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from tokenmill.server.app import DIALECTS, create_app
 from tokenmill.server.dialect import Dialects
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRing
+from tokenmill.server.listen import bind
 from tokenmill.server.loader import ModelLoader
 from tokenmill.server.run import uvicorn_config
 
@@ -56,7 +56,7 @@ def serving(own_home: Path) -> Iterator[Serving]:
         engine = FakeEngine()
         metrics = Metrics(model=engine.info.name)
         app = create_app(gate or engine, without_files(config), metrics, dialects=dialects, loader=loader, keys=keys)
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = bind("127.0.0.1", 0)
         front = uvicorn.Server(uvicorn_config(app, flush_s=1))
         thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

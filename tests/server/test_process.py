@@ -144,6 +144,12 @@ def test_a_busy_second_port_leaves_none_open() -> None:
                 bind_all(ServerConfig(port=(free, taken.getsockname()[1])))
 
 
+def test_replies_do_not_wait_for_the_clients_kernel_on_any_event_loop() -> None:
+    (listener,) = bind_all(ServerConfig(port=(0,)))
+    with listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 @pytest.mark.parametrize("ports", [(), (8000, 8000), (70_000,), (0, -1)])
 def test_ports_that_cannot_be(ports: tuple[int, ...]) -> None:
     with pytest.raises(InvalidConfig, match="port"):

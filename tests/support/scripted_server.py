@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,6 +29,7 @@ from tokenmill.fleet.virtual import VirtualDevice, virtual_engine
 from tokenmill.observe.metrics import Metrics
 from tokenmill.server.app import create_app
 from tokenmill.server.keys import KeyRing
+from tokenmill.server.listen import bind
 from tokenmill.server.run import uvicorn_config
 
 NAME = "scripted"
@@ -103,7 +103,7 @@ def _template_file(template: str | Path, folder: Path) -> Path:
 def _running(
     start: Callable[[], Awaitable[AsyncEngine]], config: ServerConfig, keys: KeyRing | None
 ) -> Iterator[ScriptedServer]:
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
     started = threading.Event()
     made: list[tuple[AsyncEngine, uvicorn.Server]] = []
     failures: list[BaseException] = []

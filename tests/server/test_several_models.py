@@ -173,7 +173,9 @@ def test_a_load_that_fails_after_pings_ends_the_stream(several: Several) -> None
 
 def test_clients_of_ollama_decide_how_long_a_model_stays(several: Several) -> None:
     with ollama.Client(host=several.server.url) as client:
-        assert client.generate("coder", keep_alive="1h").done_reason == "load"
+        for keep_alive in (1e300, "9" * 400 + "h", "1h"):  # what is beyond all dates is for ever, and no date
+            assert client.generate("coder", keep_alive=keep_alive).done_reason == "load"
+            assert [one.model for one in client.ps().models] == ["coder:latest"]
         (running,) = client.ps().models
         assert running.model == "coder:latest" and running.size == GB and running.context_length == 512
         assert running.expires_at is not None and 3500 < running.expires_at.timestamp() - time.time() < 3601

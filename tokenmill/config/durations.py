@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+FOREVER_S = 100 * 365 * 86_400  # longer than any server runs
 _PART = r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)"
 _DURATION = re.compile(rf"([+-]?)(?:((?:{_PART})+)|(\d+(?:\.\d+)?))")
 
@@ -22,5 +23,5 @@ def seconds_of(given: object) -> float | None:
 
 
 def keep_alive_of(seconds: float) -> float | None:
-    """How long a model stays without a request; None for ever, which anything below zero means."""
-    return None if seconds < 0 else seconds
+    """How long a model stays without a request; None for ever, which anything below zero means, and a hundred years."""
+    return seconds if 0 <= seconds < FOREVER_S else None

@@ -15,6 +15,7 @@ from typing import Any
 from tokenmill.arch.cost import num_parameters
 from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.spec import Gqa
+from tokenmill.config.durations import FOREVER_S
 from tokenmill.engine.status import ModelInfo
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.loader import ModelMemory
@@ -24,7 +25,6 @@ from tokenmill.store.created import LATEST
 from tokenmill.store.layout import Customization
 from tokenmill.store.modelfile import as_modelfile
 
-FOREVER_S = 100 * 365 * 86_400  # the model stays for as long as the server runs
 MAX_SHOWN_ITEMS = 5  # of a list in a file's metadata
 COLUMN = 30
 

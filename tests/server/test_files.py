@@ -91,7 +91,7 @@ def test_wrong_uploads_are_refused_by_name(server: RunningServer, data: Any, fil
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
 
-def test_bodies_that_are_no_form(server: RunningServer) -> None:
+def test_bodies_that_are_no_form(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     url = f"{server.url}/v1/files"
     assert server.http.post(url, json={"purpose": "batch"}).status_code == 415
     form = {"content-type": "multipart/form-data; boundary=b"}
@@ -102,6 +102,7 @@ def test_bodies_that_are_no_form(server: RunningServer) -> None:
         reply = server.http.post(url, content=body, headers=form)
         assert reply.status_code == 400, body
     assert server.http.post(url, content=whole, headers=form).json()["error"]["param"] == "purpose"
+    assert not [one for one in caplog.records if one.name.startswith("python_multipart")], "or anyone fills the log"
 
 
 def test_what_is_too_large_is_refused_and_leaves_nothing(serving: Serving, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ the first byte too many.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -24,6 +25,8 @@ MAX_FIELDS = 32
 MAX_FIELD_BYTES = 16 << 10
 MAX_OVERHEAD_BYTES = 1 << 20  # of a body that is not its file: fields, headers, boundaries
 PIECE_BYTES = 1 << 20  # of the file, handed on at once
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a wrong form is its client's affair, not the log's
 
 Sink = Callable[[bytes], Awaitable[None]]
 

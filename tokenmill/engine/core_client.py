@@ -21,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core import EngineCore
@@ -29,7 +30,8 @@ from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, Start, ToCore
 from tokenmill.errors import TokenmillError
 
-LAST_MESSAGES_S = 0.1  # they were sent before the child ended; only the reading may take a moment
+LAST_MESSAGES_S = 0.1  # that a pipe must be quiet for to be read to its end, where its end is not seen
+PIPE_CHECK_S = 0.005
 
 Receive = Callable[[FromCore], None]
 
@@ -121,6 +123,7 @@ class ProcessCoreClient:
             # Two pipes, since sending on a socket that the event loop watches can swallow its wake-up.
             self._outbox = self._context.socket(zmq.PUSH)
             self._inbox = self._context.socket(zmq.PULL)
+            self._pipe_ends: zmq.Socket[bytes] = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as problem:  # no descriptors are left
             self._context.destroy(linger=0)
             raise OSError(problem.errno, problem.strerror) from None
@@ -176,6 +179,8 @@ class ProcessCoreClient:
     def _close_pipes(self) -> None:
         if not self._context.closed:
             asyncio.get_running_loop().remove_reader(self._inbox.fileno())
+            self._inbox.disable_monitor()
+            self._pipe_ends.close(linger=0)
             self._outbox.close(linger=0)
             self._inbox.close(linger=0)
             self._context.term()
@@ -206,12 +211,29 @@ class ProcessCoreClient:
                 self._child.kill()
                 self._close_pipes()
             raise
-        num_before = -1
-        while not self._is_closing and num_before < self._num_received:
-            num_before = self._num_received
-            await asyncio.sleep(LAST_MESSAGES_S)
+        await self._read_last_messages(receive)
         if not self._is_closing:
             receive(Failed(f"the engine process ended with {ending}"))
+
+    async def _read_last_messages(self, receive: Receive) -> None:
+        """Read all that a dead child has sent. The end of its pipe is seen after the last message; where it was never
+        opened, the pipe stays quiet."""
+        while not self._is_closing:
+            num_before, quiet_until_s = self._num_received, time.monotonic() + LAST_MESSAGES_S
+            while not self._is_closing and time.monotonic() < quiet_until_s:
+                if self._has_pipe_ended():
+                    return self._drain_socket(receive)
+                await asyncio.sleep(PIPE_CHECK_S)
+            if num_before == self._num_received:
+                return
+
+    def _has_pipe_ended(self) -> bool:
+        assert self._child is not None
+        while self._pipe_ends.poll(0):
+            event = recv_monitor_message(self._pipe_ends, zmq.NOBLOCK)
+            if event["endpoint"] == from_core(self._child.folder).encode():
+                return True
+        return False
 
 
 def own_core_process(config: EngineConfig, environment: Mapping[str, str] = MappingProxyType({})) -> CoreProcess:

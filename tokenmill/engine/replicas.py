@@ -430,11 +430,12 @@ class Replicas:
         replica = route.replica
         if run.is_suspect:
             replica.probation, replica.is_reserved = run, False
-        run.replica, run.why, run.num_uncached, run.is_starting = replica, route.why, route.num_uncached, True
+        run.replica, run.why, run.is_starting = replica, route.why, True
+        run.num_uncached = route.num_uncached + run.buffer.output_processor.num_completion_tokens
         run.num_placed, run.placed_s = run.num_placed + 1, asyncio.get_running_loop().time()
         replica.num_placed[route.why] += 1
         replica.num_sequences += run.request.params.num_sequences
-        replica.num_prefilling += route.num_uncached
+        replica.num_prefilling += run.num_uncached
         replica.runs[run.core_id] = run
         self.num_resumed += run.num_placed > 1 + run.was_prefilled
         replica.send(Submit(run.for_core(self._block_address(run.source or route.source, replica))))

@@ -1,14 +1,15 @@
-"""How long a core's steps take, learned from what it reports: seconds = steps × overhead + tokens × seconds a token.
+"""How long cores' steps take, learned from what they report: seconds = steps × overhead + tokens × seconds a token.
 
-Two unknowns, fitted by least squares over the reports, old ones fading. What is measured of like cores differs by
-chance, and a difference would draw requests to one of them; so cores whose figures are near the middle of all are taken
-to be alike, as is one that has not reported yet.
+The two unknowns are fitted by least squares over the reports of all cores together, old ones fading: one core's own
+reports often are steps of nearly one size, which say little about the share of each. What sets a core apart is a
+factor: how much longer its steps took than those of all would have. What is measured of like cores differs by chance,
+and a difference would draw requests to one of them; so cores whose factors are near one are taken to be alike, as is
+one that has not reported yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 from tokenmill.engine.status import EngineStats
@@ -19,13 +20,21 @@ RIDGE = 1e-9
 ALIKE = 1.5  # the factor by which the figures of like cores may differ
 
 
+class StepSeconds(NamedTuple):
+    """What a step takes, and each token in it."""
+
+    step_s: float
+    token_s: float
+
+
 class StepRate:
+    """What one core has reported."""
+
     def __init__(self) -> None:
-        self.step_s = 0.0
-        self.token_s = GUESSED_TOKEN_S
         self.is_known = False
+        self.steps = self.tokens = self.seconds = 0.0  # fading, as the sums of their products are
+        self.ss = self.st = self.tt = self.sy = self.ty = 0.0  # steps, tokens, seconds (y)
         self._last = EngineStats()
-        self._ss = self._st = self._tt = self._sy = self._ty = 0.0
 
     def forget_core(self) -> None:
         """The totals of the next report begin at zero; what was learned stays."""
@@ -38,45 +47,41 @@ class StepRate:
         self._last = stats
         if steps <= 0 or tokens <= 0 or seconds <= 0:
             return max(0.0, seconds)
-        self._ss = self._ss * FADING + steps * steps
-        self._st = self._st * FADING + steps * tokens
-        self._tt = self._tt * FADING + tokens * tokens
-        self._sy = self._sy * FADING + steps * seconds
-        self._ty = self._ty * FADING + tokens * seconds
+        self.steps = self.steps * FADING + steps
+        self.tokens = self.tokens * FADING + tokens
+        self.seconds = self.seconds * FADING + seconds
+        self.ss = self.ss * FADING + steps * steps
+        self.st = self.st * FADING + steps * tokens
+        self.tt = self.tt * FADING + tokens * tokens
+        self.sy = self.sy * FADING + steps * seconds
+        self.ty = self.ty * FADING + tokens * seconds
         self.is_known = True
-        self._fit()
         return seconds
-
-    def _fit(self) -> None:
-        determinant = self._ss * self._tt - self._st * self._st
-        if determinant > RIDGE * self._ss * self._tt:
-            step_s = (self._sy * self._tt - self._ty * self._st) / determinant
-            token_s = (self._ty * self._ss - self._sy * self._st) / determinant
-            if step_s >= 0 and token_s > 0:
-                self.step_s, self.token_s = step_s, token_s
-                return
-        self.step_s, self.token_s = 0.0, self._ty / self._tt  # all steps had the same size, or noise has won
-
-
-class StepSeconds(NamedTuple):
-    """What a step takes, and each token in it."""
-
-    step_s: float
-    token_s: float
 
 
 def usual_rate(rates: Sequence[StepRate]) -> StepSeconds:
-    """The rate in the middle of those that are known."""
-    known = [rate for rate in rates if rate.is_known] or list(rates)
-    return StepSeconds(median(rate.step_s for rate in known), median(rate.token_s for rate in known))
+    """What a step takes on all cores together."""
+    known = [rate for rate in rates if rate.is_known]
+    if not known:
+        return StepSeconds(0.0, GUESSED_TOKEN_S)
+    ss, st, tt = (sum(getattr(rate, name) for rate in known) for name in ("ss", "st", "tt"))
+    sy, ty = sum(rate.sy for rate in known), sum(rate.ty for rate in known)
+    determinant = ss * tt - st * st
+    if determinant > RIDGE * ss * tt:
+        step_s, token_s = (sy * tt - ty * st) / determinant, (ty * ss - sy * st) / determinant
+        if step_s >= 0 and token_s > 0:
+            return StepSeconds(step_s, token_s)
+    return StepSeconds(0.0, ty / tt)  # all steps had the same size, or noise has won
 
 
 def common_rates(rates: Sequence[StepRate]) -> list[StepSeconds]:
-    """The rate to predict with for each core: that of the middle one, unless its own is clearly another."""
+    """The rate to predict with for each core: the usual one, unless this core is clearly faster or slower."""
     usual = usual_rate(rates)
-    return [
-        usual
-        if not rate.is_known or usual.token_s / ALIKE <= rate.token_s <= usual.token_s * ALIKE
-        else StepSeconds(rate.step_s, rate.token_s)
-        for rate in rates
-    ]
+    return [_own_rate(rate, usual) if rate.is_known else usual for rate in rates]
+
+
+def _own_rate(rate: StepRate, usual: StepSeconds) -> StepSeconds:
+    factor = rate.seconds / (rate.steps * usual.step_s + rate.tokens * usual.token_s)
+    if 1 / ALIKE <= factor <= ALIKE:
+        return usual
+    return StepSeconds(usual.step_s * factor, usual.token_s * factor)

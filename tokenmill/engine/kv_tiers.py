@@ -16,7 +16,7 @@ import torch
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.kv.cache import KVCache
-from tokenmill.kv.records import BlockRecords, DeviceRecords, HostRecords
+from tokenmill.kv.records import BlockRecords, DeviceRecords, GpuCopyStream, HostRecords
 from tokenmill.kv.storage import KVStorage
 from tokenmill.kv.tiers.disk import DiskTier
 from tokenmill.kv.tiers.host import HostTier
@@ -65,8 +65,11 @@ def block_traffic(
     settings, regions = config.cache, [rule.region for rule in cache.rules]
     digest = functools.cache(digest)  # read from files, so not before it is needed
 
+    # The stream of the thread that launches steps, which is this one; those that copy have others.
+    steps = torch.cuda.current_stream(storage.device) if storage.device.type == "cuda" else None
+
     def make_records() -> BlockRecords:
-        return HostRecords(storage) if storage.device.type == "cpu" else DeviceRecords(storage)
+        return HostRecords(storage) if steps is None else DeviceRecords(storage, GpuCopyStream(steps))
 
     tiers: list[KeepingTier] = []
     if settings.kv_host_gb:

@@ -97,17 +97,38 @@ class HostRecords:
         return found
 
 
+class CopyStream(Protocol):
+    """Where copies are made, behind all steps that were launched before."""
+
+    def run(self, copies: Callable[[], None]) -> None:
+        """Launch copies, and wait until they are made."""
+        ...
+
+
+class GpuCopyStream:
+    """A stream of its own for copies from and to a GPU."""
+
+    def __init__(self, steps: torch.cuda.Stream) -> None:
+        """`steps`: the stream that steps are launched on."""
+        self._stream = torch.cuda.Stream(steps.device)  # type: ignore[no-untyped-call]
+        self._steps = steps
+
+    def run(self, copies: Callable[[], None]) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._stream.wait_stream(self._steps)
+            copies()
+            self._stream.synchronize()
+
+
 class DeviceRecords:
     """Records of a pool in a GPU's memory."""
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: KVStorage, stream: CopyStream) -> None:
         self._regions = region_planes(storage)
         self.sizes = [region.record_bytes for region in self._regions]
         self._device = storage.device
-        self._is_cuda = storage.device.type == "cuda"  # False in tests alone: the same copies, without a stream
-        if self._is_cuda:
-            self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]
-            self._steps = torch.cuda.current_stream(storage.device)
+        self._is_cuda = storage.device.type == "cuda"  # False in tests alone
+        self._stream = stream
         self._stagings = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def empty(self, region: int, number: int) -> list[Record]:
@@ -119,20 +140,10 @@ class DeviceRecords:
         return records
 
     def read(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
-        self._behind_steps(partial(self._each_part, self._gather, region, blocks, records))
+        self._stream.run(partial(self._each_part, self._gather, region, blocks, records))
 
     def write(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
-        self._behind_steps(partial(self._each_part, self._scatter, region, blocks, records))
-
-    def _behind_steps(self, work: Callable[[], None]) -> None:
-        """Do some work on the copies' own stream, and wait for it."""
-        if not self._is_cuda:
-            work()
-            return
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            self._stream.wait_stream(self._steps)
-            work()
-            self._stream.synchronize()
+        self._stream.run(partial(self._each_part, self._scatter, region, blocks, records))
 
     def _each_part(
         self,

@@ -246,8 +246,8 @@ async def gaps_beside_prompts(given: argparse.Namespace, roles: str | None) -> d
     while time.perf_counter() - began < given.seconds:
         params = SamplingParams(max_tokens=1, temperature=0.0)
         sent = time.perf_counter()
-        async for _ in engine.submit(PromptRequest(prompt=prompt_ids(100 + number, given.prompt_len), params=params)):
-            first.append(time.perf_counter() - sent)
+        asked = PromptRequest(prompt=prompt_ids(100 + number, given.prompt_len), params=params)
+        first += [time.perf_counter() - sent async for _ in engine.submit(asked)]
         number += 1
     ended, cores = time.perf_counter(), engine.replicas()
     for task in reading:

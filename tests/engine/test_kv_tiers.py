@@ -4,6 +4,7 @@ same tokens as without; whatever is wrong with the folder, answers are the same.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,12 +131,12 @@ def test_mixed_requests_in_two_engines_on_one_folder(tmp_path: Path, stories_dir
         llm.close()
 
 
-def test_other_settings_share_nothing(stories_dir: Path, shared_dir: Path) -> None:
+def test_other_settings_share_nothing(stories_dir: Path, shared_dir: Path, tmp_path: Path) -> None:
     """All that the bytes of a block depend on makes a folder of its own."""
 
-    def digest_of(path: Path, **settings: Any) -> bytes:
+    def digest_of(path: Path, is_for_disk: bool = True, **settings: Any) -> bytes:
         config, spec = engine_config(str(path), {"device": "cpu", "num_blocks": 40, **settings}), read_spec(path)
-        return blocks_digest(resolve_model_config(config, spec, path).config, spec, path)
+        return blocks_digest(resolve_model_config(config, spec, path).config, spec, path, is_for_disk)
 
     changes: list[dict[str, Any]] = [{}, {"kv_dtype": "int8"}, {"block_size": 8}]
     changes += [{"quantization": "int8"}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 1}]
@@ -144,6 +145,10 @@ def test_other_settings_share_nothing(stories_dir: Path, shared_dir: Path) -> No
     digests.append(digest_of(shared_dir / "goldens" / "tiny" / "smollm3"))
     assert len(set(digests)) == len(digests)
     assert digest_of(stories_dir, threads=1, num_blocks=50, max_running=3, max_context=64) == digests[0]
+    copied = tmp_path / "copied"
+    shutil.copytree(stories_dir, copied, copy_function=shutil.copyfile)  # with times of its own
+    assert digest_of(copied) != digests[0], "weights may be changed in place while their blocks lie on a disk"
+    assert digest_of(copied, is_for_disk=False) == digest_of(stories_dir, is_for_disk=False)
 
 
 def test_what_can_not_work_is_refused(stories_dir: Path, tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.support.cores_with_sockets import always_worth_it, folder, maker, with_seeds
 from tests.support.cut_link import CutLink
 from tests.support.every_kind_of_request import (
     STORY,
@@ -23,19 +25,25 @@ from tests.support.every_kind_of_request import (
     undisturbed_answers,
     wait_until,
 )
-from tokenmill import AsyncEngine
+from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.cli import main
 from tokenmill.config import EngineConfig
+from tokenmill.engine.build import build_core
+from tokenmill.engine.core_client import Receive, ThreadCoreClient
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.input_processor import ClientRequest
+from tokenmill.engine.messages import ToCore
 from tokenmill.errors import EngineDead, InvalidConfig
 from tokenmill.fleet.autoscale import ScaleRange
 from tokenmill.fleet.elastic import start_cluster
 from tokenmill.fleet.host import HostAgent, model_digest
 from tokenmill.fleet.join import JoinListener
 from tokenmill.fleet.link import HostInfo, LinkError, ReliableLink, Seal, read_key
-from tokenmill.fleet.places import Places
+from tokenmill.fleet.places import CountedPlace, Places
+from tokenmill.types import PromptRequest
 from tokenmill.version import VERSION
+
+__all__ = ["always_worth_it", "folder"]  # fixtures
 
 KEY = read_key(None, "a key that is long enough")
 
@@ -170,7 +178,7 @@ class Cluster:
 
     async def listen(self) -> int:
         """Let machines join before the engine opens; the port."""
-        await self.listener.start(None)  # type: ignore[arg-type]  # it looks at no cores
+        await self.listener.listen()
         return self.listener.address[1]
 
     def join(self, port: int, *, key: bytes = KEY, version: str = VERSION, seats: int = 1) -> asyncio.Task[None]:
@@ -181,7 +189,8 @@ class Cluster:
 
     async def engine(self) -> AsyncEngine:
         allowed = ScaleRange(self.num_replicas, self.num_replicas)
-        return await start_cluster(self.frontend, [self.config] * self.num_replicas, self.places, allowed)
+        slots = [self.config] * self.num_replicas
+        return await start_cluster(self.frontend, slots, self.places, allowed, carriers=[self.listener])
 
     async def close(self) -> None:
         for agent in self.agents:
@@ -280,6 +289,72 @@ def test_a_machine_that_is_gone_leaves_its_requests_to_another(stories_dir: Path
 
     found = asyncio.run(asyncio.wait_for(scenario(), 240))
     assert_same(asked, found, asyncio.run(undisturbed_answers(config, asked)))
+
+
+# ── blocks between machines ────────────────────────────────────────────────────────────────────────────
+
+
+class ThreadOnHost(ThreadCoreClient):
+    """A host's core in a thread, so that tests reach into it."""
+
+    num_started = 0
+
+    def __init__(self, config: EngineConfig, path: Path, hand_on: Callable[[bytes], None], folder: Path) -> None:
+        ThreadOnHost.num_started += 1
+        self.block_address = str(folder / f"core {ThreadOnHost.num_started}")
+        super().__init__(lambda: build_core(config, path, block_address=self.block_address))
+        self._relay = hand_on
+
+    async def start(self, receive: Receive) -> None:
+        await super().start(lambda message: self._relay(msgspec.msgpack.encode(message)))
+
+    def send_encoded(self, data: bytes) -> None:
+        self.send(msgspec.msgpack.decode(data, type=ToCore))
+
+
+@pytest.mark.parametrize("way", ["between two hosts", "between a host and the front", "over a link that is cut"])
+def test_streams_move_to_another_machine_with_their_blocks(
+    way: str, stories_dir: Path, folder: Path, always_worth_it: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To and fro: what is asked for goes through the links, and nearly nothing is computed again."""
+    monkeypatch.setattr("tokenmill.fleet.host.RelayedCoreClient", partial(ThreadOnHost, folder=folder))
+    config = config_of(stories_dir, speculate="off")
+    params = SamplingParams(temperature=1.0, max_tokens=160, ignore_eos=True)
+    asked: list[ClientRequest] = with_seeds(
+        [PromptRequest(prompt=[1, *range(20 + n, 190 + n)], params=params, request_id=f"stream {n}") for n in range(4)]
+    )
+
+    async def scenario() -> tuple[list[Any], int]:
+        cluster = Cluster(config, 2)
+        port = await cluster.listen()
+        there = CutLink(port, delay_s=0.0, cut_bytes=20_000, num_cuts=6 if way == "over a link that is cut" else 0)
+        cluster.join(await there.open())
+        if way == "between a host and the front":
+            make = maker(cluster.frontend, folder, 1)
+            cluster.places.add(CountedPlace("here", 1, lambda _: make()))
+        else:
+            cluster.join(port)
+        await wait_until(lambda: cluster.places.num_free() == 2)
+        engine = await cluster.engine()
+        try:
+            await wait_until(lambda: sum(one["state"] == "ready" for one in engine.replicas()) == 2)
+            engine.drain_replica(1)
+            answers = [asyncio.create_task(answer(engine, one)) for one in asked]
+            for turn in range(4):
+                for one, answered in zip(asked, answers, strict=True):
+                    while not answered.done() and engine.num_generated(one.request_id or "") < 10 * (turn + 1):
+                        await asyncio.sleep(0.001)
+                engine.drain_replica(1 - turn % 2, False)
+                engine.drain_replica(turn % 2)
+            return await asyncio.gather(*answers), engine.stats().fetched_tokens
+        finally:
+            await engine.close()
+            await cluster.close()
+            await there.close()
+
+    found, num_fetched = asyncio.run(asyncio.wait_for(scenario(), 240))
+    assert_same(asked, found, asyncio.run(undisturbed_answers(config, asked)))
+    assert way == "over a link that is cut" or num_fetched >= 4 * 160, "the first move brings the prompts' blocks"
 
 
 def test_settings_travel_whole(stories_dir: Path) -> None:

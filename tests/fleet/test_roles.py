@@ -21,7 +21,10 @@ from tokenmill.engine.core_supervisor import MakeClient
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.engine.roles import Role, read_roles
-from tokenmill.errors import InvalidConfig
+from tokenmill.errors import InvalidConfig, InvalidRequest
+from tokenmill.fleet.autoscale import ScaleRange
+from tokenmill.fleet.elastic import start_cluster
+from tokenmill.fleet.places import CountedPlace, Places
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.types import PromptRequest
 
@@ -114,6 +117,31 @@ def test_either_side_may_die(dying: int, folder: Path, stories_dir: Path) -> Non
     found, cores = answers(config, folder, asked, makers=[mortal(0), mortal(1)])
     assert_same(asked, found, expected)
     assert cores[dying]["restarts"] >= 1
+
+
+def test_a_cluster_with_roles_keeps_one_of_each(folder: Path, stories_dir: Path) -> None:
+    config, asked = config_for(stories_dir), long_prompts()
+    expected, _ = run(config, folder, asked, 1, nothing)
+    frontend = load_frontend(config)
+    makers = iter([maker(frontend, folder, index) for index in range(3)])
+
+    async def scenario() -> tuple[list[Any], list[dict[str, Any]]]:
+        places = Places(CountedPlace("here", 3, lambda _: next(makers)()))
+        engine = await start_cluster(
+            frontend, [config] * 3, places, ScaleRange(2, 3), roles=[*SPLIT, "decode"], num_kept=2
+        )
+        try:
+            found = await asyncio.gather(*(answer(engine, one) for one in asked), return_exceptions=True)
+            with pytest.raises(InvalidRequest, match="2 replicas are needed"):
+                engine.scale_replicas(1, 3)
+            return found, engine.replicas()
+        finally:
+            await engine.close()
+
+    found, cores = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    assert_same(asked, found, expected)
+    assert [core["role"] for core in cores] == ["prefill", "decode", "decode"]
+    assert cores[0]["num_placed"] == {"prefill": NUM_PROMPTS}
 
 
 def test_roles_that_can_not_work_are_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.support.server_process import free_port, running
 from tokenmill import SamplingParams
 from tokenmill.cli import main
+from tokenmill.cli.up import PlannedGroup, in_order
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.config.cluster import ClusterConfig, GroupConfig, read_cluster, replica_range
 from tokenmill.errors import InvalidConfig
@@ -46,7 +47,12 @@ def test_a_file_says_groups_load_and_hosts(tmp_path: Path) -> None:
     found = read_cluster(written(tmp_path, text))
     assert found.groups == (GroupConfig(2, 6), GroupConfig(1, 1, 2))
     assert (found.least, found.most, found.idle_s, found.load.requests_s) == (3, 7, 120.0, 3)
-    assert found.hosts.key_file == tmp_path / "k"
+    assert found.hosts.key_file == tmp_path / "k" and not found.has_roles
+    text = '[[group]]\nrole = "prefill"\n[[group]]\nreplicas = "2..4"\nrole = "decode"\n[cache]\nkv_disk_gb = 20\n'
+    found = read_cluster(written(tmp_path, text))
+    assert found.has_roles and found.groups == (GroupConfig(role="prefill"), GroupConfig(2, 4, role="decode"))
+    order = in_order([PlannedGroup(group, EngineConfig(ModelConfig(model="x"))) for group in found.groups])
+    assert [one.group.role for one in order] == ["prefill", "decode", "decode", "decode", "decode"]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +63,8 @@ def test_a_file_says_groups_load_and_hosts(tmp_path: Path) -> None:
         ("[[group]]\nreplicas = 0\n", "must be a number"),
         ("[[group]]\nreplicas = true\n", "must be a number"),
         ('[[group]]\ntp = "two"\n', "tp must be auto"),
+        ('[[group]]\nrole = "answer"\n', "any, prefill or decode"),
+        ('[[group]]\nrole = "decode"\nreplicas = "0..2"\n', "one replica at least"),
         ("[group]\nreplicas = 2\n", r"write \[\[group\]\]"),
         ("[load]\ninput_len = 0\n", "input_len"),
         ("[load]\nrequests_s = -1\n", "requests_s"),

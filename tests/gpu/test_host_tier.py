@@ -1,5 +1,5 @@
-"""Blocks kept in pinned memory beside a real GPU: with `--deterministic` the same tokens as when they are computed, while
-other streams write and overwrite blocks beside the copies."""
+"""Blocks kept in pinned memory beside a real GPU: with `--deterministic` the same tokens as when they are computed,
+while other streams write and overwrite blocks beside the copies."""
 
 from __future__ import annotations
 

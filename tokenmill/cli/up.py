@@ -23,6 +23,7 @@ from tokenmill.cli.output import print_table
 from tokenmill.config import EngineConfig
 from tokenmill.config.cluster import ClusterConfig, GroupConfig, HostsConfig, read_cluster
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.roles import Role, read_roles
 from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.errors import InvalidConfig
 from tokenmill.store import is_scripted
@@ -73,6 +74,7 @@ def command(
         Try the cluster on devices that are not there: h200x8. The model sleeps as long as they would compute.
     """
     found = read_cluster(cluster)
+    read_roles(",".join(group.role for group in found.groups), len(found.groups))
     base = engine.config(None)
     refuse_idle_settings(server, base, virtual, found)
     planned = plan_groups(found, base, virtual)
@@ -87,11 +89,13 @@ def refuse_idle_settings(server: ServerConfig, base: EngineConfig, virtual: str,
     if server.replicas != 1:
         raise InvalidConfig("the file's [[group]] says how many replicas there are", param="replicas")
     if server.roles is not None:
-        raise InvalidConfig("roles are for serve --replicas; a cluster's replicas do everything", param="roles")
+        raise InvalidConfig("the file's [[group]] says what its replicas are for: role", param="roles")
     if base.parallel.tp != 1:
         raise InvalidConfig("the file's [[group]] says how many ranks a replica has", param="tp")
     if virtual and (is_scripted(base.model.model) or cluster.hosts.listen or cluster.hosts.ray):
         raise InvalidConfig("--virtual is for a real model on virtual devices of its own", param="virtual")
+    if virtual and cluster.has_roles:
+        raise InvalidConfig("virtual devices have no KV blocks to give each other: no roles", param="virtual")
 
 
 # ── planning ─────────────────────────────────────────────────────────────────────────────────────────
@@ -215,7 +219,8 @@ def run_here(cluster: ClusterConfig, planned: Sequence[PlannedGroup], base: Engi
             carriers = [joining, *ray_keepers(cluster, joining, places, len(slots) - seats)]
         return await start_cluster(
             frontend, slots, places, allowed(cluster, planned), idle_s=cluster.idle_s,
-            num_started=num_needed(planned), spare=spare, carriers=carriers,
+            num_started=num_needed(planned), spare=spare, carriers=carriers, roles=roles_of(planned),
+            num_kept=cluster.least if cluster.has_roles else 0,
         )  # fmt: skip
 
     try:
@@ -278,8 +283,20 @@ def run_virtual(cluster: ClusterConfig, planned: Sequence[PlannedGroup], server:
     return run_front(start, server)
 
 
+def in_order(planned: Sequence[PlannedGroup]) -> list[PlannedGroup]:
+    """The group of each replica that there may be. Those that each group has at least come first: cores are started in
+    this order."""
+    least = [one for one in planned for _ in range(one.group.least)]
+    return least + [one for one in planned for _ in range(one.num_replicas - one.group.least)]
+
+
 def slots_of(planned: Sequence[PlannedGroup]) -> list[EngineConfig]:
-    return [one.engine for one in planned for _ in range(one.num_replicas)]
+    return [one.engine for one in in_order(planned)]
+
+
+def roles_of(planned: Sequence[PlannedGroup]) -> list[Role]:
+    slots = in_order(planned)
+    return read_roles(",".join(one.group.role for one in slots), len(slots))
 
 
 def allowed(cluster: ClusterConfig, planned: Sequence[PlannedGroup]) -> ScaleRange:

@@ -6,6 +6,7 @@
     [[group]]                             # one or more
     replicas = "2..6"                     # or one number; "0..6" ends the last one too when nobody asks
     tp = "auto"                           # ranks of a replica; auto: the planner's choice
+    role = "any"                          # or "prefill", "decode": as with `serve --roles`
 
     [load]                                # what to plan for
     input_len = 512
@@ -18,6 +19,8 @@
     listen = "0.0.0.0:8100"               # where `tokenmill host --join` of other machines reaches this one
     key_file = "cluster.key"              # what they must know
     ray = "auto"                          # the address of a Ray cluster whose nodes run replicas too
+
+Where KV blocks are kept beside the pool is said in [cache], as for `serve`: kv_disk, kv_disk_gb, kv_host_gb.
 
 All other sections ([server], [model], [cache], [scheduler], [ops], [sampling]) are those of any settings file.
 """
@@ -37,6 +40,7 @@ from tokenmill.errors import InvalidConfig
 MAX_REPLICAS = 64
 MAX_TP = 64
 MAX_FILE_BYTES = 1 << 20
+ROLES = ("any", "prefill", "decode")
 OWN_TABLES = ("group", "load", "hosts", "scale")
 
 
@@ -47,6 +51,7 @@ class GroupConfig:
     least: int = 1
     most: int = 1
     tp: int | None = None  # ranks of each; None: as the planner chooses
+    role: str = "any"  # what each is for
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,10 @@ class ClusterConfig:
     def most(self) -> int:
         return sum(group.most for group in self.groups)
 
+    @property
+    def has_roles(self) -> bool:
+        return any(group.role != "any" for group in self.groups)
+
 
 def read_tables(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
@@ -136,12 +145,19 @@ def read_cluster(path: Path) -> ClusterConfig:
 
 
 def _group(path: Path, table: Mapping[str, Any]) -> GroupConfig:
-    _require_known(path, "[[group]]", table, ("replicas", "tp"))
+    _require_known(path, "[[group]]", table, ("replicas", "tp", "role"))
     least, most = replica_range(table.get("replicas", 1), f"{path}: [[group]] ")
     tp = table.get("tp", "auto")
     if tp != "auto" and not (type(tp) is int and 1 <= tp <= MAX_TP):
         raise InvalidConfig(f"{path}: [[group]] tp must be auto or 1 to {MAX_TP}, got {tp!r}", param="tp")
-    return GroupConfig(least, most, None if tp == "auto" else tp)
+    role = table.get("role", "any")
+    if role not in ROLES:
+        raise InvalidConfig(f"{path}: [[group]] role must be any, prefill or decode, got {role!r}", param="role")
+    if role != "any" and not least:
+        raise InvalidConfig(
+            f"{path}: [[group]] a {role} group needs one replica at least", param="replicas", hint='replicas = "1..4"'
+        )
+    return GroupConfig(least, most, None if tp == "auto" else tp, role)
 
 
 def replica_range(given: Any, where: str = "") -> tuple[int, int]:

@@ -22,7 +22,7 @@ from tokenmill.config.promises import read_service_level
 from tokenmill.engine.adapters import AdapterStore
 from tokenmill.engine.backends import find_device
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
-from tokenmill.engine.kv_tiers import block_traffic, blocks_digest
+from tokenmill.engine.kv_tiers import BlocksDigest, block_traffic, blocks_digest
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve import Resolved, resolve_model_config
 from tokenmill.engine.scripted import scripted_config
@@ -238,7 +238,7 @@ def assemble(
     load_draft: LoadDraft = no_draft,
     make_runner: MakeRunner | None = None,
     adapters: AdapterStore | None = None,
-    digest: Callable[[], bytes] = bytes,
+    digest: BlocksDigest = bytes,
     block_address: str = "",
 ) -> EngineCore:
     """Put scheduler and runner over a model that is loaded already (a real one or a scripted one).

@@ -222,7 +222,8 @@ class ProcessCoreClient:
             num_before, quiet_until_s = self._num_received, time.monotonic() + LAST_MESSAGES_S
             while not self._is_closing and time.monotonic() < quiet_until_s:
                 if self._has_pipe_ended():
-                    return self._drain_socket(receive)
+                    self._drain_socket(receive)
+                    return
                 await asyncio.sleep(PIPE_CHECK_S)
             if num_before == self._num_received:
                 return

@@ -34,14 +34,20 @@ GB = 1_000_000_000
 DEFAULT_DISK_GB = 16.0
 
 
-def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path) -> bytes:
-    """A digest of all that the bytes of a block depend on beside its name. The config is resolved."""
+BlocksDigest = Callable[[bool], bytes]  # for a folder of this machine?
+
+
+def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_for_disk: bool) -> bytes:
+    """A digest of all that the bytes of a block depend on beside its name. The config is resolved. `is_for_disk`:
+    blocks outlive their engine, whose weights may be changed in place; between machines the times of files say
+    nothing."""
     model, cache, ops = config.model, config.cache, config.ops
     files: list[object] = [model.seed]
     if is_scripted(model.model):
         files = [hashlib.sha256(model_path.read_bytes()).hexdigest()]
     elif model.load_format != "dummy":
-        files = [identity(file).what for file in locate(model_path).files]
+        found = [identity(file) for file in locate(model_path).files]
+        files = [one.what if is_for_disk else (one.num_bytes, one.content) for one in found]
     kernels: tuple[object, ...] = (torch.__version__,)
     if ops.backend == "cpu":
         kernels = (native_kernels.instruction_set(), layout_digest())
@@ -58,7 +64,7 @@ def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path) -> by
 
 
 def block_traffic(
-    config: EngineConfig, storage: KVStorage, cache: KVCache, digest: Callable[[], bytes], address: str
+    config: EngineConfig, storage: KVStorage, cache: KVCache, digest: BlocksDigest, address: str
 ) -> BlockTraffic | None:
     """What moves a core's blocks; None where they are kept in the pool alone. `address`: the socket at which other
     cores may ask for them; empty: none."""
@@ -77,7 +83,9 @@ def block_traffic(
         tiers.append(HostTier(records.empty, records.sizes, regions, int(settings.kv_host_gb * GB)))
     if settings.kv_disk or settings.kv_disk_gb:
         folder = Path(settings.kv_disk).expanduser() if settings.kv_disk else store_root() / "kv"
-        tiers.append(DiskTier(folder, digest(), int((settings.kv_disk_gb or DEFAULT_DISK_GB) * GB)))
+        tiers.append(DiskTier(folder, digest(True), int((settings.kv_disk_gb or DEFAULT_DISK_GB) * GB)))
     if not tiers and not (address and cache.prefix_caching):
         return None
-    return BlockTraffic(make_records, cache.prefix, regions, tiers, digest, address if cache.prefix_caching else "")
+    between_cores = functools.partial(digest, False)
+    address = address if cache.prefix_caching else ""
+    return BlockTraffic(make_records, cache.prefix, regions, tiers, between_cores, address)

@@ -243,6 +243,8 @@ class Replicas:
         # Called when a request waits that no core can take now. Whoever sets it starts cores that are stopped.
         self.on_waiting: Callable[[], None] | None = None
         self.on_arrival: Callable[[], None] | None = None  # called with each new request
+        # How a core reaches another one's blocks, by both addresses. Whoever lets other machines join sets it.
+        self.block_route: Callable[[str, str], str] = lambda asking, source: source
         self._parked: list[RequestRun] = []  # without a core, in the order in which they are placed
         self._is_draining = False
 
@@ -443,9 +445,9 @@ class Replicas:
 
     def _block_address(self, source: Replica | None, replica: Replica) -> str:
         """Where a core can get another one's blocks; empty: nowhere."""
-        if source is None or source is replica or not source.is_ready or source.place != replica.place:
+        if source is None or source is replica or not source.is_ready:
             return ""
-        return source.info.block_address
+        return self.block_route(replica.info.block_address, source.info.block_address)
 
     def _route_by_role(self, run: RequestRun) -> Route | None:
         """A core for a request, or for its prompt alone, where it would be a long one for a core that decodes."""

@@ -162,12 +162,16 @@ StartPlaces = Callable[[], int]  # how many more cores could be started now
 class Autoscaler:
     """Keeps a fleet at the number of cores that its load needs."""
 
-    def __init__(self, rule: ScaleRule, meter: LoadMeter, room: StartPlaces | None = None) -> None:
-        """`room`: how many more cores there are places for; None: enough for all."""
+    def __init__(
+        self, rule: ScaleRule, meter: LoadMeter, room: StartPlaces | None = None, *, num_kept: int = 0
+    ) -> None:
+        """`room`: how many more cores there are places for; None: enough for all. `num_kept`: the first so many cores
+        are not ended, since no other does what they do."""
         self.changes: list[tuple[float, int]] = []  # when, and how many cores were wanted from then on
         self._rule = rule
         self._meter = meter
         self._room = room
+        self._num_kept = num_kept
         self._replicas: Replicas | None = None
         self._wake = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -210,6 +214,8 @@ class Autoscaler:
                 f"between 0 and {len(self._replicas.all)} replicas can be asked for, got {least} to {most}",
                 param="replicas",
             )
+        if least < self._num_kept:
+            raise InvalidRequest(f"{self._num_kept} replicas are needed for the roles that there are", param="replicas")
         self._rule.allowed = ScaleRange(least, most)
         self._wake.set()
         return True
@@ -252,7 +258,8 @@ class Autoscaler:
 
     def _shrink(self, ready: list[Replica], number: int, demand: Demand) -> None:
         """End the cores that have least to do; those that are still being started are left alone."""
-        leaving = sorted(ready, key=lambda one: (one.num_sequences, -one.index))[:number]
+        free = [one for one in ready if one.index >= self._num_kept]
+        leaving = sorted(free, key=lambda one: (one.num_sequences, -one.index))[:number]
         for replica in leaving:
             self._end(replica, "the load does not need it")
         if leaving:

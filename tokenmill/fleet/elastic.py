@@ -9,6 +9,7 @@ from tokenmill.config.promises import read_service_level
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.frontend import ModelFrontend
 from tokenmill.engine.replicas import FleetKeeper
+from tokenmill.engine.roles import Role
 from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.fleet.autoscale import CALM_S, Autoscaler, LoadMeter, ScaleRange, ScaleRule
 from tokenmill.fleet.places import Places
@@ -24,13 +25,16 @@ async def start_cluster(
     num_started: int | None = None,
     spare: SpareCore | None = None,
     carriers: Sequence[FleetKeeper] = (),
+    roles: Sequence[Role] = (),
+    num_kept: int = 0,
 ) -> AsyncEngine:
     """Start a fleet that grows and shrinks within `allowed`, and return once its first cores answer. `slots`: the
     settings of each core that there may be. `num_started`: cores to begin with, where there are places for them; by
-    default the least. `carriers`: bring other machines, and end after all cores."""
+    default the least. `carriers`: bring other machines, and end after all cores. `roles`: of each core, by default
+    any; `num_kept`: the first so many cores stay, whatever the load."""
     slo = read_service_level(frontend.config.scheduler.slo)
     meter = LoadMeter(len(slots), slo)
-    scaler = Autoscaler(ScaleRule(allowed, slo.ttft_s, idle_s), meter, places.num_free)
+    scaler = Autoscaler(ScaleRule(allowed, slo.ttft_s, idle_s), meter, places.num_free, num_kept=num_kept)
     places.on_change = scaler.wake
     engine = AsyncEngine(
         frontend,
@@ -38,6 +42,7 @@ async def start_cluster(
         router=meter,
         spare=spare,
         keepers=[*carriers, places, scaler],
+        roles=roles,
         num_started=max(1, min(num_started or allowed.least, places.num_free())),
     )
     await engine.open()

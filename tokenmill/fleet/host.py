@@ -25,22 +25,28 @@ from websockets.exceptions import InvalidURI, WebSocketException
 from tokenmill.arch.read import read_spec
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core_client import ProcessCoreClient, Receive, own_core_process
+from tokenmill.engine.core_process import block_socket
 from tokenmill.engine.messages import Failed, FromCore
 from tokenmill.errors import InvalidConfig, TokenmillError
+from tokenmill.fleet.block_relay import LinkedStreams, Pipe, RelaySocket
 from tokenmill.fleet.link import (
     HANDSHAKE_S,
     MAX_FRAME,
     PING_S,
     REFUSED,
     SILENCE_S,
+    BlockBytes,
+    CloseBlocks,
     CoreEnded,
     CoreMail,
     HostInfo,
     LinkError,
+    OpenBlocks,
     ReliableLink,
     Seal,
     StartCore,
     StopCore,
+    StreamMessage,
     ToHost,
     Welcome,
     host_handshake,
@@ -80,6 +86,12 @@ class RelayedCoreClient(ProcessCoreClient):
         super().__init__(config, path, own_core_process(config))
         self._relay = hand_on
 
+    @property
+    def block_address(self) -> str:
+        """The socket at which it gives blocks to other cores."""
+        assert self._child is not None
+        return block_socket(self._child.folder)
+
     def _hand_on(self, data: bytes, receive: Receive) -> None:
         self._relay(data)
 
@@ -107,18 +119,25 @@ class HostAgent:
         self._tls = tls if url.startswith("wss://") else None
         self._alone_s = alone_s
         self._begin_anew()
+        self._relay_socket = RelaySocket(lambda target, pipe: self._streams.carry(target, pipe))
         self._cores: dict[int, RelayedCoreClient] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def _begin_anew(self) -> None:
         self._session = secrets.token_hex(16)
+        self._begin_link()
+
+    def _begin_link(self) -> None:
         self._link = ReliableLink(self._obey)
+        self._streams = LinkedStreams(self._link, self._send, self._block_pipe, first=2)
 
     async def run(self) -> None:
         """Serve the front until cancelled; raise `LinkError` where it refuses this machine."""
         pause_s, left_s = FIRST_PAUSE_S, None
         loop = asyncio.get_running_loop()
+        await self._relay_socket.open()
+        self._info = msgspec.structs.replace(self._info, relay=self._relay_socket.path)
         try:
             while True:
                 try:
@@ -135,6 +154,7 @@ class HostAgent:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         finally:
             await self._end_all()
+            await self._relay_socket.close()
 
     async def _connect(self) -> None:
         """Connect and serve until the connection ends."""
@@ -157,7 +177,7 @@ class HostAgent:
             if not welcome.is_known:
                 if self._cores or self._link.num_received:  # the front has given us up, or is another one
                     await self._end_all()
-                    self._link = ReliableLink(self._obey)
+                    self._begin_link()
                 log.info("joined %s", self._url)
             else:
                 log.info("back at %s", self._url)
@@ -194,6 +214,15 @@ class HostAgent:
             case CoreMail(core, mail):
                 if (client := self._cores.get(core)) is not None:
                     client.send_encoded(mail)
+            case OpenBlocks() | BlockBytes() | CloseBlocks():
+                self._streams.note(message)
+
+    async def _block_pipe(self, target: str) -> Pipe:
+        """A pipe to one of the cores here, by its number."""
+        client = self._cores.get(int(target)) if target.isdecimal() else None
+        if client is None:
+            raise OSError("there is no such engine process here")
+        return await asyncio.open_unix_connection(client.block_address)
 
     async def _start(self, asked: StartCore) -> None:
         try:
@@ -239,10 +268,11 @@ class HostAgent:
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
-    def _send(self, message: CoreMail | CoreEnded) -> None:
+    def _send(self, message: CoreMail | CoreEnded | StreamMessage) -> None:
         self._link.send(_encoder.encode(message))
 
     async def _end_all(self) -> None:
+        self._streams.close()
         for starting in self._starting.values():
             starting.cancel()
         cores, self._cores = list(self._cores.values()), {}

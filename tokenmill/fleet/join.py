@@ -4,6 +4,9 @@
     HostPlace        one machine: its seats, its link
     RemoteCoreClient a core there, which looks to the front as one of this machine
 
+Cores ask each other for blocks; the addresses of those elsewhere are `session:number` here, and lead through the links
+(`block_relay.py`).
+
 A connection that is cut comes back within seconds, and nothing is lost. A machine that stays away is gone: its cores
 have died, and their requests go on in others.
 """
@@ -25,21 +28,25 @@ from websockets.exceptions import WebSocketException
 from tokenmill.config import EngineConfig
 from tokenmill.config.cluster import listen_address
 from tokenmill.engine.core_client import CoreClient, Receive
-from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, ToCore
+from tokenmill.engine.messages import Beat, Failed, FromCore, Ready, Shutdown, ToCore
 from tokenmill.engine.replicas import Replicas
 from tokenmill.errors import InvalidConfig
+from tokenmill.fleet.block_relay import BEHIND, Connect, LinkedStreams, Pipe, RelaySocket, joined_pipes
 from tokenmill.fleet.link import (
     HANDSHAKE_S,
     MAX_FRAME,
     PING_S,
     REFUSED,
     SILENCE_S,
+    BlockBytes,
+    CloseBlocks,
     CoreEnded,
     CoreMail,
     FromHost,
     Hello,
     HostInfo,
     LinkError,
+    OpenBlocks,
     ReliableLink,
     StartCore,
     StopCore,
@@ -72,6 +79,7 @@ class RemoteCoreClient:
         self._heard_s = time.monotonic()
         self._has_ended = asyncio.Event()
         self._is_closing = False
+        self.block_path = ""  # of its socket for blocks, on its machine
 
     async def start(self, receive: Receive) -> None:
         self._receive = receive
@@ -102,6 +110,10 @@ class RemoteCoreClient:
     def note_mail(self, data: bytes) -> None:
         self._heard_s = time.monotonic()
         message = _from_core.decode(data)
+        if isinstance(message, Ready) and message.info.block_address:
+            self.block_path = message.info.block_address
+            address = f"{self._place.session}:{self._number}"
+            message = Ready(msgspec.structs.replace(message.info, block_address=address))
         if not isinstance(message, Beat):
             self._hand_on(message)
 
@@ -118,12 +130,15 @@ class RemoteCoreClient:
 class HostPlace:
     """A machine that has joined."""
 
-    def __init__(self, info: HostInfo, session: str, base: EngineConfig, digest: str) -> None:
-        """`base`: settings of a core, which its host fits to itself. `digest`: of the model."""
+    def __init__(self, info: HostInfo, session: str, base: EngineConfig, digest: str, connect: Connect) -> None:
+        """`base`: settings of a core, which its host fits to itself. `digest`: of the model. `connect`: to a core
+        elsewhere that it asks for blocks."""
         self.name = info.name
+        self.relay_path = info.relay
         self.session = session
         self.digest = digest
         self.link = ReliableLink(self._note)
+        self.streams = LinkedStreams(self.link, self.send, connect, first=1)
         self.connection: ServerConnection | None = None
         self.away: asyncio.TimerHandle | None = None
         self._num_seats = info.num_seats
@@ -152,7 +167,13 @@ class HostPlace:
     def send(self, message: ToHost) -> None:
         self.link.send(_encoder.encode(message))
 
+    def block_path(self, number: str) -> str:
+        """The socket for blocks of a core there, on its machine; empty: there is no such core."""
+        core = self._cores.get(int(number)) if number.isdecimal() else None
+        return "" if core is None else core.block_path
+
     def give_up(self, how: str) -> None:
+        self.streams.close()
         for core in list(self._cores.values()):
             core.note_end(CoreEnded(0, how))
 
@@ -161,6 +182,9 @@ class HostPlace:
             message = _from_host.decode(data)
         except msgspec.DecodeError as problem:
             raise LinkError(f"{self.name} says what no host says: {problem}") from None
+        if isinstance(message, OpenBlocks | BlockBytes | CloseBlocks):
+            self.streams.note(message)
+            return
         core = self._cores.get(message.core)
         if core is None:  # it was given up meanwhile
             return
@@ -194,6 +218,9 @@ class JoinListener:
         self._hosts: dict[str, HostPlace] = {}
         self._expected: dict[str, asyncio.Future[HostPlace]] = {}
         self._server: Server | None = None
+        self._replicas: Replicas | None = None
+        self._relay_socket = RelaySocket(self._carry_blocks)
+        self._carrying: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -213,6 +240,14 @@ class JoinListener:
     # ── as the keeper of an engine ─────────────────────────────────────────────────────────────────────
 
     async def start(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        replicas.block_route = self.block_route
+        if self._server is None:
+            await self.listen()
+
+    async def listen(self) -> None:
+        """Let machines join."""
+        await self._relay_socket.open()
         host, port = self._address
         try:
             self._server = await serve(
@@ -248,6 +283,9 @@ class JoinListener:
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
+        for place in self._hosts.values():
+            place.streams.close()
+        await self._relay_socket.close()
 
     def allow(self, least: int, most: int) -> bool:
         return False
@@ -298,7 +336,9 @@ class JoinListener:
         known = self._hosts.get(hello.session)
         if known is not None:
             return known.link, True
-        place = self._hosts[hello.session] = HostPlace(hello.info, hello.session, self._base, self._digest)
+        place = self._hosts[hello.session] = HostPlace(
+            hello.info, hello.session, self._base, self._digest, self._block_pipe
+        )
         return place.link, False
 
     def _note_cut(self, place: HostPlace) -> None:
@@ -311,6 +351,48 @@ class JoinListener:
         del self._hosts[place.session]
         self._places.remove(place)
         place.give_up("the machine is gone")
+
+    # ── blocks ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def block_route(self, asking: str, source: str) -> str:
+        """Where a core reaches another one's socket for blocks, from the addresses that this front knows both by;
+        empty: nowhere."""
+        (here, _), (there, number) = _machine(asking), _machine(source)
+        if here == there:
+            return source if not there else self._hosts[there].block_path(number) if there in self._hosts else ""
+        if not asking or not source or (here and here not in self._hosts):
+            return ""
+        relay = self._hosts[here].relay_path if here else self._relay_socket.path
+        return f"{relay}{BEHIND}{source}" if relay else ""
+
+    async def _block_pipe(self, target: str) -> Pipe:
+        """A pipe to the core that another machine asks for blocks."""
+        session, _ = _machine(target)
+        if not session:
+            assert self._replicas is not None
+            if not any(one.is_ready and one.info.block_address == target for one in self._replicas.all):
+                raise OSError("there is no such engine process here")
+            return await asyncio.open_unix_connection(target)
+        one, other = await joined_pipes()
+        task = asyncio.create_task(self._carry_blocks(target, other))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        return one
+
+    async def _carry_blocks(self, target: str, pipe: Pipe) -> None:
+        session, number = _machine(target)
+        if (place := self._hosts.get(session)) is not None:
+            await place.streams.carry(number, pipe)
+        else:
+            pipe[1].close()
+
+
+def _machine(address: str) -> tuple[str, str]:
+    """The session of a core's machine, empty for this one, and its number there."""
+    if address.startswith("/"):
+        return "", ""
+    session, _, number = address.partition(":")
+    return session, number
 
 
 def tls_context(tls: tuple[Path, Path] | None) -> ssl.SSLContext | None:

@@ -8,7 +8,7 @@
 
 Both sides know a key and prove it without saying it: the proof is a keyed hash of both nonces. Every frame carries a
 keyed hash too, over its number and its direction, with a key of this connection alone; so nobody between can change,
-repeat or insert one, with or without TLS. (Without TLS he can read them: token ids, never text.)
+repeat or insert one, with or without TLS. (Without TLS he can read them: token ids and KV blocks, never text.)
 
 Frames are numbered. Each side keeps what it has sent until the other says that it came. After a cut the host connects
 again, both say how far they had come, and the rest is sent again: whoever uses the link sees a pause.
@@ -38,6 +38,7 @@ HEADER = struct.Struct("<QQ")  # number of the frame (0: it carries nothing but 
 ACK_EVERY = 32  # frames
 ACK_S = 0.5
 MAX_FRAME = 256 << 20
+MAX_UNDER_WAY = 64  # frames that have not come yet, beyond which those who can wait do
 HANDSHAKE_S = 20.0
 PING_S = 2.0
 SILENCE_S = 10.0  # without an answer to a ping: the connection is dead
@@ -67,6 +68,7 @@ class HostInfo(msgspec.Struct, frozen=True):
     num_seats: int
     device: str
     version: str
+    relay: str = ""  # the socket at which its cores ask for blocks of cores elsewhere
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -110,8 +112,26 @@ class CoreEnded(msgspec.Struct, frozen=True, tag=True):
     exit_code: int = 1
 
 
-ToHost = StartCore | StopCore | CoreMail
-FromHost = CoreMail | CoreEnded
+class OpenBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Open a stream of blocks to a core on the other side (`block_relay.py`). Who opens it chooses its number: a
+    machine even ones, the front odd ones."""
+
+    stream: int
+    target: str
+
+
+class BlockBytes(msgspec.Struct, frozen=True, tag=True):
+    stream: int
+    data: bytes
+
+
+class CloseBlocks(msgspec.Struct, frozen=True, tag=True):
+    stream: int
+
+
+StreamMessage = OpenBlocks | BlockBytes | CloseBlocks
+ToHost = StartCore | StopCore | CoreMail | StreamMessage
+FromHost = CoreMail | CoreEnded | StreamMessage
 
 
 # ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,12 +200,20 @@ class ReliableLink:
         self._acknowledged = 0  # what the other side was told to have come
         self._outgoing: deque[tuple[int, bytes]] = deque()
         self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    async def wait_for_room(self) -> None:
+        """Wait while much is on its way: for whoever sends what is not urgent."""
+        await self._has_room.wait()
 
     def send(self, data: bytes) -> None:
         """Send when there is a connection, and again after each cut until it has come."""
         self._num_sent += 1
         entry = (self._num_sent, data)
         self._unacknowledged.append(entry)
+        if len(self._unacknowledged) >= MAX_UNDER_WAY:
+            self._has_room.clear()
         self._outgoing.append(entry)
         self._wake.set()
 
@@ -240,6 +268,8 @@ class ReliableLink:
     def _note_came(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= number:
             self._unacknowledged.popleft()
+        if len(self._unacknowledged) < MAX_UNDER_WAY:
+            self._has_room.set()
 
 
 # ── handshakes ───────────────────────────────────────────────────────────────────────────────────────────

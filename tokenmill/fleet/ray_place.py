@@ -189,9 +189,8 @@ class RayPlace:
 
     def _url(self) -> str:
         host, port = self.listener.address
-        return (
-            f"{self.listener.scheme}://{self._ray.util.get_node_ip_address() if host in ANY_ADDRESS else host}:{port}"
-        )
+        util: Any = self._ray.util
+        return f"{self.listener.scheme}://{util.get_node_ip_address() if host in ANY_ADDRESS else host}:{port}"
 
     # ── as the keeper of an engine ─────────────────────────────────────────────────────────────────────
 

@@ -191,7 +191,7 @@ class BlockTraffic:
             by_place.setdefault(place, []).append(target)
         for (tier, region), targets in by_place.items():
             began, num_before = time.monotonic(), len(fetch.arrived)
-            self._load_from(self._peers[fetch] if tier == PeerTier.name else self._tiers[tier], region, targets, fetch)
+            self._load_from(self._tiers.get(tier) or self._peers[fetch], region, targets, fetch)
             self._note_loaded(tier, region, len(fetch.arrived) - num_before, time.monotonic() - began)
 
     def _load_from(self, tier: Tier, region: int, targets: Sequence[ExpectedBlock], fetch: Fetch) -> None:

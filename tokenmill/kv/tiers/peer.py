@@ -5,7 +5,8 @@
                                                      ◄──  one byte a name: is it here?          (only asked)
                                                      ◄──  a head and a record for each name     (records asked)
 
-A stream is a unix socket here; whoever relays its bytes to another machine need not understand them. There is nothing
+A stream is a unix socket here. For a core on another machine it is that of a relay (`fleet/block_relay.py`), which is
+told the name behind the address's # and hands on the bytes without understanding them. There is nothing
 to agree on beforehand and nothing to keep: a core says what it has at this moment, and copies it as the saver does
 (`kv/traffic.py`): a block that is overwritten meanwhile is one that it does not have. The asking core checks every
 record's sum. A core that is silent for too long, gone, or of another digest has no blocks, and they are computed.
@@ -56,11 +57,13 @@ _decoder = msgspec.msgpack.Decoder(BlockQuestion)
 class PeerTier:
     """The blocks of one other core, for one fetch."""
 
-    name = "peer"
     needs_scratch = True
 
     def __init__(self, address: str, digest: bytes) -> None:
+        """`address`: of a core's socket, or of a relay's with the core's name behind a #."""
         self._address = address
+        self._path, _, self._target = address.partition("#")
+        self.name = "elsewhere" if self._target else "peer"  # what their bytes take is measured by name
         self._digest = digest
         self._stream: socket.socket | None = None
         self._is_closed = False
@@ -100,7 +103,9 @@ class PeerTier:
         if self._stream is None:
             self._stream = socket.socket(socket.AF_UNIX)
             self._stream.settimeout(SILENCE_S)
-            self._stream.connect(self._address)
+            self._stream.connect(self._path)
+            if self._target:
+                self._stream.sendall(_LENGTH.pack(len(self._target)) + self._target.encode())
         question = _encoder.encode(BlockQuestion(self._digest, list(names), is_for_records))
         self._stream.sendall(_LENGTH.pack(len(question)) + question)
         return self._stream

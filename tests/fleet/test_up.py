@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,35 @@ def test_a_dry_run_shows_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "[[group]]" in capsys.readouterr().err
     assert main(["up", str(path), "--dry-run", "--virtual", "h2000x8"]) == 2
     assert "unknown device" in capsys.readouterr().err
+
+
+def test_a_topology_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, f'model = "{LARGE}"\n[[group]]\nreplicas = "1..4"\n')
+    assert main(["up", str(path), "--dry-run", "--virtual", "h200x8", "--take", "2x4"]) == 0
+    assert "Taken: 2x4, not by the plan" in capsys.readouterr().out
+    assert main(["up", str(path), "--dry-run", "--virtual", "h200x8", "--take", "3x3"]) == 2
+    assert "no topology '3x3' fits here" in capsys.readouterr().err
+    path = written(tmp_path, f'model = "{LARGE}"\n[[group]]\n[[group]]\n')
+    for flags in (["--take", "1x8"], ["--search"]):
+        assert main(["up", str(path), "--dry-run", "--virtual", "h200x8", *flags]) == 2
+        assert "one group" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_search_takes_what_holds_most(tmp_path: Path) -> None:
+    """Two trials of each of the best three, on virtual devices, through the real front and the real benchmark."""
+    text = f'model = "{LARGE}"\nslo = "ttft=5s,tpot=1s"\n[[group]]\nreplicas = "1..4"\n'
+    path = written(tmp_path, text + "[load]\ninput_len = 64\noutput_len = 8\n")
+    command = [sys.executable, "-m", "tokenmill", "up", str(path), "--dry-run", "--virtual", "h200x8"]
+    command += ["--max-context", "4096", "--search", "--search-trials", "2"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
+    assert shown.count("Trying ") == 3 and "planned requests/s" in shown
+    words = [line.split() for line in shown.splitlines()]
+    tried = [row for row in words if len(row) >= 5 and row[0].isdecimal()][:3]
+    assert all(float(row[3]) > 0 for row in tried), "each of them was measured"
+    (best,) = (row for row in tried if row[-1] == "taken")
+    assert float(best[3]) == max(float(row[3]) for row in tried)
+    assert f"Taken: {best[0]}x{best[1]}, not by the plan" in shown
 
 
 # ── running ────────────────────────────────────────────────────────────────────────────────────────────

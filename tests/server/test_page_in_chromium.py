@@ -138,8 +138,12 @@ def test_the_replicas_of_a_fleet_are_shown_as_they_change(chromium: Browser, pag
         body = {"model": "virtual", "prompt": "Once", "max_tokens": 5}
         assert server.post("/v1/completions", body).status_code == 200
         expect(page.locator(".fleet")).to_contain_text("level 1")
+        page.set_viewport_size({"width": 390, "height": 844})
+        box = page.locator(".fleet .table-box")
+        box.evaluate("box => { box.scrollLeft = 60 }")
         assert server.post("/replicas/drain", {"replica": 1}).status_code == 200
         expect(rows.nth(1)).to_contain_text("drained")
+        assert box.evaluate("box => box.scrollLeft") == 60, "a table that is read is not moved away"
 
 
 def test_branches_edits_and_search(chromium: Browser, page_server: ScriptedServer) -> None:

@@ -3,8 +3,9 @@ front and its replicas, and keeps as many of them running as the load needs.
 
     cluster.toml ─► plan: replicas × ranks ─► front + replicas ─► watched, scaled, rolled
 
-With --dry-run it ends after the plan. With --virtual h200x8 the model sleeps instead of computing, as long as the plan
-says that those devices would take: front, scheduler, routing and autoscaler are the true ones.
+With --dry-run it ends after the plan. With --search the best three of the plan are tried (`up_search.py`). With
+--virtual h200x8 the model sleeps instead of computing, as long as the plan says that those devices would take: front,
+scheduler, routing and autoscaler are the true ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from tokenmill.cli import flags
-from tokenmill.cli.flags import Switch
+from tokenmill.cli.flags import Count, Switch
 from tokenmill.cli.output import print_table
 from tokenmill.config import EngineConfig
 from tokenmill.config.cluster import ClusterConfig, GroupConfig, HostsConfig, read_cluster
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tokenmill.fleet.places import Places
     from tokenmill.fleet.virtual import VirtualDevice
     from tokenmill.planner.device import PlanDevice
+    from tokenmill.planner.model import PlannedModel
     from tokenmill.planner.plan import Question
     from tokenmill.planner.topologies import Topology
     from tokenmill.server.engine_source import StartEngine
@@ -60,6 +62,9 @@ def command(
     /,
     *,
     dry_run: Switch = False,
+    search: Switch = False,
+    search_trials: Count = 12,
+    take: str = "",
     virtual: str = "",
     server: flags.ServerFlags = flags.SERVER,
     engine: flags.ServerEngineFlags = flags.ENGINE,
@@ -70,6 +75,13 @@ def command(
     ----------
     dry_run
         Show the plan and why it was chosen, and start nothing.
+    search
+        Start the best three topologies one after another, find the largest load that each holds within the promised
+        latencies (`tokenmill bench search`), and take the one that holds most.
+    search_trials
+        Trials of --search for each of them.
+    take
+        Take this topology instead of the planner's choice: 4x2 for four replicas of two ranks.
     virtual
         Try the cluster on devices that are not there: h200x8. The model sleeps as long as they would compute.
     """
@@ -77,7 +89,11 @@ def command(
     read_roles(",".join(group.role for group in found.groups), len(found.groups))
     base = engine.config(None)
     refuse_idle_settings(server, base, virtual, found)
-    planned = plan_groups(found, base, virtual)
+    if search:
+        if len(found.groups) > 1 or take:
+            raise InvalidConfig("--search is for one group, and chooses itself", param="search")
+        take = search_topologies(cluster, found, base, virtual, search_trials)
+    planned = plan_groups(found, base, virtual, take)
     if dry_run:
         return 0
     if virtual:
@@ -101,8 +117,10 @@ def refuse_idle_settings(server: ServerConfig, base: EngineConfig, virtual: str,
 # ── planning ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str) -> list[PlannedGroup]:
-    """Choose a topology for each group, and say why."""
+def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str, take: str = "") -> list[PlannedGroup]:
+    """Choose a topology for each group, and say why. `take`: the one that is taken, whatever others promise."""
+    if take and (len(cluster.groups) > 1 or not cluster.hosts.local or is_scripted(base.model.model)):
+        raise InvalidConfig("--take is for one group that is planned on this machine", param="take")
     if not cluster.hosts.local:
         print("No replica runs on this machine: the others fit the model to themselves.", flush=True)
         return [PlannedGroup(group, with_ranks(base, group.tp or 1)) for group in cluster.groups]
@@ -111,34 +129,64 @@ def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str) -> lis
             raise InvalidConfig("a scripted model has no ranks", param="tp")
         print("A scripted model has no weights: nothing to plan.", flush=True)
         return [PlannedGroup(group, base) for group in cluster.groups]
-    from tokenmill.planner.device import this_machine
-    from tokenmill.planner.model import find_model, model_at
-    from tokenmill.planner.topologies import TITLES, Asked, named_devices, reason, rows, topologies
+    from tokenmill.planner.topologies import TITLES, named_topology, reason, rows
 
-    if virtual:
-        device, number = named_devices(virtual)
-        model = find_model(base.model.model)
-    else:
-        from tokenmill.cli import session
-
-        files = session.fetch(base.model.model)
-        model = model_at(files.path, files.name)
-        device = this_machine(use_gpu=may_use_gpu(base), threads=base.ops.threads)
-        number = num_local_devices(device, base)
+    model, device, number = devices_of(base, virtual)
     question = asked_question(cluster, base, device)
     planned, left = [], number
-    requests_s = cluster.load.requests_s if len(cluster.groups) == 1 else None
     for group in cluster.groups:
-        here = cluster.most if virtual else cluster.local_seats
-        most = here if device.is_cpu else min(here, group.most)
-        found = topologies(model, device, left, question, Asked(min(group.least, most), most, group.tp, requests_s))
+        found = topologies_of(group, cluster, base, virtual, model, device, left)
         print(f"{model.name} on {left} × {device.name}, {question.input_len} + {question.output_len} tokens a request:")
         print_table(TITLES, rows(found))
-        print(f"Taken: {reason(found)}.\n", flush=True)
-        chosen = found[0]
+        chosen = found[0] if not take else named_topology(take, found)
+        print(f"Taken: {f'{take}, not by the plan' if take else reason(found)}.\n", flush=True)
         planned.append(PlannedGroup(group, engine_of(base, chosen, number, is_virtual=bool(virtual)), chosen))
         left -= 0 if device.is_cpu else chosen.num_replicas * chosen.tp
     return planned
+
+
+def devices_of(base: EngineConfig, virtual: str) -> tuple[PlannedModel, PlanDevice, int]:
+    """The model, what it is planned on, and how many of them there are."""
+    from tokenmill.planner.device import this_machine
+    from tokenmill.planner.model import find_model, model_at
+    from tokenmill.planner.topologies import named_devices
+
+    if virtual:
+        return find_model(base.model.model), *named_devices(virtual)
+    from tokenmill.cli import session
+
+    files = session.fetch(base.model.model)
+    device = this_machine(use_gpu=may_use_gpu(base), threads=base.ops.threads)
+    return model_at(files.path, files.name), device, num_local_devices(device, base)
+
+
+def topologies_of(
+    group: GroupConfig,
+    cluster: ClusterConfig,
+    base: EngineConfig,
+    virtual: str,
+    model: PlannedModel,
+    device: PlanDevice,
+    num_devices: int,
+) -> list[Topology]:
+    """Every topology of a group on so many devices, the best first."""
+    from tokenmill.planner.topologies import Asked, topologies
+
+    here = cluster.most if virtual else cluster.local_seats
+    most = here if device.is_cpu else min(here, group.most)
+    requests_s = cluster.load.requests_s if len(cluster.groups) == 1 else None
+    asked = Asked(min(group.least, most), most, group.tp, requests_s)
+    return topologies(model, device, num_devices, asked_question(cluster, base, device), asked)
+
+
+def search_topologies(path: Path, cluster: ClusterConfig, base: EngineConfig, virtual: str, num_trials: int) -> str:
+    """Try the best topologies of the plan; the name of the one that holds most."""
+    if not cluster.hosts.local or is_scripted(base.model.model):
+        raise InvalidConfig("--search is for a model that is planned on this machine", param="search")
+    from tokenmill.cli.up_search import best_of
+
+    found = topologies_of(cluster.groups[0], cluster, base, virtual, *devices_of(base, virtual))
+    return best_of(path, found, cluster.load, base.scheduler.slo, num_trials)
 
 
 def asked_question(cluster: ClusterConfig, base: EngineConfig, device: PlanDevice) -> Question:

@@ -52,6 +52,10 @@ class Topology:
     asked: Asked
 
     @property
+    def name(self) -> str:
+        return f"{self.num_replicas}x{self.tp}"
+
+    @property
     def why_not(self) -> str:
         """Why it can't be taken; empty: it can."""
         if not self.plan.memory.fits:
@@ -102,6 +106,15 @@ def named_devices(text: str) -> tuple[PlanDevice, int]:
     if found is None or number < 1:
         raise InvalidConfig(f"{text!r} is no kind and number of devices", param="virtual", hint="write h200x8")
     return plan_device(found["name"]), number
+
+
+def named_topology(name: str, found: Sequence[Topology]) -> Topology:
+    """The topology of a name such as `4x2`: four replicas of two ranks."""
+    for one in found:
+        if one.name == name.strip() and one.plan.memory.fits:
+            return one
+    names = ", ".join(one.name for one in found if one.plan.memory.fits)
+    raise InvalidConfig(f"no topology {name!r} fits here", param="take", hint=f"there are {names}" if names else None)
 
 
 def topologies(

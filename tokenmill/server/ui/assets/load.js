@@ -27,11 +27,11 @@ export class LoadView {
     this.state = h("span", { class: "state-dot" });
     this.table = h("tbody");
     this.count = h("h2", {}, "Requests under way");
-    this.fleet = h("div", { class: "fleet", hidden: true });
+    this.fleet = new FleetTable();
     const heads = ["Request", "Model", "State", "Age", "Prompt", "Generated", "Tokens/s", ""];
     this.element = h("section", { class: "page load", "aria-label": "Load" },
       h("header", { class: "page-head" }, h("h1", {}, "Load"), this.state),
-      h("div", { class: "cards" }, this.cards.map((card) => card.element)), this.fleet, this.count,
+      h("div", { class: "cards" }, this.cards.map((card) => card.element)), this.fleet.element, this.count,
       h("div", { class: "table-box" }, h("table", { class: "requests" }, h("thead", {}, h("tr", {}, heads.map((text, at) => h("th", { class: at > 2 ? "right" : "" }, text)))), this.table)));
   }
 
@@ -66,7 +66,7 @@ export class LoadView {
       if (card.note) card.small.textContent = card.note(now);
       if (card.course) draw(card.canvas, this.past.map((one) => one[card.course]), card.top);
     }
-    showReplicas(this.fleet, reading, this.past[this.past.length - 2]);
+    this.fleet.note(reading, this.past[this.past.length - 2]);
     this.showRequests(reading);
   }
 
@@ -97,24 +97,39 @@ export class LoadView {
   }
 }
 
-/** A row for each engine process, where there are several: where it runs, how busy it is, how its requests came to it. */
-function showReplicas(element, { replicas, time }, before) {
-  element.hidden = !replicas.length;
-  const heads = ["Replica", "State", "Requests", "Busy", "KV cache", "Prefix hits", "Chosen because", "Restarts"];
-  const busy = (one) => {
-    const last = before?.replicas.find((other) => other.model === one.model && other.replica === one.replica);
-    return last ? Math.min(1, Math.max(0, (one.busy_s - last.busy_s) / (time - before.time))) : NaN;
-  };
-  const row = (one) => h("tr", { "data-replica": one.replica },
-    h("td", {}, `${one.replica}`, h("div", { class: "muted small" }, [one.model, one.place].filter(Boolean).join(", "))),
+/** A row for each engine process, where there are several: where it runs, how busy it is, how its requests came to it.
+ * Rows are replaced and the box around them stays, so that it keeps how far it was scrolled. */
+class FleetTable {
+  constructor() {
+    const heads = ["Replica", "State", "Requests", "Busy", "KV cache", "Prefix hits", "Chosen because", "Restarts"];
+    this.title = h("h2", {}, "Replicas");
+    this.rows = h("tbody");
+    this.element = h("div", { class: "fleet", hidden: true }, this.title,
+      h("div", { class: "table-box" }, h("table", { class: "replicas" }, h("thead", {}, h("tr", {}, heads.map((text, at) => h("th", { class: at > 1 && at !== 6 ? "right" : "" }, text)))), this.rows)));
+  }
+
+  note({ replicas, time }, before) {
+    this.element.hidden = !replicas.length;
+    const ready = replicas.filter((one) => one.state === "ready").length;
+    this.title.textContent = `Replicas (${ready} of ${replicas.length} ready)`;
+    replace(this.rows, ...replicas.map((one) => replicaRow(one, busyShare(one, time, before))));
+  }
+}
+
+function busyShare(one, time, before) {
+  const last = before?.replicas.find((other) => other.model === one.model && other.replica === one.replica);
+  return last ? Math.min(1, Math.max(0, (one.busy_s - last.busy_s) / (time - before.time))) : NaN;
+}
+
+function replicaRow(one, busy) {
+  const what = [one.model, one.role === "any" ? "" : one.role, one.place].filter(Boolean).join(", ");
+  return h("tr", { "data-replica": one.replica },
+    h("td", {}, `${one.replica}`, h("div", { class: "muted small" }, what)),
     h("td", {}, h("span", { class: "state-dot", "data-state": one.is_drained ? "draining" : one.state, title: one.detail }, one.is_drained ? "drained" : one.state)),
-    h("td", { class: "right" }, shortNumber(one.requests)), h("td", { class: "right" }, percent(busy(one))),
+    h("td", { class: "right" }, shortNumber(one.requests)), h("td", { class: "right" }, percent(busy)),
     h("td", { class: "right" }, percent(one.kv_blocks_total ? one.kv_blocks_used / one.kv_blocks_total : NaN)),
     h("td", { class: "right" }, percent(one.prefix_query_tokens ? one.prefix_hit_tokens / one.prefix_query_tokens : NaN)),
     h("td", {}, Object.entries(one.num_placed).map(([why, count]) => `${why} ${shortNumber(count)}`).join(", ")), h("td", { class: "right" }, shortNumber(one.restarts)));
-  const ready = replicas.filter((one) => one.state === "ready").length;
-  replace(element, h("h2", {}, `Replicas (${ready} of ${replicas.length} ready)`),
-    h("div", { class: "table-box" }, h("table", { class: "replicas" }, h("thead", {}, h("tr", {}, heads.map((text, at) => h("th", { class: at > 1 && at !== 6 ? "right" : "" }, text)))), h("tbody", {}, replicas.map(row)))));
 }
 
 function cardElement({ name, label, course }) {

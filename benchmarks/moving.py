@@ -5,11 +5,11 @@
     python benchmarks/moving.py roll MODEL [--seconds 10]                   three cores restarted one by one under load
     python benchmarks/moving.py split MODEL [--streams 8] [--prompt-len 4096]   prompts on one core, streams on another
 
-Answers are compared with those of an undisturbed engine. moves: the gap of each stream at each move, beside the usual
-gap (a step) and the seconds that blocks were on their way. drain: until the core is empty, and until every stream has
-its next token from elsewhere. roll: conversations of several turns; TTFT and cached share of prompts before, while and
-after. split: gaps of streams while long prompts arrive, on cores with roles and, beside it, on two that do both. One
-JSON object as the last line.
+Answers are compared with those of an undisturbed engine. moves: the longest gap of each stream with each move, beside
+the usual one (a step) and the seconds that the blocks of one move were on their way. drain: until the core is empty,
+and until every stream has its next token from elsewhere. roll: conversations of several turns; TTFT and cached share of
+prompts before, while and after. split: gaps of streams while long prompts arrive, on cores with roles and, beside it,
+on two that do both. One JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Stream:
     ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
-    def gap_at(self, moment: float) -> float:
-        """The gap between tokens that a moment lies in, or the first one after it."""
-        return next((after - before for before, after in pairwise(self.times) if after > moment), 0.0)
+    def longest_gap(self, begin: float, end: float) -> float:
+        """The longest gap between tokens that ended within some time."""
+        return max((after - before for before, after in pairwise(self.times) if begin < after <= end), default=0.0)
 
 
 def config_of(model: str, **cache: Any) -> EngineConfig:
@@ -84,13 +84,22 @@ async def all_under_way(streams: list[Stream]) -> None:
     await asyncio.sleep(WARM_S)
 
 
-def fetch_s(engine: AsyncEngine) -> float:
-    return engine.stats().fetch_s
+async def warm_up(engine: AsyncEngine) -> None:
+    """Let both cores compute a prompt and take it from each other: memory that is touched first takes time."""
+    for asking in (1, 0):
+        engine.drain_replica(asking, False)
+        engine.drain_replica(1 - asking)
+        for number in (asking, 1 - asking):
+            params = SamplingParams(max_tokens=1, temperature=0.0)
+            async for _ in engine.submit(PromptRequest(prompt=prompt_ids(-1 - number, 2048), params=params)):
+                pass
+    engine.drain_replica(1, False)
 
 
 async def moves(given: argparse.Namespace) -> dict[str, Any]:
     config, num_tokens = config_of(given.model), given.tokens or 1500
     engine = await start_fleet(config, 2)
+    await warm_up(engine)
     streams = [Stream(place) for place in range(given.streams)]
     engine.drain_replica(1)
     reading = [asyncio.create_task(read(engine, stream, num_tokens)) for stream in streams]
@@ -102,13 +111,14 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
         engine.drain_replica(1 - turn % 2, False)
         engine.drain_replica(turn % 2)
         await asyncio.sleep(PAUSE_S)
+    moments.append(time.perf_counter())
     was_cut = any(task.done() for task in reading)
     await asyncio.gather(*reading)
     stats = engine.stats()
     await engine.close()
     expected = await undisturbed(config, given.streams, num_tokens)
-    stalls = [stream.gap_at(moment) for stream in streams for moment in moments]
-    step_s, transfer_s = statistics.median(usual), stats.fetch_s / len(moments)
+    stalls = [stream.longest_gap(*turn) for stream in streams for turn in pairwise(moments)]
+    step_s, transfer_s = statistics.median(usual), stats.fetch_s / stats.resumed
     return {
         "moved": stats.resumed,
         "different": sum(stream.ids != ids for stream, ids in zip(streams, expected, strict=True)),
@@ -125,6 +135,7 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
 async def drain(given: argparse.Namespace) -> dict[str, Any]:
     config, num_tokens = config_of(given.model), (given.tokens or 2000) + 150
     engine = await start_fleet(config, 2)
+    await warm_up(engine)
     streams = [Stream(place) for place in range(given.streams)]
     engine.drain_replica(1)
     reading = [asyncio.create_task(read(engine, stream, num_tokens)) for stream in streams]

@@ -37,6 +37,7 @@ SUSPECT_DEATHS = 2  # without a token in between
 MOST_DEATHS = 3
 MOVE_S = 2.0  # that a core which is to end gives its requests' blocks to others
 MOVE_CHECK_S = 0.005
+MOVED_AT_ONCE = 2  # requests with tokens that a core which is to be free gives away at a time
 ROLES: tuple[Role, ...] = ("any", "prefill", "decode")
 
 NOW = ("running", "waiting", "waiting_for_grammar", "kv_blocks_used", "kv_blocks_total")
@@ -58,6 +59,7 @@ class RequestRun:
     num_given: int = 0  # tokens at the last of them
     is_prefilling: bool = False  # its core computes the prompt alone (`roles.py`)
     was_prefilled: bool = False
+    left: Replica | None = None  # the core that it was moved away from, until its next token has come
     source: Replica | None = None  # the core that has computed what there is of it, and may still have its blocks
     num_placed: int = 0  # how often it was given to a core
     placed_s: float = 0.0  # when it was, the last time
@@ -154,6 +156,7 @@ class Replica:
         self.probation: RequestRun | None = None  # a suspect, which is alone here
         self.is_reserved = False  # for a suspect: it gets no other request
         self.is_kept_free = False  # as it was told: it gets no requests
+        self.leaving: set[RequestRun] = set()  # moved away, and not going on elsewhere yet
         self.role: Role = "any"
         self.place = ""  # the machine that its core runs on, where there are several
         self.stats = EngineStats()
@@ -195,7 +198,7 @@ class Replica:
         self._earlier = self.totals()
         self.stats = EngineStats(kv_blocks_total=self.stats.kv_blocks_total)
         runs, self.runs = list(self.runs.values()), {}
-        self.adapters, self.coming_adapters = {}, set()
+        self.adapters, self.coming_adapters, self.leaving = {}, set(), set()
         self.num_sequences = self.num_prefilling = 0
         self.probation, self.is_reserved = None, False
         return runs
@@ -299,8 +302,7 @@ class Replicas:
         if is_kept_free and not any(one.is_ready and not one.is_kept_free for one in self.all if one is not replica):
             raise InvalidRequest("no other engine process could take its requests", param="replica")
         replica.is_kept_free = is_kept_free
-        if is_kept_free:
-            self._move_all(replica)
+        self._move_some(replica)
         self.place_parked()
 
     async def restart(self, replica: Replica) -> None:
@@ -314,22 +316,47 @@ class Replicas:
             replica.is_kept_free = was_kept_free
             self.place_parked()
 
-    def _move_all(self, replica: Replica) -> None:
-        """Take all requests from a core; each goes on with its next token wherever it is placed, with the blocks that
-        this core has computed, as long as it is there to give them."""
-        for run in list(replica.runs.values()):
-            self._withdraw(run, replica, tell_core=True)
-            self._parked.append(run)
-        replica.probation = None
+    def _move_some(self, replica: Replica) -> None:
+        """Take requests from a core that is to be free; each goes on with its next token wherever it is placed, with
+        the blocks that this core has computed. Those that have given tokens go a few at a time, and the others go on
+        here meanwhile: moved together, each would wait for the blocks of all."""
+        if not replica.is_kept_free:
+            return
+        waiting = [run for run in replica.runs.values() if run.is_starting]
+        running = [run for run in replica.runs.values() if not run.is_starting]
+        for run in waiting + running[: MOVED_AT_ONCE - len(replica.leaving)]:
+            self._move(run, replica)
+        self.place_parked()
+
+    def _move(self, run: RequestRun, replica: Replica) -> None:
+        if not run.is_starting:
+            run.left = replica
+            replica.leaving.add(run)
+        self._withdraw(run, replica, tell_core=True)
+        self._parked.append(run)
+        if replica.probation is run:
+            replica.probation = None
+
+    def _note_moved(self, run: RequestRun) -> None:
+        """A request that was moved goes on elsewhere, or has ended: it is the next one's turn."""
+        replica, run.left = run.left, None
+        if replica is not None:
+            replica.leaving.discard(run)
+            self._move_some(replica)
 
     async def _empty(self, replica: Replica) -> None:
-        """Take all requests from a core that is about to end, and wait a moment until others have their blocks."""
-        moved = list(replica.runs.values())
-        self._move_all(replica)
-        self.place_parked()
-        ends_s = asyncio.get_running_loop().time() + MOVE_S
-        while any(run.is_starting for run in moved) and asyncio.get_running_loop().time() < ends_s:
+        """Take all requests from a core that is about to end, and wait a moment until others have their blocks; not
+        where no other core takes them."""
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + MOVE_S
+        self._move_some(replica)
+        while (replica.runs or replica.leaving) and loop.time() < ends_s:
+            if any(run.replica is None for run in replica.leaving):
+                break
             await asyncio.sleep(MOVE_CHECK_S)
+        for run in list(replica.runs.values()):
+            self._move(run, replica)
+        self.place_parked()
 
     @property
     def health(self) -> Health:
@@ -379,6 +406,7 @@ class Replicas:
 
     def forget(self, run: RequestRun, *, tell_core: bool) -> None:
         """Let go of a request that is over."""
+        self._note_moved(run)
         replica = run.replica
         if replica is None:
             if run in self._parked:
@@ -530,6 +558,7 @@ class Replicas:
         """The first output of a request has come: it is no suspect any more, and makes room for the next one."""
         run.is_starting = False
         replica.num_prefilling -= run.num_uncached
+        self._note_moved(run)
         if replica.probation is not run:
             return
         replica.probation, run.num_deaths = None, 1
@@ -543,6 +572,7 @@ class Replicas:
         runs = replica.forget_core()
         for run in runs:
             run.note_death()
+            self._note_moved(run)
             if replica.supervisor.is_closed:
                 self._fail(run, error)
             elif run.num_deaths >= MOST_DEATHS:

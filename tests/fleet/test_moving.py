@@ -48,11 +48,11 @@ def to_and_fro(times: int) -> Scene:
 
 def test_streams_move_with_their_blocks(stories_dir: Path, folder: Path) -> None:
     config = config_of(stories_dir, speculate="off")
-    asked = with_seeds(streams(8, 160))
+    asked = with_seeds(streams(8, 320))
     expected, alone = run(config, folder, asked, 2, nothing)
     found, moved = run(config, folder, asked, 2, to_and_fro(10))
     assert_same(asked, found, expected)
-    assert moved.resumed >= 20 and moved.fetched_tokens > 0
+    assert moved.resumed >= 4 and moved.fetched_tokens > 0
     # Each move computes what is behind the last full block, and the last token, again.
     assert moved.step_tokens <= alone.step_tokens + moved.resumed * 17 + 8 * 71
 

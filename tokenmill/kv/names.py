@@ -55,6 +55,11 @@ class Fetcher(Protocol):
         """Find out in a thread who has which of `fetch.names`; sets `found`, then `is_asked`."""
         ...
 
+    def expect(self, fetch: Fetch) -> None:
+        """Take it that `fetch.source` has all of `fetch.names`, as it had a moment ago; sets `found` and `is_asked` at
+        once. What it has not does not arrive."""
+        ...
+
     def load(self, fetch: Fetch) -> None:
         """Bring `fetch.targets` in a thread; sets `arrived`, then `is_loaded`. The targets' blocks are its own until
         then."""

@@ -25,7 +25,7 @@ from typing import Protocol, TypeVar
 from tokenmill.kv.blocks import PrefixIndex
 from tokenmill.kv.names import BlockName, ExpectedBlock, Fetch
 from tokenmill.kv.records import BlockRecords, Record
-from tokenmill.kv.tiers.peer import BlockServer, PeerTier
+from tokenmill.kv.tiers.peer import BlockServer, PeerTier, tier_name
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,10 @@ class BlockTraffic:
     def ask(self, fetch: Fetch) -> None:
         self._tasks(fetch).put((self._find, fetch))
 
+    def expect(self, fetch: Fetch) -> None:
+        fetch.found = dict.fromkeys(fetch.names, tier_name(fetch.source))
+        fetch.is_asked = True
+
     def load(self, fetch: Fetch) -> None:
         self._tasks(fetch).put((self._load, fetch))
 
@@ -177,12 +181,16 @@ class BlockTraffic:
         missing = list(fetch.names)
         tiers: list[Tier] = list(self._tiers.values())
         if fetch.source:
-            self._peers[fetch] = peer = PeerTier(fetch.source, self._digest())
-            tiers.append(peer)
+            tiers.append(self._peer(fetch))
         for tier in tiers:
             is_there = tier.find(missing)
             fetch.found |= {name: tier.name for name, found in zip(missing, is_there, strict=True) if found}
             missing = [name for name, found in zip(missing, is_there, strict=True) if not found]
+
+    def _peer(self, fetch: Fetch) -> PeerTier:
+        if fetch not in self._peers:
+            self._peers[fetch] = PeerTier(fetch.source, self._digest())
+        return self._peers[fetch]
 
     def _load(self, fetch: Fetch) -> None:
         by_place: dict[tuple[str, int], list[ExpectedBlock]] = {}
@@ -191,7 +199,7 @@ class BlockTraffic:
             by_place.setdefault(place, []).append(target)
         for (tier, region), targets in by_place.items():
             began, num_before = time.monotonic(), len(fetch.arrived)
-            self._load_from(self._tiers.get(tier) or self._peers[fetch], region, targets, fetch)
+            self._load_from(self._tiers.get(tier) or self._peer(fetch), region, targets, fetch)
             self._note_loaded(tier, region, len(fetch.arrived) - num_before, time.monotonic() - began)
 
     def _load_from(self, tier: Tier, region: int, targets: Sequence[ExpectedBlock], fetch: Fetch) -> None:

@@ -8,6 +8,8 @@ come. Others are planned meanwhile.
                       │ nobody, or to compute it is faster                │ torn, late
                       └───────────────► it wants those tokens ◄───────────┘
 
+Nobody is asked about a request that was moved here: the core that computed it until now has its blocks.
+
 Whether to fetch is a matter of measured seconds. A fetch that is late is not waited for; its blocks are given back when
 its thread is done with them, and what has arrived by then can be found like any cached block.
 """
@@ -89,7 +91,11 @@ class Fetches:
         late_s = self._clock() + UNKNOWN_S
         group.arriving = arrival = Arrival(group, fetch, hashes, limit, match.num_tokens, late_s)
         self._arrivals.append(arrival)
-        fetcher.ask(fetch)
+        if request.given and request.fetch_from:  # that core was computing it until now
+            fetcher.expect(fetch)
+            self._load(arrival)
+        else:
+            fetcher.ask(fetch)
 
     def advance(self) -> None:
         """Take in what threads have found and brought."""

@@ -63,7 +63,7 @@ class PeerTier:
         """`address`: of a core's socket, or of a relay's with the core's name behind a #."""
         self._address = address
         self._path, _, self._target = address.partition("#")
-        self.name = "elsewhere" if self._target else "peer"  # what their bytes take is measured by name
+        self.name = tier_name(address)
         self._digest = digest
         self._stream: socket.socket | None = None
         self._is_closed = False
@@ -109,6 +109,11 @@ class PeerTier:
         question = _encoder.encode(BlockQuestion(self._digest, list(names), is_for_records))
         self._stream.sendall(_LENGTH.pack(len(question)) + question)
         return self._stream
+
+
+def tier_name(address: str) -> str:
+    """What a core at this address is called: how long bytes take is measured by name."""
+    return "elsewhere" if "#" in address else "peer"
 
 
 def received_record(stream: socket.socket, record: Record) -> Record | None:

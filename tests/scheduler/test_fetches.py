@@ -4,12 +4,14 @@ wrong contents is an error."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.support.scheduler_bench import Bench, ask, tokens_of
 from tests.support.simulated_runner import expected_tokens
 from tokenmill.kv.names import BlockName, Fetch
 from tokenmill.scheduler.step_time import StepSize
+from tokenmill.types import Given
 
 
 class ByHand:
@@ -36,6 +38,10 @@ class ByHand:
     def ask(self, fetch: Fetch) -> None:
         self.asked.append(fetch)
 
+    def expect(self, fetch: Fetch) -> None:
+        fetch.found = dict.fromkeys(fetch.names, "hand")
+        fetch.is_asked = True
+
     def load(self, fetch: Fetch) -> None:
         self.loading.append(fetch)
 
@@ -61,9 +67,10 @@ class ByHand:
         assert self.bench is not None
         for fetch in self.loading:
             for name, block in fetch.targets[:most]:
-                self.bench.runner.memory[block] = list(self.kept[name])
-                fetch.arrived.add(name)
-                self.num_loaded += 1
+                if name in self.kept:
+                    self.bench.runner.memory[block] = list(self.kept[name])
+                    fetch.arrived.add(name)
+                    self.num_loaded += 1
             fetch.is_loaded = True
         self.loading = []
 
@@ -113,6 +120,22 @@ def test_what_does_not_come_is_computed() -> None:
         fetcher.bring(most)
         is_right(bench.drain(), ("first", 41))
         assert bench.scheduler.stats().computed_tokens == computed + 4
+
+
+@pytest.mark.parametrize("num_gone", [0, 3])
+def test_a_request_that_was_moved_is_fetched_at_once(num_gone: int) -> None:
+    """Nobody is asked first; blocks that are gone there all the same do not come."""
+    bench, fetcher = benches()
+    for name in list(fetcher.kept)[10 - num_gone : 10]:
+        del fetcher.kept[name]
+    tokens = expected_tokens(ask("first", 41), 0)
+    given = [Given(token_ids=tokens[:2])]
+    bench.scheduler.add(msgspec.structs.replace(ask("first", 41), given=given, fetch_from="/another/core"))
+    assert bench.scheduler.plan() is None
+    assert len(fetcher.loading[0].targets) == 10 and not fetcher.asked
+    fetcher.bring()
+    assert tokens_of(bench.drain(), "first") == tokens[2:]
+    assert fetcher.num_loaded == 10 - num_gone
 
 
 def test_a_gap_makes_what_is_behind_it_useless() -> None:

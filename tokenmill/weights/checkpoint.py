@@ -7,6 +7,7 @@ safetensors   one file, or shards. Tensors are views of the mapped file, read as
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME, GGUFFile, GGUFTensor
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import RawTensor
+from tokenmill.weights.mapped_pages import read_no_page_ahead
 
 
 class Checkpoint(Protocol):
@@ -39,6 +41,15 @@ class Checkpoint(Protocol):
         """Return one tensor, without a copy where the file allows it."""
         ...
 
+    @property
+    def reads_parts(self) -> bool:
+        """Tell whether only pages are read that are asked for (`mapped_pages.py`)."""
+        ...
+
+    def read_parts(self) -> None:
+        """Read no page ahead from now on: of most tensors, only some rows will be used."""
+        ...
+
 
 # ── GGUF ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -53,6 +64,12 @@ class GGUFCheckpoint:
         self.shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
         self.files = list(dict.fromkeys(tensor.path for tensor in gguf.tensors.values()))
         self._bytes = {path: _mapped(path) for path in self.files}  # uint8 [file size]
+        self.reads_parts = False
+
+    def read_parts(self) -> None:
+        self.reads_parts = True
+        for mapped in self._bytes.values():
+            read_no_page_ahead(mapped)
 
     def load(self, name: str) -> RawTensor:
         tensor = self.gguf.tensors[name]
@@ -83,6 +100,7 @@ def _mapped(path: Path) -> torch.Tensor:
 
 # ── safetensors ──────────────────────────────────────────────────────────────────────────────────────────
 
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAFETENSORS_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _HINT = "the file is damaged or cut short; download it again"
@@ -96,6 +114,7 @@ class SafetensorsCheckpoint:
         self.dtypes: dict[str, str] = {}  # in the format's own words: "BF16", "F8_E4M3", ...
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
+        self._parts: dict[str, torch.Tensor] = {}  # views of the mapped files, where only parts of them are read
         for path in files:
             self._add(path)
 
@@ -108,8 +127,18 @@ class SafetensorsCheckpoint:
             found = file.get_slice(name)
             self.shapes[name], self.dtypes[name] = tuple(found.get_shape()), str(found.get_dtype())
 
+    @property
+    def reads_parts(self) -> bool:
+        return bool(self._parts)
+
+    def read_parts(self) -> None:
+        for path in self.files:
+            mapped = _mapped(path)
+            read_no_page_ahead(mapped)
+            self._parts |= _views(path, mapped)
+
     def load(self, name: str) -> RawTensor:
-        data = self.tensor(name)
+        data = self._parts[name] if name in self._parts else self.tensor(name)
         if data.dtype not in SAFETENSORS_FLOATS and data.dtype is not torch.int64:  # tables of numbers are such
             raise UnsupportedModel(
                 f"{self._files[name]}: tensor {name!r} has dtype {data.dtype}, which is not supported"
@@ -126,13 +155,37 @@ class SafetensorsCheckpoint:
         return found
 
 
+def _views(path: Path, mapped: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a file, of which nothing is read yet; those are left out that do not begin at a whole number of
+    theirs. The library reads a tensor as a whole."""
+    start = 8 + int.from_bytes(mapped[:8].numpy().tobytes(), "little")
+    header: dict[str, Any] = json.loads(mapped[8:start].numpy().tobytes())
+    found = {}
+    for name, entry in header.items():
+        dtype = None if name == "__metadata__" else SAFETENSORS_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            continue
+        first, end = (start + offset for offset in entry["data_offsets"])
+        if first % dtype.itemsize == 0 and end > first:
+            found[name] = mapped[first:end].view(dtype).view(entry["shape"])
+    return found
+
+
 def _opened(path: Path) -> Any:
     try:
+        _read_header(path)
         return safe_open(str(path), framework="pt")
     except OSError as error:
         raise DamagedFile(f"{path}: cannot be read: {error.strerror or error}") from None
     except (SafetensorError, RuntimeError) as error:
         raise DamagedFile(f"{path}: {_diagnosis(path) or str(error)[:200]}", hint=_HINT) from None
+
+
+def _read_header(path: Path) -> None:
+    """Have the header in memory before the library maps the file, which would read megabytes behind it too."""
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES))
 
 
 def _diagnosis(path: Path) -> str | None:

@@ -56,6 +56,13 @@ class QuantizedCheckpoint:
         return self._inner.files
 
     @property
+    def reads_parts(self) -> bool:
+        return False  # the parts of a quantised matrix are put together as a whole
+
+    def read_parts(self) -> None:
+        """Matrices are read as a whole here."""
+
+    @property
     def has_rows_of_outputs(self) -> bool:
         """Experts' matrices lie with their outputs in rows, also where the family's plain ones do not."""
         return any(part.endswith(mxfp4.BLOCKS) for matrix in self.matrices.values() for part in matrix.parts)

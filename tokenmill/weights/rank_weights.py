@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tokenmill.ops.raw import RawTensor
 from tokenmill.parallel.cuts import Cuts
-from tokenmill.weights.source import CheckpointWeights, WeightSource
+from tokenmill.weights.source import CheckpointWeights, WeightSource, some_experts
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,10 @@ class RankWeights:
     source: WeightSource
     cuts: Cuts
     layers: range  # of the model that this rank has: no others are asked for
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, CheckpointWeights):
+            self.source.checkpoint.read_parts()
 
     @property
     def recipe(self) -> str:
@@ -28,22 +32,14 @@ class RankWeights:
 
     def get(self, name: str) -> RawTensor:
         own = self.cuts.own_experts(name)
+        rows = self.cuts.rows(name)
+        if isinstance(self.source, CheckpointWeights):
+            return self.source.get(name, rows, own)
         if own is not None:
             return some_experts(self.source.get(name), own)
-        rows = self.cuts.rows(name)
         if rows is None:
             return self.source.get(name)
-        if isinstance(self.source, CheckpointWeights):
-            return self.source.get(name, rows)
         return some_rows(self.source.get(name), rows)
-
-
-def some_experts(raw: RawTensor, own: list[int]) -> RawTensor:
-    """Whole experts of a tensor [experts, ...]; neighbours are not copied."""
-    first, count = own[0] if own else 0, len(own)
-    is_span = own == list(range(first, first + count))
-    data = raw.data.narrow(0, first, count) if is_span else raw.data[own]
-    return replace(raw, shape=(count, *raw.shape[1:]), data=data, ordered=None)
 
 
 def some_rows(raw: RawTensor, rows: tuple[int, int]) -> RawTensor:

@@ -5,7 +5,7 @@ All transformations move whole rows, so they work on quantised rows as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from tokenmill.ops.raw import Ordered, RawTensor
 from tokenmill.weights.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.locate import locate
+from tokenmill.weights.mapped_pages import fetch
 from tokenmill.weights.quantized_checkpoint import QuantizedCheckpoint
 from tokenmill.weights.scaled_blocks import alike
 
@@ -119,26 +120,37 @@ class CheckpointWeights:
         """Return a text that describes how our tensors are assembled, and changes whenever that does."""
         return repr(sorted(self.sources.items()))
 
-    def get(self, name: str, rows: tuple[int, int] | None = None) -> RawTensor:
-        """`rows`: those to read, all by default."""
+    def get(self, name: str, rows: tuple[int, int] | None = None, experts: Sequence[int] | None = None) -> RawTensor:
+        """`rows` and `experts`: those to read, all by default."""
         source = self.sources[name]
-        parts = [self._part(theirs, source, rows) for theirs in source.names]
+        if experts and len(source.names) > 1:  # one tensor of theirs each
+            source, experts = replace(source, names=tuple(source.names[expert] for expert in experts)), None
+        parts = [self._part(theirs, source, rows, experts) for theirs in source.names]
         if source.times is not None:
             return self._product(name, parts[0], *source.times)
         if source.beside is not None:
             return self._by_heads(name, parts[0], *source.beside)
-        if len(parts) == 1:
+        if len(self.sources[name].names) == 1:
             return replace(parts[0], name=name)
         parts = alike(parts)
         data = torch.stack([part.data for part in parts])
         return replace(parts[0], name=name, shape=(len(parts), *parts[0].shape), data=data, ordered=None)
 
-    def _part(self, theirs: str, source: TensorSource, rows: tuple[int, int] | None = None) -> RawTensor:
+    def _part(
+        self,
+        theirs: str,
+        source: TensorSource,
+        rows: tuple[int, int] | None = None,
+        experts: Sequence[int] | None = None,
+    ) -> RawTensor:
         found = self.checkpoint.shapes.get(theirs)
         if found != source.shape:
             problem = "is missing" if found is None else f"has shape {list(found)}, expected {list(source.shape)}"
             raise DamagedFile(f"{self.checkpoint.place}: tensor {theirs!r} {problem}")
-        return transformed(self.checkpoint.load(theirs), source, rows)
+        raw = self.checkpoint.load(theirs)
+        if experts is not None:
+            raw = some_experts(raw, experts)
+        return transformed(raw, source, rows, fetched=self.checkpoint.reads_parts)
 
     def _product(self, name: str, left: RawTensor, theirs: str, shape: tuple[int, int]) -> RawTensor:
         """Two matrices with nothing between them, as one"""
@@ -176,8 +188,19 @@ class CheckpointWeights:
         return name.startswith(self.ignored) or name.endswith(_COMPUTED_SUFFIXES)
 
 
-def transformed(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | None = None) -> RawTensor:
-    """A tensor of a checkpoint as ours, or some of its rows: others are not touched."""
+def some_experts(raw: RawTensor, own: Sequence[int]) -> RawTensor:
+    """Whole experts of a tensor [experts, ...]; neighbours are not copied."""
+    first, count = own[0] if own else 0, len(own)
+    is_span = list(own) == list(range(first, first + count))
+    data = raw.data.narrow(0, first, count) if is_span else raw.data[list(own)]
+    return replace(raw, shape=(count, *raw.shape[1:]), data=data, ordered=None)
+
+
+def transformed(
+    raw: RawTensor, source: TensorSource, rows: tuple[int, int] | None = None, *, fetched: bool = False
+) -> RawTensor:
+    """A tensor of a checkpoint as ours, or some of its rows: others are not touched. `fetched`: what is used of it is
+    read at once."""
     data, shape = raw.data, raw.shape
     if source.plane is not None:
         data, shape = data[source.plane], shape[1:]
@@ -200,11 +223,18 @@ def transformed(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | No
         rest = data.shape[axis + 1 :]
         data = data.reshape(*shape[:axis], -1, count, size, *rest).select(axis + 1, index).flatten(axis, axis + 1)
         shape = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
+    order = None
     if source.interleaved_heads:
         order = row_order(shape[axis], source.interleaved_heads, source.rotary_dim, source.rotary_start)
-        data = data.index_select(axis, order if rows is None else order[slice(*rows)])
+        order = order if rows is None else order[slice(*rows)]
     elif rows is not None:
         data = data.narrow(axis, rows[0], rows[1] - rows[0])
+    if fetched:
+        first = 0 if order is None else int(order.min())
+        last = data.shape[axis] - 1 if order is None else int(order.max())
+        fetch(data.narrow(axis, first, last + 1 - first))
+    if order is not None:
+        data = data.index_select(axis, order)
     if rows is not None:
         shape = (*shape[:axis], rows[1] - rows[0], *shape[axis + 1 :])
     if source.is_flattened:

@@ -397,6 +397,8 @@ class Decoder {
   void gather_round(const std::vector<Gathered>& parts);
   void gather_heads(const Layer& layer, int tokens);
   void gather_best(std::vector<Best>& best);
+  void keep_own(PageVector<float>& rows, size_t width);
+  void share_heads(const Layer& layer, size_t width);
   void embed_rows(const Linear& table, const int64_t* ids, int count, float scale, float* out);
   struct Shrinking {  // products with a's: where in `shrunk_` their results begin, and how many numbers these are
     std::vector<Gemm> gemms;
@@ -444,6 +446,7 @@ class Decoder {
   void rotate_at(const Layer& layer, int64_t position, float* values) const;
   void place_entries(const Layer& layer, const BatchView& batch);
   void latent_outputs(const Layer& layer, const BatchView& batch);
+  void grow_queries(const Layer& layer, int tokens);
   void absorb_queries(const Layer& layer, const BatchView& batch);
   void attend_tokens(const Layer& layer, const BatchView& batch);
   void place_index_keys(const Layer& layer, const BatchView& batch);
@@ -554,6 +557,8 @@ class Decoder {
   std::vector<std::vector<int32_t>> choosing_;  // one per thread
   PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
   NarrowedBatch narrowed_;
+  OwnedBatch owned_;
+  bool is_owned_ = false;  // each rank keeps the contexts of some of the step's rows, and attends for them
   PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
   PageVector<float> held_;    // [T][hidden] of the layer before, where its result is still to be added
   bool has_held_ = false;

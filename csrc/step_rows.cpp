@@ -9,9 +9,10 @@ namespace tokenmill {
 const BatchView& StepRows::lay_out(const RowTables& tables, const std::vector<int64_t>& rows,
                                    const std::vector<int64_t>& starts,
                                    const std::vector<std::vector<int64_t>>& tokens,
-                                   const std::vector<int64_t>& wanted, const std::vector<int64_t>& adapters) {
+                                   const std::vector<int64_t>& wanted, const std::vector<int64_t>& adapters,
+                                   const std::vector<int64_t>& owners) {
   if (starts.size() != rows.size() || tokens.size() != rows.size() || wanted.size() != rows.size() ||
-      (!adapters.empty() && adapters.size() != rows.size()))
+      (!adapters.empty() && adapters.size() != rows.size()) || (!owners.empty() && owners.size() != rows.size()))
     throw std::invalid_argument("the lists of the rows do not fit together");
   token_ids_.clear();
   positions_.clear();
@@ -19,6 +20,7 @@ const BatchView& StepRows::lay_out(const RowTables& tables, const std::vector<in
   context_lens_.clear();
   query_starts_.assign(1, 0);
   adapters_.clear();
+  owners_.assign(owners.begin(), owners.end());
   const int64_t longest = std::min<int64_t>(static_cast<int64_t>(tables.blocks) * tables.block_size,
                                             std::numeric_limits<int32_t>::max());
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -69,6 +71,7 @@ void StepRows::place(const RowTables& tables, const std::vector<int64_t>& rows) 
   view_.context_lens = context_lens_.data();
   view_.logit_rows = logit_rows_.data();
   view_.adapters = adapters_.empty() ? nullptr : adapters_.data();
+  view_.owners = owners_.empty() ? nullptr : owners_.data();
 }
 
 }  // namespace tokenmill

@@ -20,16 +20,18 @@ struct RowTables {  // block ids of all rows there are: [groups][rows][blocks]
 class StepRows {
  public:
   // The hidden states of each row's last wanted[i] tokens leave the model. adapters[i] is the slot of row i's adapter; no
-  // entries: none has one. Memory is kept from step to step.
+  // entries: none has one. owners[i]: the rank that keeps row i's context; no entries: each rank does. Memory is kept from
+  // step to step.
   const BatchView& lay_out(const RowTables& tables, const std::vector<int64_t>& rows,
                            const std::vector<int64_t>& starts, const std::vector<std::vector<int64_t>>& tokens,
-                           const std::vector<int64_t>& wanted, const std::vector<int64_t>& adapters);
+                           const std::vector<int64_t>& wanted, const std::vector<int64_t>& adapters,
+                           const std::vector<int64_t>& owners);
 
  private:
   void place(const RowTables& tables, const std::vector<int64_t>& rows);
 
   std::vector<int64_t> token_ids_, positions_, logit_rows_;
-  std::vector<int32_t> query_starts_, context_lens_, adapters_;
+  std::vector<int32_t> query_starts_, context_lens_, adapters_, owners_;
   std::vector<std::vector<int32_t>> block_tables_;  // one a group: [rows of the step][blocks of the longest context]
   std::vector<std::vector<int64_t>> slots_;
   BatchView view_;

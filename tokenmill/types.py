@@ -224,6 +224,7 @@ class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     tokenized: TokenizedParams = TokenizedParams()
     mirostat_mu: float | None = None  # mirostat's limit after the last sampled token (None: none yet)
     adapter_slot: int = 0  # 0: no adapter
+    part: int = 0  # of the cache: the rank that keeps its blocks, where ranks keep those of some sequences each
 
 
 class RowPlan(msgspec.Struct, frozen=True, kw_only=True):

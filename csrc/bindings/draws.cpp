@@ -53,11 +53,11 @@ constexpr size_t kLinesAtOnce = 64;  // whose logits are held in memory
 // The whole of a step that ends with draws; drawing is the host's time, not the kernels'.
 Numbers draw_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
                   const Numbers& wanted, const Tables& tables, int block_size, const Numbers& adapters,
-                  const std::vector<float>& temperatures,
+                  const Numbers& owners, const std::vector<float>& temperatures,
                   const Numbers& top_ks, const std::vector<double>& top_ps, const std::vector<double>& min_ps,
                   const std::vector<double>& uniforms, const std::vector<bool>& takes_best) {
   const DecoderLock lock(decoder);
-  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size, adapters);
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size, adapters, owners);
   const size_t count = static_cast<size_t>(batch.wanted), vocab = static_cast<size_t>(decoder.vocab());
   const Draws draws{temperatures, top_ks, top_ps, min_ps, uniforms, takes_best};
   draws.check(count);
@@ -101,7 +101,7 @@ void bind_draws(nb::module_& m, nb::class_<HeldDecoder>& decoder) {
   m.def("draw_rows", &draw_rows, "logits"_a, "lines"_a, "temperatures"_a, "top_ks"_a, "top_ps"_a, "min_ps"_a,
         "uniforms"_a, "takes_best"_a, "isa"_a = "");
   decoder.def("draw_next", &draw_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a,
-              "adapters"_a, "temperatures"_a, "top_ks"_a, "top_ps"_a, "min_ps"_a, "uniforms"_a, "takes_best"_a);
+              "adapters"_a, "owners"_a, "temperatures"_a, "top_ks"_a, "top_ps"_a, "min_ps"_a, "uniforms"_a, "takes_best"_a);
 }
 
 }  // namespace tokenmill

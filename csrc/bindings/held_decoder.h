@@ -63,7 +63,7 @@ class DecoderLock {
 // The rows of a step as they are planned, laid out for the decoder.
 const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts,
                          const std::vector<Numbers>& tokens, const Numbers& wanted, const Tables& tables,
-                         int block_size, const Numbers& adapters);
+                         int block_size, const Numbers& adapters, const Numbers& owners);
 
 nb::class_<HeldDecoder> bind_decoders(nb::module_& m);
 void bind_steps(nb::class_<HeldDecoder>& decoder);

@@ -11,7 +11,8 @@ void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<cons
              Array<const int32_t, 1> query_starts, Array<const int32_t, 1> context_lens,
              const std::vector<Array<const int32_t, 2>>& block_tables, const std::vector<Array<const int64_t, 1>>& slots,
              Array<const int64_t, 1> logit_rows, Array<float, 2> hidden,
-             const std::optional<Array<const int32_t, 1>>& adapters, const std::optional<Array<const float, 2>>& entering) {
+             const std::optional<Array<const int32_t, 1>>& adapters, const std::optional<Array<const float, 2>>& entering,
+             const std::optional<Array<const int32_t, 1>>& owners) {
   const DecoderLock lock(decoder);
   BatchView batch;
   batch.tokens = static_cast<int>(token_ids.shape(0));
@@ -23,11 +24,13 @@ void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<cons
   batch.context_lens = context_lens.data();
   batch.logit_rows = logit_rows.data();
   if (adapters) batch.adapters = adapters->data();
+  if (owners) batch.owners = owners->data();
   bool fits = positions.shape(0) == token_ids.shape(0) && query_starts.shape(0) == context_lens.shape(0) + 1 &&
               block_tables.size() == slots.size() &&
               hidden.shape(0) == (decoder.is_last_stage() ? logit_rows.shape(0) : token_ids.shape(0)) &&
               hidden.shape(1) == static_cast<size_t>(decoder.hidden());
   fits = fits && (!adapters || adapters->shape(0) == token_ids.shape(0));
+  fits = fits && (!owners || owners->shape(0) == context_lens.shape(0));
   fits = fits && (!entering || (entering->shape(0) == token_ids.shape(0) && entering->shape(1) == hidden.shape(1)));
   for (size_t g = 0; fits && g < slots.size(); ++g) {
     fits = block_tables[g].shape(0) == context_lens.shape(0) && slots[g].shape(0) == token_ids.shape(0);
@@ -70,9 +73,10 @@ void best_logits(HeldDecoder& decoder, Array<const float, 2> hidden, Array<int64
 }
 
 Numbers best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
-                  const Numbers& wanted, const Tables& tables, int block_size, const Numbers& adapters) {
+                  const Numbers& wanted, const Tables& tables, int block_size, const Numbers& adapters,
+                  const Numbers& owners) {
   const DecoderLock lock(decoder);
-  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size, adapters);
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size, adapters, owners);
   Numbers places(static_cast<size_t>(batch.wanted));
   std::vector<float> values(static_cast<size_t>(batch.wanted));
   nb::gil_scoped_release free;
@@ -87,9 +91,9 @@ Numbers best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
 
 void logits_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
                  const Numbers& wanted, const Tables& tables, int block_size, const Numbers& adapters,
-                 Array<float, 2> out) {
+                 const Numbers& owners, Array<float, 2> out) {
   const DecoderLock lock(decoder);
-  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size, adapters);
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size, adapters, owners);
   if (out.shape(0) != static_cast<size_t>(batch.wanted) || out.shape(1) != static_cast<size_t>(decoder.vocab()))
     throw std::invalid_argument("out must be [wanted tokens, vocab]");
   nb::gil_scoped_release free;
@@ -103,12 +107,12 @@ void logits_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& start
 
 const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts,
                          const std::vector<Numbers>& tokens, const Numbers& wanted, const Tables& tables,
-                         int block_size, const Numbers& adapters) {
+                         int block_size, const Numbers& adapters, const Numbers& owners) {
   if (block_size < 1) throw std::invalid_argument("a block holds at least one token");
   if (!decoder.is_last_stage()) throw std::invalid_argument("these layers are not the whole model's");
   const BatchView& batch = decoder.rows.lay_out(
       {tables.data(), tables.shape(0), tables.shape(1), tables.shape(2), block_size}, rows, starts, tokens, wanted,
-      adapters);
+      adapters, owners);
   decoder.states.resize(static_cast<size_t>(batch.wanted) * static_cast<size_t>(decoder.hidden()));
   return batch;
 }
@@ -117,14 +121,14 @@ void bind_steps(nb::class_<HeldDecoder>& decoder) {
   decoder
       .def("forward", &forward, "token_ids"_a, "positions"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
            "slots"_a, "logit_rows"_a, "hidden"_a.noconvert(), "adapters"_a.none() = nb::none(),
-           "entering"_a.none() = nb::none())
+           "entering"_a.none() = nb::none(), "owners"_a.none() = nb::none())
       .def("logits", &logits, "hidden"_a, "out"_a.noconvert(), "adapters"_a.none() = nb::none())
       .def("best_logits", &best_logits, "hidden"_a, "places"_a.noconvert(), "values"_a.noconvert(),
            "adapters"_a.none() = nb::none())
       .def("best_next", &best_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a,
-           "adapters"_a = Numbers())
+           "adapters"_a = Numbers(), "owners"_a = Numbers())
       .def("logits_next", &logits_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a,
-           "adapters"_a, "out"_a.noconvert());
+           "adapters"_a, "owners"_a, "out"_a.noconvert());
 }
 
 }  // namespace tokenmill

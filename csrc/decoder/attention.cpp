@@ -69,9 +69,15 @@ uint8_t* aligned(PageVector<uint8_t>& scratch) {
 
 void Decoder::attention(const Layer& layer, const BatchView& batch) {
   project(layer, batch);
-  prepare_heads(layer, batch.tokens);
-  attend_all(layer, batch);
-  finish_heads(layer, batch.tokens);
+  if (!is_owned_) {
+    prepare_heads(layer, batch.tokens);
+    attend_all(layer, batch);
+    return finish_heads(layer, batch.tokens);
+  }
+  keep_own(projected_, projected_width(layer));
+  prepare_heads(layer, owned_.view.tokens);
+  if (owned_.view.tokens > 0) attend_all(layer, owned_.view);
+  share_heads(layer, static_cast<size_t>(layer.attention.heads) * layer.attention.cache.head_dim);
 }
 
 void Decoder::project(const Layer& layer, const BatchView& batch) {
@@ -115,7 +121,8 @@ void Decoder::prepare_heads(const Layer& layer, int tokens) {
   const int dim = layer.attention.cache.head_dim;
   Form form = form_for({&layer.o}, outlier_threshold(layer));
   form.plain |= dim % kBlock != 0;
-  if (!layer.head_borders.empty()) form = {false, true, form.outlier_threshold};  // rounded once all heads are there
+  const bool are_parts = !layer.head_borders.empty() || is_owned_;
+  if (are_parts) form = {false, true, form.outlier_threshold};  // rounded once all heads, or those of all rows, are there
   heads_.prepare(tokens, layer.attention.heads * dim, *kernels_, form);
 }
 

@@ -28,8 +28,21 @@ Rows columns_of(const float* values, size_t stride, int rows, const Kernels& ker
 
 void Decoder::attend_latent(const Layer& layer, const BatchView& batch) {
   project_latent(layer, batch);
-  place_entries(layer, batch);
-  latent_outputs(layer, batch);
+  if (!is_owned_) {
+    place_entries(layer, batch);
+    return latent_outputs(layer, batch);
+  }
+  const LatentAttention& latent = *layer.latent;
+  if (latent.q_up) {  // of all rows, since ranks have parts of its matrix
+    grow_queries(layer, batch.tokens);
+    keep_own(queries_, static_cast<size_t>(latent.q_up->rows()));
+  }
+  keep_own(projected_, projected_width(layer));
+  if (owned_.view.tokens > 0) {
+    place_entries(layer, owned_.view);
+    latent_outputs(layer, owned_.view);
+  }
+  share_heads(layer, static_cast<size_t>(latent.heads) * latent.value_dim);
 }
 
 void Decoder::project_latent(const Layer& layer, const BatchView& batch) {
@@ -86,10 +99,27 @@ void Decoder::latent_outputs(const Layer& layer, const BatchView& batch) {
                      columns_of(mixtures_.data() + h * wide, stride, tokens, *kernels_), Gemm::Mode::Store,
                      latent_values_.data() + static_cast<size_t>(h) * latent.value_dim, static_cast<size_t>(value_width)});
   run(gemms.data(), latent.heads);
-  fill_rows(tokens, value_width, 2 * value_width, heads_, form_for({&layer.o}, outlier_threshold(layer)),
-            [&](int t, float* out) {
+  Form form = form_for({&layer.o}, outlier_threshold(layer));
+  if (is_owned_) form = {false, true, form.outlier_threshold};  // rounded once those of all rows are there
+  fill_rows(tokens, value_width, 2 * value_width, heads_, form, [&](int t, float* out) {
     std::copy_n(latent_values_.data() + static_cast<size_t>(t) * value_width, value_width, out);
   });
+}
+
+// Queries of all heads from their latents: [T][heads][nope and rope dims]
+void Decoder::grow_queries(const Layer& layer, int tokens) {
+  const LatentAttention& latent = *layer.latent;
+  const size_t stride = projected_width(layer);
+  const int q_rank = static_cast<int>(latent.q.rows());
+  const Form form = latent.index ? form_for({&*latent.q_up, &latent.index->q}, outlier_threshold(layer))
+                                 : form_for({&*latent.q_up}, outlier_threshold(layer));
+  fill_rows(tokens, q_rank, 2 * q_rank, query_latents_, form, [&](int t, float* out) {
+    kernels_->rms_norm(projected_.data() + static_cast<size_t>(t) * stride, latent.q_norm.data(), latent.eps, q_rank, out);
+  });
+  const size_t width = static_cast<size_t>(latent.q_up->rows());
+  grow(queries_, static_cast<size_t>(tokens) * width);
+  const Gemm up{&*latent.q_up, nullptr, query_latents_.view(), Gemm::Mode::Store, queries_.data(), width};
+  run(&up, 1);
 }
 
 // Queries over entries, [T][heads][padded width]: the part without rotation as one over latents, and the rotated one.
@@ -99,18 +129,9 @@ void Decoder::absorb_queries(const Layer& layer, const BatchView& batch) {
   const float* queries = projected_.data();
   size_t stride = projected_width(layer);
   if (latent.q_up) {
-    const int q_rank = static_cast<int>(latent.q.rows());
-    const Form form = latent.index ? form_for({&*latent.q_up, &latent.index->q}, outlier_threshold(layer))
-                                   : form_for({&*latent.q_up}, outlier_threshold(layer));
-    fill_rows(tokens, q_rank, 2 * q_rank, query_latents_, form, [&](int t, float* out) {
-      kernels_->rms_norm(projected_.data() + static_cast<size_t>(t) * stride, latent.q_norm.data(), latent.eps, q_rank, out);
-    });
-    const size_t width = static_cast<size_t>(latent.heads) * head_dim;
-    grow(queries_, static_cast<size_t>(tokens) * width);
-    const Gemm up{&*latent.q_up, nullptr, query_latents_.view(), Gemm::Mode::Store, queries_.data(), width};
-    run(&up, 1);
+    if (!is_owned_) grow_queries(layer, tokens);
     queries = queries_.data();
-    stride = width;
+    stride = static_cast<size_t>(latent.heads) * head_dim;
   }
   const size_t wide = padded16(latent.cache.width), all = latent.heads * wide;
   grow(absorbed_, static_cast<size_t>(tokens) * all);

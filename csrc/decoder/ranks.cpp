@@ -4,6 +4,7 @@
 //   run            products with cut matrices → columns of all ranks
 //   exchange_rows  what experts put out, each of which some ranks have → rows of all ranks
 //   gather_heads   attention with the ranks' own heads → columns of all ranks
+//   share_heads    attention of rows whose contexts the ranks keep each → rows of all ranks
 //   embed_rows     rows of tables of which each rank has some
 //   gather_best    the best of each rank's logits → the best of all
 #include <algorithm>
@@ -115,6 +116,33 @@ void Decoder::gather_heads(const Layer& layer, int tokens) {
   fill_rows(tokens, static_cast<int>(width), 2 * static_cast<int>(width), whole_heads_,
             form_for({&layer.o}, outlier_threshold(layer)), [&](int t, float* out) {
     std::copy_n(gathered_heads_.data() + static_cast<size_t>(t) * width, width, out);
+  });
+  std::swap(heads_, whole_heads_);
+}
+
+// Of rows of all tokens those of which this rank keeps the contexts, one after another.
+void Decoder::keep_own(PageVector<float>& rows, size_t width) {
+  grow(kept_rows_, rows.size());
+  const int* tokens = owned_.own_tokens();
+  for_rows(pool_, owned_.view.tokens, static_cast<int>(width), [&](int i) {
+    std::copy_n(rows.data() + static_cast<size_t>(tokens[i]) * width, width, kept_rows_.data() + static_cast<size_t>(i) * width);
+  });
+  std::swap(rows, kept_rows_);
+}
+
+// What each rank's rows have found, in the form that `o` reads, for all tokens in their order.
+void Decoder::share_heads(const Layer& layer, size_t width) {
+  const size_t tokens = owned_.tokens().size();
+  const size_t first = owned_.firsts()[static_cast<size_t>(window_->rank())];
+  grow(gathered_heads_, tokens * width);
+  for_rows(pool_, owned_.view.tokens, static_cast<int>(width), [&](int i) {
+    std::copy_n(heads_.row(i), width, gathered_heads_.data() + (first + static_cast<size_t>(i)) * width);
+  });
+  exchange_rows(gathered_heads_.data(), owned_.firsts(), width);
+  fill_rows(static_cast<int>(tokens), static_cast<int>(width), 2 * static_cast<int>(width), whole_heads_,
+            form_for({&layer.o}, outlier_threshold(layer)), [&](int t, float* out) {
+    const size_t place = static_cast<size_t>(owned_.places()[static_cast<size_t>(t)]);
+    std::copy_n(gathered_heads_.data() + place * width, width, out);
   });
   std::swap(heads_, whole_heads_);
 }

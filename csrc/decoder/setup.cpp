@@ -489,6 +489,12 @@ void Decoder::check(const BatchView& batch, bool has_stream) const {
     throw std::invalid_argument("a decoder computes once it has layers, an embedding and a final norm");
   for (const Layer& layer : layers_)
     require(!layer.input || input_project_.rows() == num_layers() * static_cast<int>(input_norm_.size()), "layer inputs");
+  for (int r = 0; batch.owners != nullptr && r < batch.rows; ++r)
+    require(window_ != nullptr && batch.owners[r] >= 0 && batch.owners[r] < window_->size(), "a row of no rank");
+  for (const Layer& layer : layers_)
+    require(batch.owners == nullptr || (!layer.recurrent && !layer.conv && !layer.compressed &&
+                                       !(layer.latent && layer.latent->is_sparse())),
+            "ranks that attend for rows of their own have attention in all layers");
   require(batch.query_starts[0] == 0 && batch.query_starts[batch.rows] == batch.tokens, "query_starts");
   for (int t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < vocab_, "a token id is outside the vocabulary");

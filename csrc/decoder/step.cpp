@@ -13,6 +13,8 @@ void Decoder::forward(const BatchView& batch, const float* entering, float* hidd
   check(batch, entering != nullptr);
   take_adapters(batch.adapters, batch.tokens);
   if (batch.tokens == 0) return;
+  is_owned_ = batch.owners != nullptr;
+  if (is_owned_) owned_.take(batch, window_->rank(), window_->size());
   has_held_ = false;
   if (entering == nullptr) embed(batch);
   else enter(entering, batch.tokens);
@@ -86,10 +88,14 @@ void Decoder::project_to(const std::vector<Linear>& matrices, const Layer& layer
 void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   const int number = num_layers() - 1;
   begin_layer(layer, batch.tokens);
-  if (batch.wants_all()) {
+  if (batch.wants_all() || is_owned_) {
     mixer(layer, batch);
     output_and_mlp(layer, batch.tokens);
-    return end_layer(layer, number, batch.tokens, nullptr);
+    end_layer(layer, number, batch.tokens, nullptr);
+    if (batch.wants_all()) return;
+    keep_wanted(batch, static_cast<size_t>(hidden_), x_);
+    if (streams_.count > 1) keep_wanted(batch, static_cast<size_t>(streams_.count) * hidden_, all_streams_);
+    return keep_wanted_adapters(batch);
   }
   if (layer.recurrent) {
     recur(layer, batch);

@@ -14,6 +14,7 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.cpu import is_available
+from tokenmill.parallel.cuts import parting_limits
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not is_available()[0], reason=is_available()[1])]
 FAMILIES = (
@@ -23,7 +24,8 @@ FAMILIES = (
 )  # fmt: skip
 TOPOLOGIES: tuple[dict[str, Any], ...] = (
     {"tp": 2}, {"tp": 3}, {"tp": 4}, {"pp": 2}, {"pp": 3}, {"tp": 2, "pp": 2},
-    {"tp": 2, "ep": True}, {"tp": 4, "ep": True},
+    {"tp": 2, "ep": True}, {"tp": 4, "ep": True}, {"tp": 2, "dp_attention": True},
+    {"tp": 4, "dp_attention": True}, {"tp": 2, "ep": True, "dp_attention": True},
 )  # fmt: skip
 WITHOUT_STAGES = ("deepseek_v4", "gemma3n", "gemma4")  # several streams, or layers with embeddings of their own
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
@@ -58,6 +60,10 @@ def test_every_family_says_the_same_on_any_number_of_ranks(shared_dir: Path, nam
             continue
         if "ep" in ranks and not read_spec(Path(path)).experts:
             continue
+        if "dp_attention" in ranks and parting_limits(read_spec(Path(path))) is not None:
+            with pytest.raises(InvalidConfig, match="dp_attention"):
+                LLM(path, link="threads", **ranks, **SETTINGS)
+            continue
         assert digest(LLM(path, link="threads", **ranks, **SETTINGS), prompts) == expected, str(ranks)
 
 
@@ -69,6 +75,7 @@ def test_real_models_say_the_same_on_any_number_of_ranks(shared_dir: Path, model
     expected = digest(LLM(path, **settings), prompts, num_params=2)
     several: tuple[dict[str, Any], ...] = (
         {"tp": 2}, {"tp": 3, "link": "threads"}, {"tp": 4}, {"pp": 2}, {"pp": 3, "link": "threads"}, {"tp": 2, "pp": 2},
+        {"tp": 2, "dp_attention": True},
     )  # fmt: skip
     for ranks in several:
         assert digest(LLM(path, **ranks, **settings), prompts, num_params=2) == expected, str(ranks)

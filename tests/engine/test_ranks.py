@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.random_adapters import llama_shapes, plain_config, write_adapter
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import InvalidConfig, PeerDied
 from tokenmill.ops.cpu import is_available
@@ -20,6 +21,8 @@ from tokenmill.params import Guided
 pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
 SETTINGS: dict[str, Any] = {"threads": 1, "num_blocks": 120, "max_context": 128}
 PROMPTS = ["Once upon a time", "One day, a girl", "The sun", "Tom and his dog went to the park to"]
+MATRICES = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64),
+            "gate_proj": (172, 64), "up_proj": (172, 64), "down_proj": (64, 172)}  # fmt: skip
 PARAMS = (
     SamplingParams(max_tokens=10, temperature=0.0, logprobs=2),
     SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=3, n=2),
@@ -47,11 +50,25 @@ def expected(stories_dir: Path) -> str:
 @pytest.mark.parametrize(
     "ranks",
     [{"tensor_parallel_size": 2}, {"tp": 3}, {"tp": 4}, {"pipeline_parallel_size": 2}, {"pp": 3, "lanes": 5},
-     {"pp": 2, "tp": 2}, {"pp": 2, "lanes": 1}],
+     {"pp": 2, "tp": 2}, {"pp": 2, "lanes": 1}, {"tp": 2, "dp_attention": True},
+     {"tp": 3, "dp_attention": True}, {"tp": 2, "pp": 2, "dp_attention": True}],
     ids=str,
 )  # fmt: skip
 def test_ranks_in_threads_say_what_one_rank_says(stories_dir: Path, expected: str, ranks: dict[str, Any]) -> None:
     assert said(LLM(str(stories_dir), link="threads", **ranks, **SETTINGS)) == expected
+
+
+def test_ranks_that_attend_for_some_sequences_each_have_room_for_more(stories_dir: Path) -> None:
+    """Each rank keeps a few contexts only, and sequences make way for others of the same rank."""
+    prompts = [f"{prompt} {number}" for number in range(6) for prompt in PROMPTS]
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=11, n=2, ignore_eos=True)
+    answers = []
+    for ranks in ({"num_blocks": 400}, {"num_blocks": 16, "tp": 2, "dp_attention": True, "link": "threads"}):
+        llm = LLM(str(stories_dir), **{**SETTINGS, **ranks})
+        answers.append([[list(one.token_ids) for one in answer.outputs]
+                        for answer in llm.generate(prompts, params, progress=False)])  # fmt: skip
+    assert answers[0] == answers[1]
+    assert llm.core.info.num_blocks == 31
 
 
 def test_torch_ranks_say_what_one_rank_says(stories_dir: Path) -> None:
@@ -61,6 +78,49 @@ def test_torch_ranks_say_what_one_rank_says(stories_dir: Path) -> None:
     models = [LLM(str(stories_dir), **settings), *(LLM(str(stories_dir), **ranks, **settings) for ranks in several)]
     said = [[one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS[0], progress=False)] for llm in models]
     assert said[0] == said[1] == said[2]
+
+
+@pytest.fixture(scope="module")
+def adapters(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Trained ones, one with gains of rows among them, and one that changes every matrix, embedding and head too."""
+    trained = shared_dir / "goldens" / "tiny" / "adapters"
+    shapes = llama_shapes(MATRICES, 5, 4)
+    model = "base_model.model"
+    shapes |= {f"{model}.model.embed_tokens.lora_embedding_A": [4, 512], f"{model}.lm_head.lora_A.weight": [4, 64]}
+    shapes |= {f"{model}.model.embed_tokens.lora_embedding_B": [64, 4], f"{model}.lm_head.lora_B.weight": [512, 4]}
+    config = plain_config(target_modules=[*MATRICES, "embed_tokens", "lm_head"])
+    every = write_adapter(tmp_path_factory.mktemp("every"), config, shapes)
+    return {"dora": trained / "dora_r8_robots", "pattern": trained / "lora_pattern_reversed", "every": every}
+
+
+def adapted(llm: LLM, adapters: dict[str, Path]) -> list[Any]:
+    """Ids and logprobs of the model itself and of each adapter, all in one batch."""
+    names = [None, *adapters]
+    found = [
+        llm.generate(["Once upon a time"] * len(names), params, adapter=names, progress=False) for params in PARAMS[:3]
+    ]
+    return [
+        (
+            answer.prompt_logprobs,
+            [(list(one.token_ids), one.logprobs, one.cumulative_logprob) for one in answer.outputs],
+        )
+        for answers in found
+        for answer in answers
+    ]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{"tp": 2}, {"tp": 3}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp_attention": True}, {"tp": 2, "link": "shared"}],
+    ids=str,
+)
+def test_adapters_are_cut_like_their_matrices(
+    stories_dir: Path, adapters: dict[str, Path], ranks: dict[str, Any]
+) -> None:
+    settings = {**SETTINGS, "adapters": adapters, "adapter_slots": 2}  # fewer slots than adapters: they are exchanged
+    alone = adapted(LLM(str(stories_dir), **settings), adapters)
+    assert adapted(LLM(str(stories_dir), **{"link": "threads", **ranks}, **settings), adapters) == alone
+    assert len({repr(one) for one in alone[: 1 + len(adapters)]}) == 1 + len(adapters), "each adapter changes answers"
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -91,8 +151,9 @@ def test_ranks_in_processes_say_what_one_rank_says_and_end_with_their_model(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"adapter_slots": 1}, {"link": "gloo"}, {"tp": 100}, {"device": "cuda"}, {"lanes": 2}, {"pp": 6}, {"pp": 40},
-     {"pp": 2, "speculate": "ngram"}],
+    [{"adapter_slots": 1, "backend": "reference"}, {"link": "gloo"},
+     {"tp": 100}, {"device": "cuda"}, {"lanes": 2}, {"pp": 6}, {"pp": 40},
+     {"pp": 2, "speculate": "ngram"}, {"tp": 1, "dp_attention": True}, {"dp_attention": True, "backend": "reference"}],
 )  # fmt: skip
 def test_what_ranks_cannot_do_yet_is_refused_by_name(stories_dir: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.support.every_kind_of_request import (
 )
 from tests.support.server_process import ROOT
 from tokenmill import AsyncEngine
-from tokenmill.config import EngineConfig
+from tokenmill.config import EngineConfig, ParallelConfig
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.errors import InvalidConfig
@@ -37,8 +38,8 @@ KEY = "a key that is long enough"
 
 
 @pytest.fixture
-def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head without processors, and three nodes with one each."""
+def ray_cluster(monkeypatch: pytest.MonkeyPatch, ranks: list[ParallelConfig]) -> Iterator[Any]:
+    """A head without processors, and three nodes with room for one replica each."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -46,7 +47,7 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        cluster.nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+        cluster.nodes = [cluster.add_node(num_cpus=one.num_ranks) for one in ranks]
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         yield cluster
     finally:
@@ -56,8 +57,17 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the library's own processes and sockets
-def test_a_node_that_is_removed_leaves_its_requests_to_others(ray_cluster: Any, stories_dir: Path) -> None:
-    config = config_of(stories_dir)
+@pytest.mark.parametrize(
+    "ranks",
+    [[ParallelConfig()] * 3, [ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(tp=2)]],
+    ids=["one rank", "groups"],
+)
+def test_a_node_that_is_removed_leaves_its_requests_to_others(
+    ray_cluster: Any, stories_dir: Path, ranks: list[ParallelConfig]
+) -> None:
+    """A group of ranks is one replica, all of it on one node."""
+    config = config_of(stories_dir, speculate="off")
+    configs = [replace(config, parallel=one) for one in ranks]
     asked: list[ClientRequest] = [*special_requests(), *mixed_requests(49)]
 
     async def on_ray() -> list[Any]:
@@ -67,7 +77,7 @@ def test_a_node_that_is_removed_leaves_its_requests_to_others(ray_cluster: Any, 
         place = RayPlace("auto", 3, listener, KEY)
         places.add(place)
         began_s = time.monotonic()
-        engine = await start_cluster(frontend, [config] * 3, places, ScaleRange(3, 3), carriers=[listener, place])
+        engine = await start_cluster(frontend, configs, places, ScaleRange(3, 3), carriers=[listener, place])
         print(f"up after {time.monotonic() - began_s:.1f} s")
         try:
             assert [one["state"] for one in engine.replicas()] == ["ready"] * 3

@@ -147,7 +147,7 @@ def test_what_can_only_be_written_to_a_copy_is_refused() -> None:
         lambda: decoder.best_logits(hidden, np.zeros(3, np.int32), np.zeros(3, np.float32)),
         lambda: decoder.best_logits(hidden, np.zeros(3, np.int64), np.zeros(6, np.float32)[::2]),
         lambda: decoder.forward(**batch_of([3]), hidden=np.zeros((3, HIDDEN))),
-        lambda: decoder.logits_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, [], whole[:1]),
+        lambda: decoder.logits_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, [], [], whole[:1]),
         lambda: decoder.bind_cache(0, 0, apart_cache, cache),
         lambda: decoder.bind_cache(0, 0, cache, apart_cache),
         lambda: native().softmax_rows(np.zeros((3, VOCAB), np.float32), apart),
@@ -262,7 +262,7 @@ def test_knobs_outside_their_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="parameter"):
         native().draw_rows(logits, [0], *params)
     with pytest.raises(ValueError, match="parameter"):
-        small_decoder().draw_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, [], *params)
+        small_decoder().draw_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, [], [], *params)
 
 
 def test_no_logits_give_no_token() -> None:

@@ -165,6 +165,10 @@ class ParallelConfig:
     ep: bool = False
     """Expert parallel: of the experts of a layer each of the `tp` ranks has some as a whole, instead of some rows of
     all. Results travel once instead of twice; answers are the same."""
+    dp_attention: bool = False
+    """Data parallel attention: each of the `tp` ranks keeps the contexts of some sequences and attends for these with
+    all heads, instead of for all with some heads. For models whose few key heads, or latents, each rank would keep
+    otherwise: there is room for `tp` times as many tokens. Answers are the same."""
     expert_loads: str | None = None
     """Tokens that each expert has been seen to get, a file of `benchmarks/experts.py`: experts are placed so that ranks
     get about as many. Only with `ep`."""

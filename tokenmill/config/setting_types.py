@@ -22,6 +22,7 @@ class EngineSettings(TypedDict, total=False):
     context_shift: bool
     deterministic: bool
     device: Literal["auto", "cpu", "cuda"]
+    dp_attention: bool
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "float", "fp16", "bf16", "fp32"]
     ep: bool
     expert_copies: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from tokenmill.guided.compile import Compiler
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.kv.cache import KVCache
+from tokenmill.kv.parted_cache import PartedKVCache
 from tokenmill.kv.storage import KVStorage
 from tokenmill.lora.adapter import MAX_RANK
 from tokenmill.lora.peft_file import BaseWeight
@@ -118,6 +119,11 @@ def build_ranked_core(
     with ExitStack() as unless_built:
         unless_built.callback(ranks.close)
         part = load_part(config, spec, model_path, 0, ranks.group, ranks.link)
+        elsewhere = ranks.wait_until_loaded()
+        adapters = None
+        if config.model.adapter_slots:
+            whole = open_source(config, model_path, spec)
+            adapters = adapter_store(config, spec, part.model, whole, resolved.slot_values, elsewhere)
         core = assemble(
             config,
             part.model,
@@ -125,8 +131,8 @@ def build_ranked_core(
             lambda: load_vocabulary_of(config, model_path),
             lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
             make_runner=lambda _storage, sampler, *_limits: ranks.make_runner(part, sampler),
+            adapters=adapters,
         )
-        ranks.wait_until_loaded()
         unless_built.pop_all()
     return described(core, resolved, started)
 
@@ -146,15 +152,21 @@ def described(core: EngineCore, resolved: Resolved, started: float) -> EngineCor
 
 
 def adapter_store(
-    config: EngineConfig, spec: ModelSpec, model: Model, source: WeightSource, slot_values: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    model: Model,
+    source: WeightSource,
+    slot_values: int,
+    elsewhere: Set[str] = frozenset(),
 ) -> AdapterStore | None:
-    """The adapters that the config names, and room for more; None where the model has no slots for any."""
+    """The adapters that the config names, and room for more; None where the model has no slots for any. `elsewhere`:
+    matrices that other ranks have, and this one has not."""
     slots = model.adapter_slots
     if not config.model.adapter_slots or slots is None:
         return None
     store = AdapterStore(
         lambda path: read_adapter(path, spec, base_weights(source)),
-        slots.names(),
+        slots.names() | elsewhere,
         config.model.max_adapter_rank or MAX_RANK,
         slot_values,
     )
@@ -250,16 +262,7 @@ def assemble(
     """
     assert config.model.max_context is not None
     max_rows = config.scheduler.num_rows
-    cache = KVCache(
-        windows=storage.layout.windows,
-        rows_per_block=storage.layout.rows_per_block,
-        kinds=[group.kind for group in storage.layout.groups],
-        num_cells=storage.num_cells,
-        num_states=storage.num_states,
-        num_blocks=storage.num_blocks,
-        block_size=storage.block_size,
-        prefix_caching=config.cache.prefix_caching,
-    )
+    cache = kv_cache(config, storage)
     traffic = block_traffic(config, storage, cache, digest, block_address)
     device = find_device(storage.device.type)
     grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
@@ -285,7 +288,7 @@ def assemble(
         runner.adapters = adapters.by_digest
     info = CoreInfo(
         max_context=config.model.max_context,
-        num_blocks=storage.num_blocks,
+        num_blocks=1 + cache.num_usable,
         block_size=storage.block_size,
         max_running=max_rows,
         device=device.name,
@@ -294,6 +297,29 @@ def assemble(
         block_address=block_address if traffic is not None else "",
     )
     return EngineCore(scheduler, runner, info, grammars=grammars, adapters=adapters, traffic=traffic)
+
+
+def kv_cache(config: EngineConfig, storage: KVStorage) -> KVCache:
+    """The bookkeeping of a pool; of all ranks' pools where each keeps the contexts of some sequences."""
+    if config.parallel.dp_attention:
+        return PartedKVCache(
+            num_parts=config.parallel.tp,
+            windows=storage.layout.windows,
+            rows_per_block=storage.layout.rows_per_block,
+            num_blocks=storage.num_blocks,
+            block_size=storage.block_size,
+            prefix_caching=config.cache.prefix_caching,
+        )
+    return KVCache(
+        windows=storage.layout.windows,
+        rows_per_block=storage.layout.rows_per_block,
+        kinds=[group.kind for group in storage.layout.groups],
+        num_cells=storage.num_cells,
+        num_states=storage.num_states,
+        num_blocks=storage.num_blocks,
+        block_size=storage.block_size,
+        prefix_caching=config.cache.prefix_caching,
+    )
 
 
 def step_limit_s(scheduler: SchedulerConfig, device: str) -> float | None:

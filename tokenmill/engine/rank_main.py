@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import msgspec
 
-ORPHAN_CHECK_S = 0.5
+ORPHAN_CHECK_S = 0.1
 
 
 def main() -> int:
@@ -44,6 +46,8 @@ def main() -> int:
 
 def end_with_parent(parent_pid: int) -> None:
     """End this process, whatever it waits for, once its parent is gone."""
+    with suppress(OSError):  # a system that can't wait for others' processes, or a parent that is gone already
+        select.select([os.pidfd_open(parent_pid)], [], [])
     while os.getppid() == parent_pid:
         threading.Event().wait(ORPHAN_CHECK_S)
     os._exit(1)

@@ -123,6 +123,7 @@ class RankReady(msgspec.Struct, frozen=True):
     rank: int
     error: str | None = None
     hint: str | None = None
+    adapted: list[str] = []  # names of the matrices here that adapters may change
 
 
 # ── one rank ───────────────────────────────────────────────────────────────────────────────────────────
@@ -143,7 +144,8 @@ class RankPart:
         config = self.config
         assert config.model.max_context is not None
         rows, context = config.scheduler.num_rows, config.model.max_context
-        return ModelRunner(self.model, self.storage, sampler, rows, context)
+        part = self.rank % config.parallel.tp if config.parallel.dp_attention else None
+        return ModelRunner(self.model, self.storage, sampler, rows, context, part)
 
     def stage_runner(self, sampler: Sampler) -> StageRunner:
         assert self.link is not None
@@ -158,9 +160,11 @@ def load_part(
     layers = split_layers(spec, mesh.pp)[mesh.stage(rank)]
     parallel = config.parallel
     loads = {} if parallel.expert_loads is None else read_loads(Path(parallel.expert_loads), spec)
-    cuts = shard_model(spec, group.size, group.rank, ep=parallel.ep, loads=loads, copies=parallel.expert_copies)
+    by_heads = not parallel.dp_attention
+    copies = parallel.expert_copies
+    cuts = shard_model(spec, group.size, group.rank, ep=parallel.ep, loads=loads, copies=copies, by_heads=by_heads)
     source = RankWeights(open_source(config, model_path, spec), cuts, layers)
-    own = cut_spec(spec, group.size, group.rank)
+    own = cut_spec(spec, group.size, group.rank, by_heads=by_heads)
     model = find_backend(config.ops.backend).build_model(config, own, source, Shard(group, cuts, layers))
     return RankPart(config, rank, layers, model, kv_storage(config, own, layers), link)
 
@@ -191,7 +195,8 @@ def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, lea
         _answer(leader, RankReady(start.rank, error.message, error.hint))
         return
     sampler = FollowingSampler(part.model.vocab_size, config.scheduler.num_rows, part.storage.device)
-    _answer(leader, RankReady(start.rank))
+    slots = part.model.adapter_slots
+    _answer(leader, RankReady(start.rank, adapted=[] if slots is None else sorted(slots.names())))
     if link is None:
         follow(partial(run_plan, part.row_runner(sampler)), start.rank, group, leader)
         return
@@ -268,8 +273,10 @@ class Ranks:
             target=self._watch, args=(start.rank, process), name=f"watch-{start.rank}", daemon=True
         ).start()
 
-    def wait_until_loaded(self) -> None:
-        """Wait for all ranks; raise what kept one of them from loading its part."""
+    def wait_until_loaded(self) -> set[str]:
+        """Wait for all ranks; raise what kept one of them from loading its part. The matrices of theirs that adapters
+        may change."""
+        adapted: set[str] = set()
         for follower in self._followers:
             try:
                 ready = msgspec.msgpack.decode(follower.recv_bytes(), type=RankReady)
@@ -277,6 +284,8 @@ class Ranks:
                 raise PeerDied("a rank ended while it loaded its part of the model") from None
             if ready.error is not None:
                 raise InvalidConfig(f"rank {ready.rank}: {ready.error}", hint=ready.hint)
+            adapted.update(ready.adapted)
+        return adapted
 
     def make_runner(self, part: RankPart, sampler: Sampler) -> RankedRunner | PipelineRunner:
         """The runner of all ranks, with rank 0's part of the model; they end with it."""

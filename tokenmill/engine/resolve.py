@@ -26,7 +26,7 @@ from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.ops import cpu as native_kernels
 from tokenmill.ops.compute_request import ComputeRequest
-from tokenmill.parallel.cuts import cut_spec
+from tokenmill.parallel.cuts import cut_spec, parting_limits
 from tokenmill.parallel.stages import split_layers, stage_limits, stage_share
 from tokenmill.runner.memory import (
     RunnerBytes,
@@ -135,7 +135,8 @@ def resolve(
         problem = f"adapters with backend {backend.name} on {device.name}: its steps can't be captured with them"
         raise InvalidConfig(problem, param="adapter", hint="--backend triton")
     workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
-    layout = KVLayout.from_spec(cut_spec(spec, parallel.tp, 0), CacheDtypes(kv_dtype, config.model.dtype))
+    own = cut_spec(spec, parallel.tp, 0, by_heads=not parallel.dp_attention)
+    layout = KVLayout.from_spec(own, CacheDtypes(kv_dtype, config.model.dtype))
     layout.rules(cache.block_size)  # refuses a block size that does not fit the model
     left_bytes = max(0, free_bytes - adapters.total_bytes)
     if parallel.num_ranks > 1:
@@ -159,12 +160,18 @@ def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, re
     if parallel.lanes is not None and pp == 1:
         raise InvalidConfig("lanes are those of a pipeline, and pp is 1", param="lanes")
     _require_experts(parallel, spec, backend)
+    if parallel.dp_attention:
+        _require_parting(parallel, spec, backend)
     if parallel.num_ranks == 1:
         return parallel
     if parallel.num_ranks > MAX_RANKS:
         raise InvalidConfig(f"tp {tp} times pp {pp} is more than {MAX_RANKS} ranks", param="tp")
     if config.model.adapter or config.model.adapter_slots:
-        raise InvalidConfig("adapters are not cut for several ranks yet", param="tp" if tp > 1 else "pp")
+        if backend.name != "cpu":
+            problem = "adapters on several ranks need the native kernels"
+            raise InvalidConfig(problem, param="tp" if tp > 1 else "pp", hint="--backend cpu")
+        if parallel.ep:
+            raise InvalidConfig("adapters can't be used with whole experts on ranks", param="ep")
     if pp > 1 and (limit := stage_limits(spec, pp)) is not None:
         raise InvalidConfig(f"pp {pp} was asked for, but {limit}", param="pp")
     has_native = native_kernels.is_available()[0]
@@ -175,6 +182,8 @@ def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, re
         raise InvalidConfig("shared memory between ranks needs the native kernels", param="link", hint="--link gloo")
     if tp > 1:
         reasons.append(f"tensor parallel: {tp} ranks in {LINKS[link]}, each with its rows of every matrix")
+    if parallel.dp_attention:
+        reasons.append("data parallel attention: each rank keeps the contexts of some sequences, and attends for them")
     if parallel.ep:
         copies = f", {parallel.expert_copies} of a layer on one more" if parallel.expert_copies else ""
         reasons.append(f"expert parallel: each rank has whole experts{copies}")
@@ -201,6 +210,18 @@ def _require_experts(parallel: ParallelConfig, spec: ModelSpec, backend: Backend
         raise InvalidConfig("ep was asked for, but there are more ranks than experts", param="ep")
     if backend.name != "cpu":
         raise InvalidConfig("whole experts on ranks need the native kernels", param="ep", hint="--backend cpu")
+
+
+def _require_parting(parallel: ParallelConfig, spec: ModelSpec, backend: Backend) -> None:
+    """Refuse data parallel attention where it would do nothing, or can't be done."""
+    if parallel.tp == 1:
+        problem = "dp_attention shares sequences out among the ranks of tp, and tp is 1"
+        raise InvalidConfig(problem, param="dp_attention")
+    if backend.name != "cpu":
+        problem = "attention of ranks for sequences of their own needs the native kernels"
+        raise InvalidConfig(problem, param="dp_attention", hint="--backend cpu")
+    if (limit := parting_limits(spec)) is not None:
+        raise InvalidConfig(f"dp_attention was asked for, but {limit}", param="dp_attention")
 
 
 def _heaviest_rank(

@@ -141,7 +141,7 @@ class RayPlace:
         self.listener = listener
         self.num_taken = 0
         self.errors: tuple[type[Exception], ...] = (ray.exceptions.RayError, ConnectionError, TimeoutError, ValueError)
-        self._ray = ray
+        self._ray: Any = ray  # typed where it is installed only
         self._address = address
         self._num_seats = num_seats
         self._key = key
@@ -219,8 +219,8 @@ class RayPlace:
 
 
 def replica_resources(config: EngineConfig) -> dict[str, float]:
-    """What Ray reserves for a replica: a GPU for each rank, or its threads."""
-    ranks = config.parallel.tp
+    """What Ray reserves for a replica, all of it on one node: a GPU for each rank, or its threads."""
+    ranks = config.parallel.num_ranks
     if config.ops.device == "cuda":
         return {"CPU": float(ranks), "GPU": float(ranks)}
     return {"CPU": float((config.ops.threads or 1) * ranks)}

@@ -178,7 +178,7 @@ class BlockTable:
     from preemption) is sent whole. Ids are sent as rows of the group's tensors.
     """
 
-    __slots__ = ("_pending", "_row_ids", "groups", "live_from", "num_registered", "owner")
+    __slots__ = ("_pending", "_row_ids", "groups", "live_from", "num_registered", "owner", "part")
 
     def __init__(
         self,
@@ -187,11 +187,13 @@ class BlockTable:
         num_registered: int = 0,
         row_ids: Seq[RowIds] = (),
         owner: str = "",
+        part: int = 0,
     ) -> None:
         self.groups = groups  # block ids, one list a group; NULL_BLOCK where the window has passed
         self.live_from = live_from  # per group: entries before this one are null
         self.num_registered = num_registered  # leading entries already offered to the prefix cache
         self.owner = owner  # the tenant whose cached blocks they are when they are free
+        self.part = part  # of the pool that its blocks are taken from (`kv/parted_cache.py`)
         self._row_ids = row_ids or (PLAIN_IDS,) * len(groups)
         self._pending: list[BlockTableUpdate] | None = None  # None: the runner has nothing of this table
 
@@ -216,7 +218,7 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """A second table with the same entries; the caller counts the references."""
         groups = [list(blocks) for blocks in self.groups]
-        return BlockTable(groups, list(self.live_from), self.num_registered, self._row_ids, self.owner)
+        return BlockTable(groups, list(self.live_from), self.num_registered, self._row_ids, self.owner, self.part)
 
     def resend_all(self) -> None:
         """Send the whole table with the next updates: the runner has dropped its copy."""

@@ -40,6 +40,7 @@ class PrefixMatch(NamedTuple):
 
     num_tokens: int
     groups: list[list[int]]
+    part: int = 0  # of the pool, where it has several (`kv/parted_cache.py`)
 
 
 class KVCache:
@@ -112,6 +113,18 @@ class KVCache:
             >= sum(max(1, rule.most_held(num_drafts, 1)) for rule in self.rules if rule.region == region)
             for region in self.regions
         )
+
+    def blocks_to_open(self, num_tokens: int, chunk: int, match: PrefixMatch, region: int) -> int:
+        """Free blocks of a region that a sequence needs on its way to `num_tokens` if it begins with a match."""
+        return self.blocks_for(num_tokens, chunk, region) - self.num_shared(match, region)
+
+    def may_help(self, table: BlockTable, other: BlockTable) -> bool:
+        """Tell whether what one table gives back is of use to another."""
+        return True
+
+    def grows_in(self, table: BlockTable, region: int) -> bool:
+        """Tell whether a table takes blocks from a region."""
+        return True
 
     def num_held(self, table: BlockTable, region: int = 0) -> int:
         return sum(
@@ -256,6 +269,10 @@ class KVCache:
         num_blocks = hit.num_tokens // self.block_size
         return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks, self._row_ids, owner)
 
+    def _region(self, table: BlockTable, group: int) -> int:
+        """Where a table's blocks of a group come from."""
+        return self.rules[group].region
+
     def reserve(self, table: BlockTable, start: int, end: int, *, is_certain: bool = True) -> Copies | None:
         """Make [start, end) writable for this table alone; None (and nothing changed) when the pool is short.
 
@@ -269,7 +286,7 @@ class KVCache:
         new = self._new_entries(table, start, end, is_certain=is_certain)
         if not shared and not new and not self.is_recurrent:
             return NO_COPIES
-        if not self._suffices(shared, new):
+        if not self._suffices(table, shared, new):
             return None
         copies = [pair for group, index in shared if (pair := self._copy_on_write(table, group, index))]
         for group, indices in new.items():
@@ -315,17 +332,17 @@ class KVCache:
                 new[group] = indices
         return new
 
-    def _suffices(self, shared: list[tuple[int, int]], new: dict[int, list[int]]) -> bool:
+    def _suffices(self, table: BlockTable, shared: list[tuple[int, int]], new: dict[int, list[int]]) -> bool:
         wanted = dict.fromkeys(self.regions, 0)
         for group, _ in shared:
-            wanted[self.rules[group].region] += 1
+            wanted[self._region(table, group)] += 1
         for group, indices in new.items():
-            wanted[self.rules[group].region] += len(indices)
+            wanted[self._region(table, group)] += len(indices)
         return all(number <= self.pool.free_in(region) for region, number in wanted.items())
 
     def _fill(self, table: BlockTable, group: int, indices: list[int]) -> None:
         """Set entries, ascending; those behind the table's end that are left out become null."""
-        region, num_entries = self.rules[group].region, len(table.groups[group])
+        region, num_entries = self._region(table, group), len(table.groups[group])
         inside = bisect_left(indices, num_entries)
         for index in indices[:inside]:
             table.replace(group, index, self._take(region))
@@ -336,7 +353,7 @@ class KVCache:
     def _copy_on_write(self, table: BlockTable, group: int, index: int) -> tuple[int, int] | None:
         """Give a table a block of its own in the place of a shared one; None: it will be written whole."""
         rule, old = self.rules[group], table.groups[group][index]
-        new = self._take(rule.region)
+        new = self._take(self._region(table, group))
         table.replace(group, index, new)
         self._release_block(old, table.owner)
         return None if rule.kind == "state" else (old, new)

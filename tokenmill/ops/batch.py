@@ -45,6 +45,7 @@ class ForwardBatch:
     lengths: tuple[tuple[int, int], ...] | None = None  # (queries, context) of each row, where the host knows them
     mode: Mode = "eager"  # "captured" also where kernels of a graph are compiled or tried out
     adapters: torch.Tensor | None = None  # int32 [T]: the slot of each token's adapter, 0 for none; None: all have none
+    owners: torch.Tensor | None = None  # int32 [R]: the ranks that keep the rows' contexts; None: each keeps all
 
 
 class DrawingRows(NamedTuple):
@@ -57,6 +58,7 @@ class DrawingRows(NamedTuple):
     tables: NDArray[np.int32]  # of all rows there are: [groups, max_rows, max_blocks]
     block_size: int
     adapters: Sequence[int] = ()  # the slot of each row's adapter, 0 for none; empty: all have none
+    owners: Sequence[int] = ()  # the rank that keeps each row's context; empty: each keeps all
 
 
 class DrawParams(NamedTuple):

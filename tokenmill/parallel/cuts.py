@@ -28,7 +28,7 @@ from typing import Literal
 
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.regions import Experts, Feed, GatedMlp, Matrices, SideBySide, layer_regions
-from tokenmill.arch.spec import Gqa, LayerSpec, ModelSpec
+from tokenmill.arch.spec import Gqa, LayerSpec, Mla, ModelSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.parallel.experts import Owners, place_experts
 
@@ -167,21 +167,23 @@ def _times(cut: Cut, width: int) -> Cut:
 # ── the whole model ────────────────────────────────────────────────────────────────────────────────────
 
 
-def cut_model(spec: ModelSpec, size: int) -> dict[str, MatrixCut]:
-    """All matrices of a model that are cut for `size` ranks, by name."""
+def cut_model(spec: ModelSpec, size: int, *, by_heads: bool = True) -> dict[str, MatrixCut]:
+    """All matrices of a model that are cut for `size` ranks, by name. `by_heads`: False where ranks attend for some
+    sequences with all heads, instead of for all with some."""
     rows = {
         name.removesuffix(".weight"): tensor.shape[-2]
         for name, tensor in tensors_of(spec).items()
         if tensor.kind != "vector"
     }
-    found = dict(_matrices(spec, size, rows))
+    found = dict(_matrices(spec, size, rows, by_heads=by_heads and cuts_heads(spec, size)))
     return {name: cut for name, cut in found.items() if min(cut.rows.widths) > 0}  # others stay whole
 
 
-def _matrices(spec: ModelSpec, size: int, rows: Mapping[str, int]) -> Iterator[tuple[str, MatrixCut]]:
+def _matrices(
+    spec: ModelSpec, size: int, rows: Mapping[str, int], *, by_heads: bool
+) -> Iterator[tuple[str, MatrixCut]]:
     ends = ("embed", "head", "layer_inputs.embed", "layer_inputs.project")
     yield from ((name, MatrixCut(split_rows(rows[name], size))) for name in ends if name in rows)
-    by_heads = cuts_heads(spec, size)
     for number, layer in enumerate(spec.layers):
         yield from _layer(layer, number, size, rows, by_heads)
 
@@ -259,21 +261,31 @@ def spread_experts(
 
 def shard_model(
     spec: ModelSpec, size: int, rank: int, *, ep: bool = False, loads: Mapping[str, Sequence[float]] | None = None,
-    copies: int = 0,
+    copies: int = 0, by_heads: bool = True,
 ) -> Cuts:  # fmt: skip
-    """What one rank has. `ep`: whole experts instead of rows of each."""
+    """What one rank has. `ep`: whole experts instead of rows of each; `by_heads`: as in `cut_model`."""
     if size == 1:
         return Cuts(rank, size, {})
     experts = spread_experts(spec, size, loads or {}, copies) if ep else {}
-    matrices = {name: cut for name, cut in cut_model(spec, size).items() if name not in experts}
+    cuts = cut_model(spec, size, by_heads=by_heads)
+    matrices = {name: cut for name, cut in cuts.items() if name not in experts}
     return Cuts(rank, size, matrices, experts)
 
 
-def cut_spec(spec: ModelSpec, size: int, rank: int) -> ModelSpec:
+def cut_spec(spec: ModelSpec, size: int, rank: int, *, by_heads: bool = True) -> ModelSpec:
     """The model as one rank computes it: with fewer heads, where these are cut; all other sizes are the model's."""
-    if not cuts_heads(spec, size):
+    if not by_heads or not cuts_heads(spec, size):
         return spec
     return replace(spec, layers=tuple(_own_heads(layer, size, rank) for layer in spec.layers))
+
+
+def parting_limits(spec: ModelSpec) -> str | None:
+    """Why ranks can't attend for sequences of their own; None when they can."""
+    if not all(isinstance(mixer, Gqa | Mla) for layer in spec.layers for mixer in layer.mixers):
+        return "some layers of this model keep something else of a sequence than blocks of tokens"
+    if any(isinstance(mixer, Mla) and mixer.is_sparse for layer in spec.layers for mixer in layer.mixers):
+        return "an indexer chooses what the layers of this model attend to"
+    return None
 
 
 def _own_heads(layer: LayerSpec, size: int, rank: int) -> LayerSpec:

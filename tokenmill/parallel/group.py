@@ -114,6 +114,10 @@ class Shard:
         cut: MatrixCut | None = self.cuts.find(name)
         return None if cut is None else GatherRows(self.group, cut.rows)
 
+    def own_rows(self, name: str) -> tuple[int, int] | None:
+        """The rows of a matrix that this rank has; None: all of them."""
+        return self.cuts.rows(name)
+
     def experts(self, name: str) -> Owners | None:
         """The ranks that have each expert of a matrix as a whole; None: ranks have rows of all of them."""
         return self.cuts.experts.get(name)

@@ -27,9 +27,11 @@ def build_batch(
     block_size: int,
     device: torch.device,
     adapters: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> ForwardBatch:
     """Build the batch of a forward pass; `wanted[i]`: which of row i's tokens, counted from its first one, have their
-    hidden states returned; `adapters[i]`: the slot of row i's adapter, None where no row has one."""
+    hidden states returned; `adapters[i]`: the slot of row i's adapter, None where no row has one; `owners[i]`: the rank
+    that keeps row i's context, None where each keeps all."""
     counts = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     query_starts = np.concatenate(([0], counts.cumsum()))
@@ -58,6 +60,7 @@ def build_batch(
         num_single=int(np.argmax(np.append(counts, 0) != 1)),
         lengths=tuple(zip(counts.tolist(), contexts.tolist(), strict=True)),
         adapters=None if adapters is None else on_device(np.repeat(np.asarray(adapters, np.int32), counts)),
+        owners=None if owners is None else on_device(np.asarray(owners, np.int32)),
     )
 
 

@@ -16,10 +16,12 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import msgspec
+import torch
 
 from tokenmill.errors import PeerDied
 from tokenmill.guided.masks import StepMasks
 from tokenmill.lora.adapter import Adapter
+from tokenmill.ops.low_rank import LowRank
 from tokenmill.parallel.group import RankGroup
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
@@ -34,7 +36,48 @@ class RankFailure(msgspec.Struct, frozen=True):
     error: str
 
 
+class SentNumbers(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor on its way to another rank."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SentNumbers:
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+    def tensor(self) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=dtype).view(self.shape)
+
+
+class SentAdapter(msgspec.Struct, frozen=True):
+    """An adapter that the next plan puts into a slot; each rank takes its own rows of it."""
+
+    digest: str
+    matrices: dict[str, tuple[SentNumbers, SentNumbers, SentNumbers | None]]  # a, b, gain
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> SentAdapter:
+        sent = {}
+        for name, part in adapter.matrices.items():
+            gain = None if part.gain is None else SentNumbers.of(part.gain)
+            sent[name] = SentNumbers.of(part.a), SentNumbers.of(part.b), gain
+        return cls(adapter.digest, sent)
+
+    def adapter(self) -> Adapter:
+        matrices = {
+            name: LowRank(a.tensor(), b.tensor(), None if gain is None else gain.tensor())
+            for name, (a, b, gain) in self.matrices.items()
+        }
+        return Adapter(self.digest, matrices)
+
+
+ADAPTER = b"a"  # first byte of a message with one; no plan begins with it
 _encoder = msgspec.msgpack.Encoder()
+_adapter_decoder = msgspec.msgpack.Decoder(SentAdapter)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 _failure_decoder = msgspec.msgpack.Decoder(RankFailure)
 
@@ -45,6 +88,21 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 def decode_plan(data: bytes) -> StepPlan:
     return _plan_decoder.decode(data)
+
+
+def adapter_messages(plan: StepPlan, adapters: Mapping[str, Adapter]) -> Iterator[bytes]:
+    """What other ranks must have before they can run a plan."""
+    for _, digest in plan.adapter_loads:
+        yield ADAPTER + _encoder.encode(SentAdapter.of(adapters[digest]))
+
+
+def take_adapter(runner: ModelRunner, message: bytes) -> bool:
+    """Keep an adapter until the plan comes that puts it into a slot; False: the message is something else."""
+    if message[:1] != ADAPTER:
+        return False
+    adapter = _adapter_decoder.decode(message[1:]).adapter()
+    runner.adapters = {**runner.adapters, adapter.digest: adapter}
+    return True
 
 
 class Followers:
@@ -101,7 +159,14 @@ class RankedRunner:
         self._group = group
         self._followers = followers
         self._plans: dict[int, StepPlan] = {}
-        self.adapters: Mapping[str, Adapter] = {}  # none can be loaded
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._own.adapters
+
+    @adapters.setter
+    def adapters(self, by_digest: Mapping[str, Adapter]) -> None:
+        self._own.adapters = by_digest
 
     def continues(self, new: RowInit) -> bool:
         return self._own.continues(new)
@@ -115,7 +180,10 @@ class RankedRunner:
 
     def collect(self, ticket: int) -> StepResult:
         self._followers.raise_failure()
-        self._followers.send(encode_plan(self._plans.pop(ticket)))
+        plan = self._plans.pop(ticket)
+        for message in adapter_messages(plan, self.adapters):
+            self._followers.send(message)
+        self._followers.send(encode_plan(plan))
         with reported(self._group, self._followers):
             return self._own.collect(ticket)
 
@@ -156,4 +224,7 @@ def follow(run: Callable[[bytes], bytes | None], rank: int, group: RankGroup, le
 
 def run_plan(runner: ModelRunner, message: bytes) -> None:
     """A step of rank 0, on this rank."""
+    if take_adapter(runner, message):
+        return
     runner.collect(runner.launch(decode_plan(message)))
+    runner.adapters = {}  # those that it brought are in their slots

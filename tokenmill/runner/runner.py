@@ -65,6 +65,7 @@ class Row:
     prompt_token_ids: list[int]
     pooler: Pooler | None  # set when a vector is wanted, not tokens
     adapter_slot: int = 0
+    part: int = 0
 
 
 class RowTable:
@@ -87,7 +88,7 @@ class RowTable:
         pooler = Pooler(new.pooling, len(new.prompt_token_ids)) if new.pooling else None
         if new.row in self._live:
             self.free(new.row)
-        self._live[new.row] = Row(new.prompt_token_ids, pooler, new.adapter_slot)
+        self._live[new.row] = Row(new.prompt_token_ids, pooler, new.adapter_slot, new.part)
         self._num_adapted += new.adapter_slot != 0
 
     def free(self, row: int) -> None:
@@ -128,8 +129,18 @@ class ModelRunner:
 
     depth = 1
 
-    def __init__(self, model: Model, storage: KVStorage, sampler: RowSampler, max_rows: int, max_context: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        storage: KVStorage,
+        sampler: RowSampler,
+        max_rows: int,
+        max_context: int,
+        part: int | None = None,
+    ) -> None:
+        """`part`: of the cache that is kept here, where other ranks keep others."""
         self.model = model
+        self._part = part
         self.storage = storage
         self.sampler = sampler
         max_blocks = -(-max_context // storage.block_size)
@@ -189,7 +200,7 @@ class ModelRunner:
             self.rows.add(new)
             if new.pooling is None:
                 self.sampler.add_row(new)
-        self.storage.copy_blocks(plan.copies)
+        self.storage.copy_blocks(self._own_copies(plan.copies))
         for row_plan in plan.rows:
             self.rows.update_tables(row_plan.row, row_plan.table_updates)
 
@@ -215,6 +226,7 @@ class ModelRunner:
             tables=self.rows.tables,
             block_size=self.storage.block_size,
             adapters=self.rows.adapters(plans) or (),
+            owners=self._owners(plans) or (),
         )
         drawing = [plan for plan in plans if plan.sample]
         head = self._direct_head(model, rows, drawing)
@@ -242,7 +254,20 @@ class ModelRunner:
         wanted = [task.wanted for task in tasks]
         adapters = self.rows.adapters(plans)
         tables, block_size = self.rows.tables, self.storage.block_size
-        return tasks, build_batch(plans, wanted, tables, block_size, self.storage.device, adapters)
+        owners = self._owners(plans)
+        return tasks, build_batch(plans, wanted, tables, block_size, self.storage.device, adapters, owners)
+
+    def _owners(self, plans: Sequence[RowPlan]) -> list[int] | None:
+        """The ranks that keep these rows' contexts; None where there is one cache."""
+        return None if self._part is None else [self.rows[plan.row].part for plan in plans]
+
+    def _own_copies(self, copies: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """The pairs of blocks that are kept here, as they are counted here."""
+        if self._part is None:
+            return copies
+        first, number = 1 + self._part * (self.storage.num_blocks - 1), self.storage.num_blocks - 1
+        own = (pair for pair in copies if first <= pair[0] < first + number)
+        return [(source - first + 1, target - first + 1) for source, target in own]
 
     def finish_rows(self, started: RowsForward, masks: StepMasks | None) -> list[RowResult]:
         """Draw, score and pool."""

@@ -22,7 +22,7 @@ from tokenmill.lora.adapter import Adapter
 from tokenmill.models.protocol import StagedModel
 from tokenmill.parallel.group import RankGroup
 from tokenmill.parallel.stage_link import StageLink
-from tokenmill.runner.ranked import Followers, decode_plan, encode_plan, reported
+from tokenmill.runner.ranked import Followers, adapter_messages, decode_plan, encode_plan, reported, take_adapter
 from tokenmill.runner.runner import ModelRunner, RowsForward, RowTask
 from tokenmill.types import RowInit, StepPlan, StepResult
 
@@ -34,7 +34,7 @@ class StageRunner:
 
     def __init__(self, rows: ModelRunner, model: StagedModel, link: StageLink, *, is_first: bool) -> None:
         """`rows`: a runner of the same model, which knows what rows want; it computes no step itself."""
-        self._rows = rows
+        self.rows = rows
         self._model = model
         self._link = link
         self._is_first = is_first
@@ -44,16 +44,16 @@ class StageRunner:
     def launch(self, plan: StepPlan) -> None:
         """Run this stage's layers. Of a step without rows there is no stream."""
         began_s = time.perf_counter()
-        self._rows.apply_changes(plan)
-        self._rows.sampler.observe(plan.rows)
+        self.rows.apply_changes(plan)
+        self.rows.sampler.observe(plan.rows)
         tasks: list[RowTask] = []
         waited_s = 0.0
         if plan.rows:
-            tasks, batch = self._rows.prepare_rows(plan.rows)
+            tasks, batch = self.rows.prepare_rows(plan.rows)
             wait_s = time.perf_counter()
             entering = None if self._is_first else self._link.receive()
             waited_s = time.perf_counter() - wait_s
-            self._link.send(self._model.forward(batch, self._rows.storage, entering))
+            self._link.send(self._model.forward(batch, self.rows.storage, entering))
         if self._is_first:
             self._started[plan.step] = began_s, tasks
         self.busy_s += time.perf_counter() - began_s - waited_s
@@ -63,7 +63,7 @@ class StageRunner:
         launched_s, tasks = self._started.pop(step)
         hidden = self._link.receive() if tasks else None
         began_s = time.perf_counter()
-        rows = [] if hidden is None else self._rows.finish_rows(RowsForward(tasks, hidden), masks)
+        rows = [] if hidden is None else self.rows.finish_rows(RowsForward(tasks, hidden), masks)
         ended_s = time.perf_counter()
         self.busy_s += ended_s - began_s
         return StepResult(step=step, rows=rows, step_s=ended_s - launched_s)
@@ -80,7 +80,14 @@ class PipelineRunner:
         self._beside = beside
         self._masks: dict[int, StepMasks] = {}
         self.depth = depth
-        self.adapters: Mapping[str, Adapter] = {}  # none can be loaded
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._own.rows.adapters
+
+    @adapters.setter
+    def adapters(self, by_digest: Mapping[str, Adapter]) -> None:
+        self._own.rows.adapters = by_digest
 
     def stage_seconds(self) -> list[float]:
         """Seconds that rank 0 and each follower have computed so far; between steps only."""
@@ -92,6 +99,8 @@ class PipelineRunner:
 
     def launch(self, plan: StepPlan) -> int:
         self._followers.raise_failure()
+        for message in adapter_messages(plan, self.adapters):
+            self._followers.send(message)
         self._followers.send(PLAN + encode_plan(plan))
         with reported(self._group, self._followers):
             self._own.launch(plan)
@@ -115,8 +124,11 @@ class PipelineRunner:
 
 def run_message(runner: StageRunner, message: bytes) -> bytes | None:
     """What rank 0 asks of another rank, and the answer, if it wants one."""
+    if take_adapter(runner.rows, message):
+        return None
     if message[:1] == PLAN:
         runner.launch(decode_plan(message[1:]))
+        runner.rows.adapters = {}  # those that it brought are in their slots
     elif message[:1] == COLLECT:
         runner.collect(int(message[1:]), None)
     else:

@@ -379,12 +379,16 @@ def pool_resource(cache: KVCache, running: RunningSet, chunk: int, region: int) 
     def needed(group: SequenceGroup, match: PrefixMatch | None) -> int:
         if match is None:
             return 0
-        return cache.blocks_for(len(group.leader.window), chunk, region) - cache.num_shared(match, region)
+        return cache.blocks_to_open(len(group.leader.window), chunk, match, region)
 
     return Resource(
         ("blocks", "cells", "states")[region],
-        free=lambda: cache.pool.free_in(region) - running.num_sequences * num_groups,
+        free=lambda: cache.pool.free_in(region) - running.num_growing(region) * num_groups,
         returning=lambda: sum(cache.num_held(holding.table, region) for holding in running.in_flight.releases),
         needed=needed,
-        held=lambda group: sum(cache.num_held(member.held_table, region) + num_groups for member in group.members),
+        held=lambda group: sum(
+            cache.num_held(member.held_table, region) + num_groups
+            for member in group.members
+            if cache.grows_in(member.held_table, region)
+        ),
     )

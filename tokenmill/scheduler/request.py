@@ -414,6 +414,7 @@ class Sequence:
             tokenized=request.tokenized,
             mirostat_mu=self.mirostat_mu,
             adapter_slot=self.state.adapter_slot,
+            part=0 if self.table is None else self.table.part,
         )
 
     def fork(self) -> Sequence:

@@ -67,6 +67,10 @@ class RunningSet:
     def num_sequences(self) -> int:
         return sum(len(group.members) for group in self.groups)
 
+    def num_growing(self, region: int) -> int:
+        """How many sequences take blocks from a region."""
+        return sum(len(group.members) for group in self.groups if self._cache.grows_in(group.leader.held_table, region))
+
     def count(self, first: int, end: int) -> int:
         """How many sequences some of the groups have."""
         return sum(len(group.members) for group in self.groups[first:end])
@@ -84,6 +88,8 @@ class RunningSet:
         """The group that makes way for a running one: of those behind it, the last one of the tenant that was given
         most. It is the group itself where none is behind it."""
         behind = self.groups[bisect_left(self.groups, group.key, key=_key) + 1 :]
+        own = group.leader.held_table
+        behind = [one for one in behind if self._cache.may_help(one.leader.held_table, own)]
         if not behind:
             return group
         most = max(one.state.account.counter_s for one in behind)

@@ -1,5 +1,6 @@
-"""Which pages of a mapped file are read. By itself the system reads ahead of what is touched, by megabytes where a disk
-is set so: right for who needs all of a file, several times too much for a rank that needs some rows of each matrix."""
+"""The pages of a mapped file that are read. By itself the system reads ahead of what is touched, by megabytes where a
+disk is set so: right for who needs all of a file, far too much for a rank that needs some rows of each matrix.
+"""
 
 from __future__ import annotations
 

@@ -69,6 +69,14 @@ class RankShard(Protocol):
         """The ranks that have each expert of a matrix as a whole; None: ranks have rows of all of them."""
         ...
 
+    def own_rows(self, name: str) -> tuple[int, int] | None:
+        """The rows of a matrix that this rank has; None: all of them."""
+        ...
+
+    def whole_rows(self, names: Sequence[str]) -> int:
+        """The rows of some matrices on all ranks together; 0 where this rank has all of them."""
+        ...
+
 
 RopeTables = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
 """cos and sin per rope, float32 [max_context, rotary_dim / 2]"""
@@ -129,7 +137,7 @@ class NativeDecoder:
         for number in self._layers:
             self._add_layer(number, layer_regions(spec.layers[number], number), rope_numbers)
         self._add_ends()
-        self.adapter_slots = NativeAdapterSlots(self._decoder, self._parts.sites, num_adapter_slots, spec, dense)
+        self.adapter_slots = NativeAdapterSlots(self._decoder, self._parts, num_adapter_slots, spec)
 
     @property
     def vocab_size(self) -> int:
@@ -161,6 +169,7 @@ class NativeDecoder:
             hidden,
             batch.adapters,
             entering,
+            batch.owners,
         )
         return hidden
 
@@ -514,6 +523,7 @@ class Site(NamedTuple):
     rows: int
     columns: int
     is_embedding: bool
+    own_rows: tuple[int, int] | None = None  # of the whole matrix, where other ranks have others
 
 
 class NativeAdapterSlots:
@@ -521,25 +531,31 @@ class NativeAdapterSlots:
 
     version = 0
 
-    def __init__(self, decoder: Any, sites: Mapping[str, Site], number: int, spec: ModelSpec, dense: Dense) -> None:
+    def __init__(self, decoder: Any, parts: _Parts, number: int, spec: ModelSpec) -> None:
+        sites = parts.sites
         self.number = number
         self._decoder = decoder
         self._sites = sites if number else {}
         self._embedding_scale = spec.embedding_scale
-        self._dense = dense
+        self._dense = parts.dense
         decoder.set_adapter_sites(number, [(site.rows, site.columns, site.is_embedding) for site in sites.values()])
 
     def names(self) -> set[str]:
         return set(self._sites)
 
     def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        self._decoder.set_adapter(slot, [self._part(self._sites[name], part) for name, part in matrices.items()])
+        """Let a slot hold an adapter; of several ranks each takes its rows of the matrices that it has."""
+        here = ((self._sites[name], part) for name, part in matrices.items() if name in self._sites)
+        self._decoder.set_adapter(slot, [self._part(site, part) for site, part in here])
 
     def _part(self, site: Site, part: LowRank) -> tuple[int, Any, Any, torch.Tensor | None]:
-        a, b = part.a, part.b
+        a, b, gain = part.a, part.b, part.gain
         if site.is_embedding:  # rows of a are looked up, and the kernel scales the embedding itself
             a, b = a.t(), b.float() * self._embedding_scale
-        return site.number, self._packed(a), self._packed(b), part.gain
+        elif site.own_rows is not None:
+            own = slice(*site.own_rows)
+            b, gain = b[own], None if gain is None else gain[own].contiguous()
+        return site.number, self._packed(a), self._packed(b), gain
 
     def _packed(self, matrix: torch.Tensor) -> Any:
         raw = RawTensor("", tuple(matrix.shape), matrix.contiguous())
@@ -583,17 +599,21 @@ class _Parts:
 
     def over(self, matrix: Any, name: str, *, is_embedding: bool = False) -> Any:
         """The embedding's matrix under a name by which adapters find it."""
-        return native().Linear(matrix, None, self._site(name, matrix, is_embedding=is_embedding), **self._cut("embed"))
+        site = self._site(name, matrix, is_embedding=is_embedding, cut_as="embed")
+        return native().Linear(matrix, None, site, **self._cut("embed"))
 
     def table(self, name: str) -> Any:
         """A matrix that adapters don't change."""
         return native().Linear(self.packer.matrix(f"{name}.weight"), None, **self._cut(name))
 
-    def _site(self, name: str, matrix: Any, *, is_embedding: bool = False) -> int:
-        """The number under which adapters find a matrix."""
+    def _site(self, name: str, matrix: Any, *, is_embedding: bool = False, cut_as: str | None = None) -> int:
+        """The number under which adapters find a matrix. `cut_as`: the matrix that ranks cut, by default this one."""
+        own = None if self.shard is None else self.shard.own_rows(cut_as or name)
         rows, columns = (matrix.cols, matrix.rows) if is_embedding else (matrix.rows, matrix.cols)
+        if is_embedding and self.shard is not None:  # every rank looks up what is added to any token
+            columns = self.shard.whole_rows([cut_as or name]) or columns
         number = self.sites[name].number if name in self.sites else len(self.sites)
-        self.sites[name] = Site(number, rows, columns, is_embedding)
+        self.sites[name] = Site(number, rows, columns, is_embedding, own)
         return number
 
     def plain(self, name: str) -> torch.Tensor:
@@ -674,7 +694,7 @@ class _Parts:
         matrices = self.packer.experts(f"{name}.weight")
         biases = self.vector(f"{name}.bias").unbind() if spec.bias else [None] * len(matrices)
         return [
-            native().Linear(matrix, bias, self._site(f"{name}.{expert}", matrix), **self._cut(name))
+            native().Linear(matrix, bias, self._site(f"{name}.{expert}", matrix, cut_as=name), **self._cut(name))
             for expert, (matrix, bias) in enumerate(zip(matrices, biases, strict=True))
         ]
 

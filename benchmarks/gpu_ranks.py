@@ -9,8 +9,8 @@ ranks: they must be equal.
 
 `alone`: the first rank's part of a model, run by the engine's own runner with captured graphs; what other ranks would
 send is not waited for. Its step is compared with the planner's for that part, with the bandwidth and the time of a
-layer's kernels that the same run fits to models of 1B and 8B; then a table of tokens a second with the time that each
-kind of link takes.
+layer's kernels that the same run fits to models of 1B and 8B, and with the time of putting ranks' parts together, which
+is measured apart; then a table of tokens a second with the time that each kind of link takes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +43,7 @@ from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.parallel.alone import Alone
 from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
-from tokenmill.parallel.group import RankGroup, Shard
+from tokenmill.parallel.group import Gather, RankGroup, Shard
 from tokenmill.parallel.turns import TurnGroup
 from tokenmill.params import SamplingParams
 from tokenmill.planner.device import plan_device
@@ -181,13 +181,18 @@ class Unheard:
 
     rank: int
     size: int
-    zero: torch.Tensor | None = None
+    zeros: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-        if self.zero is None:
-            self.zero = x.new_zeros(1, 1)  # by a first step, which no graph captures
-        zero = self.zero
-        return [x if rank == self.rank else zero.expand(len(x), width) for rank, width in enumerate(widths)]
+        """Parts lie as a link would leave them, each in one piece: a number that is repeated by its strides would be
+        put together by a slower kernel."""
+        return [x if rank == self.rank else self._zeros(x, width) for rank, width in enumerate(widths)]
+
+    def _zeros(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        place = len(x), width
+        if place not in self.zeros:  # in a first step of so many rows, which no graph captures
+            self.zeros[place] = x.new_zeros(place)
+        return self.zeros[place]
 
     def abort(self) -> None:
         pass
@@ -228,6 +233,50 @@ def step_seconds(spec: ModelSpec, ranks: int, rows: list[int], context: int) -> 
     return found
 
 
+def gather_seconds(spec: ModelSpec, ranks: int, rows: list[int]) -> dict[int, float]:
+    """Seconds in which a rank puts the parts of all ranks together in a step, by the number of rows: heads, the output
+    of `o`, inner numbers and the output of `down` of each layer."""
+    cuts, group = cut_model(spec, ranks), Unheard(0, ranks)
+    found = [
+        cuts["layers.0.o"].inputs,
+        cuts["layers.0.o"].rows,
+        cuts["layers.0.down"].inputs,
+        cuts["layers.0.down"].rows,
+    ]
+    gathers = [(Gather(group, ((cut, True),)), cut.widths[0]) for cut in found if cut is not None]
+    seconds = {}
+    for count in rows:
+        parts = [torch.zeros(count, width, dtype=dtype(), device=device()) for _, width in gathers]
+
+        def step(parts: list[torch.Tensor] = parts) -> None:
+            for _ in range(spec.num_layers):
+                for (gather, _), part in zip(gathers, parts, strict=True):
+                    gather(part)
+
+        seconds[count] = replay_seconds(step)
+    return seconds
+
+
+def replay_seconds(step: Callable[[], None]) -> float:
+    """The median time of a step as a captured graph; on a CPU as it is."""
+    step()
+    run: Callable[[], Any] = step
+    if torch.cuda.is_available():
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    found = []
+    for _ in range(20):
+        began_s = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began_s)
+    return median(found)
+
+
 def alone(asked: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         if asked.shape is None:
@@ -254,22 +303,25 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     shard = step_seconds(spec, asked.ranks[-1], asked.rows, asked.context)
     ranks, table = asked.ranks[-1], []
+    gathering = gather_seconds(spec, ranks, asked.rows)
     for rows, seconds in shard.items():
         parts = weight_parts(spec, "bfloat16")
         roofline = Roofline(spec, parts, "bfloat16", plan, Split(ranks), calibrated)
         exchange_s = roofline.decode_s(rows, context) * roofline.exchange_share(rows, context)
-        planned = roofline.decode_s(rows, context) - exchange_s
+        planned = roofline.decode_s(rows, context) - exchange_s + gathering[rows]
         default = Roofline(spec, parts, "bfloat16", plan, Split(ranks), Speeds.of_device(plan, "bfloat16"))
         listed = default.decode_s(rows, context) * (1 - default.exchange_share(rows, context))
         links = {}
         for link in ("nvlink", "pcie5", "ib", "ethernet"):
             stream = rows * spec.hidden_size * 2
             links[link] = rows / (seconds + spec.num_layers * 2 * LINKS[link].sum_s(stream, ranks))
-        table.append({"rows": rows, "step_s": seconds, "planned_s": planned, "listed_s": listed, "tok_s": links})
+        figures = {"rows": rows, "step_s": seconds, "planned_s": planned, "gathers_s": gathering[rows]}
+        table.append({**figures, "listed_s": listed, "tok_s": links})
         told = ", ".join(f"{link} {rate:,.0f}" for link, rate in links.items())
         print(
             f"rank 0 of {ranks}, {rows:3} rows: {seconds * 1e3:6.2f} ms, planned {planned * 1e3:6.2f}"
-            f" ({seconds / planned - 1:+.0%}), from the table {listed * 1e3:6.2f}; tok/s over {told}"
+            f" ({seconds / planned - 1:+.0%}; {gathering[rows] * 1e3:.2f} of it gathers),"
+            f" from the table {listed * 1e3:6.2f}; tok/s over {told}"
         )
     return {"small_s": small, "layer_s": float(layer_s), "reached_bytes_s": reached, "shard": table, "ranks": ranks}
 

@@ -55,7 +55,8 @@ class Gather:
         rank = self.group.rank
         own = torch.split(x, [cut.widths[rank] for cut, _ in self.parts], dim=-1)
         gathered = [cut for cut, is_gathered in self.parts if is_gathered]
-        sent = torch.cat([part for part, (_, goes) in zip(own, self.parts, strict=True) if goes], dim=-1)
+        going = [part for part, (_, goes) in zip(own, self.parts, strict=True) if goes]
+        sent = going[0] if len(going) == 1 else torch.cat(going, dim=-1)
         widths = [sum(cut.widths[r] for cut in gathered) for r in range(self.group.size)]
         received = [
             iter(torch.split(piece, [cut.widths[r] for cut in gathered], dim=-1))

@@ -53,6 +53,7 @@ ENVIRONMENT = {
     "TOKENMILL_DEBUG": "`1` shows the traceback behind a one-line error",
     "TOKENMILL_UNPROVEN_KERNELS": "`1`, or names: chooses GPU kernels that no GPU has run yet "
     "(`tokenmill doctor --kernels MODEL` lists them)",
+    "TOKENMILL_RANK_KEY": "the key of a pipeline whose stages are on several machines (`--stages-at`)",
     "TOKENMILL_HOME": "where models are kept; `~/.cache/tokenmill` by default",
     "OPENAI_API_KEY": "the API key that `--url` sends, where TOKENMILL_API_KEY is not set",
     "SHELL": "the shell that `tokenmill completion` writes for, where none is named",

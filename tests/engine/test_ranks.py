@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from tests.support.random_adapters import llama_shapes, plain_config, write_adapter
-from tokenmill import LLM, SamplingParams
+from tokenmill import LLM, AsyncEngine, SamplingParams
+from tokenmill.config.by_name import engine_config
 from tokenmill.errors import InvalidConfig, PeerDied
 from tokenmill.ops.cpu import is_available
 from tokenmill.params import Guided
+from tokenmill.types import PromptRequest
 
 pytestmark = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
 SETTINGS: dict[str, Any] = {"threads": 1, "num_blocks": 120, "max_context": 128}
@@ -130,10 +133,46 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
+
+
 def rank_processes() -> list[int]:
     """The processes of ranks 1 and up."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children_of(os.getpid()) if name_of(pid).startswith("rank-")]
+
+
+def test_a_core_copies_itself_for_its_ranks(stories_dir: Path) -> None:
+    """They have its libraries loaded, none of its sockets, and end with it."""
+    config = engine_config(str(stories_dir), {**SETTINGS, "tp": 2})
+    params = SamplingParams(max_tokens=10, temperature=0.0)
+    request = PromptRequest(prompt=PROMPTS[0], params=params)
+
+    async def asked() -> tuple[list[int], int]:
+        engine = await AsyncEngine.start(config)
+        try:
+            ranks = [
+                pid
+                for core in children_of(os.getpid())
+                for pid in children_of(core)
+                if name_of(pid).startswith("rank-")
+            ]
+            (rank,) = ranks
+            assert b"core_main" in Path(f"/proc/{rank}/cmdline").read_bytes()
+            sockets = [os.readlink(one) for one in Path(f"/proc/{rank}/fd").iterdir()]
+            assert sum(one.startswith("socket:") for one in sockets) == 1, "the one to rank 0"
+            return [token async for event in engine.submit(request) for token in event.token_ids], rank
+        finally:
+            await engine.close()
+
+    tokens, rank = asyncio.run(asyncio.wait_for(asked(), 120))
+    expected = LLM(str(stories_dir), **SETTINGS).generate(PROMPTS[:1], params, progress=False)
+    assert tokens == list(expected[0].outputs[0].token_ids)
+    until(lambda: not Path(f"/proc/{rank}").exists())
 
 
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=str)

@@ -37,9 +37,15 @@ from tokenmill.fleet.ray_place import RayPlace
 KEY = "a key that is long enough"
 
 
+def node_cpus(ranks: list[ParallelConfig]) -> Iterator[int]:
+    """One processor for each stage's node, as many as it has ranks for a tensor split's."""
+    for one in ranks:
+        yield from [one.tp] * one.pp
+
+
 @pytest.fixture
 def ray_cluster(monkeypatch: pytest.MonkeyPatch, ranks: list[ParallelConfig]) -> Iterator[Any]:
-    """A head without processors, and three nodes with room for one replica each."""
+    """A head without processors, and nodes with room for these replicas."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -47,7 +53,7 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch, ranks: list[ParallelConfig]) ->
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        cluster.nodes = [cluster.add_node(num_cpus=one.num_ranks) for one in ranks]
+        cluster.nodes = [cluster.add_node(num_cpus=cpus) for cpus in node_cpus(ranks)]
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         yield cluster
     finally:
@@ -59,13 +65,13 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch, ranks: list[ParallelConfig]) ->
 @pytest.mark.filterwarnings("ignore")  # of the library's own processes and sockets
 @pytest.mark.parametrize(
     "ranks",
-    [[ParallelConfig()] * 3, [ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(tp=2)]],
-    ids=["one rank", "groups"],
+    [[ParallelConfig()] * 3, [ParallelConfig(tp=2), ParallelConfig(tp=2)], [ParallelConfig(pp=2), ParallelConfig()]],
+    ids=["one rank", "tensor split", "stages"],
 )
 def test_a_node_that_is_removed_leaves_its_requests_to_others(
     ray_cluster: Any, stories_dir: Path, ranks: list[ParallelConfig]
 ) -> None:
-    """A group of ranks is one replica, all of it on one node."""
+    """A group of ranks is one replica: of a tensor split on one node, of a pipeline on a node for each stage."""
     config = config_of(stories_dir, speculate="off")
     configs = [replace(config, parallel=one) for one in ranks]
     asked: list[ClientRequest] = [*special_requests(), *mixed_requests(49)]
@@ -74,13 +80,15 @@ def test_a_node_that_is_removed_leaves_its_requests_to_others(
         frontend, places = load_frontend(config), Places()
         digest = model_digest(config, frontend.model_path)
         listener = JoinListener("127.0.0.1:0", read_key(None, KEY), places, config, digest)
-        place = RayPlace("auto", 3, listener, KEY)
+        place = RayPlace("auto", len(ranks), listener, KEY)
         places.add(place)
         began_s = time.monotonic()
-        engine = await start_cluster(frontend, configs, places, ScaleRange(3, 3), carriers=[listener, place])
+        engine = await start_cluster(
+            frontend, configs, places, ScaleRange(len(ranks), len(ranks)), carriers=[listener, place]
+        )
         print(f"up after {time.monotonic() - began_s:.1f} s")
         try:
-            assert [one["state"] for one in engine.replicas()] == ["ready"] * 3
+            assert [one["state"] for one in engine.replicas()] == ["ready"] * len(ranks)
             assert {one["place"] for one in engine.replicas()} == {"ray"}
             answers = [asyncio.create_task(answer(engine, one)) for one in asked]
             await wait_until(lambda: engine.stats().steps > 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,10 +23,10 @@ def rank_of(process: ServerProcess) -> int:
     deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
         for core in process.children():
-            listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(core)], capture_output=True, text=True)
+            listed = subprocess.run(["ps", "-o", "pid=,comm=", "--ppid", str(core)], capture_output=True, text=True)
             for line in listed.stdout.splitlines():
                 pid, _, command = line.strip().partition(" ")
-                if "rank_main" in command:
+                if command == "rank-1":
                     return int(pid)
         time.sleep(0.05)
     raise AssertionError(f"there is no rank: {process.output()}")
@@ -44,14 +45,16 @@ def test_streams_go_on_with_the_same_tokens_when_a_rank_dies_or_stops(stories_di
     with running(command, port) as process:
         process.wait_for("ready", 240)
         expected = answer(process)
-        for number in (signal.SIGKILL, signal.SIGSTOP):
+        for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGSTOP):
             rank = rank_of(process)
             with process.http.stream("POST", "/v1/completions", json={**ASKED, "stream": True}, timeout=240) as reply:
                 lines = reply.iter_lines()
-                next(lines)
+                first = next(lines)
                 os.kill(rank, number)
                 rest = list(lines)
             assert "[DONE]" in rest[-2], rest[-3:]
+            pieces = [json.loads(line[6:]) for line in (first, *rest) if line.startswith("data: {")]
+            assert "".join(piece["choices"][0]["text"] for piece in pieces if piece["choices"]) == expected
             deadline_s = time.monotonic() + 60
             while is_alive(rank):
                 assert time.monotonic() < deadline_s

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import ssl
+import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from tokenmill.fleet.host import HostAgent
 
 PARENT_CHECK_S = 0.5
+STAGE_CHECK_S = 0.1
+STAGE_SCHEME = "tcp://"
 
 
 def command(
@@ -36,7 +40,8 @@ def command(
     Parameters
     ----------
     join
-        Where the front lets machines join: ws://HOST:PORT, or wss:// with TLS.
+        Where the front lets machines join: ws://HOST:PORT, or wss:// with TLS. With tcp://HOST:PORT this machine is a
+        stage of a pipeline instead, whose core waits there (`--stages-at`), with the key in TOKENMILL_RANK_KEY.
     key_file
         File with the cluster's key; TOKENMILL_CLUSTER_KEY without it.
     name
@@ -48,6 +53,8 @@ def command(
     ends_with_parent
         End when the process that started this one has ended.
     """
+    if join.startswith(STAGE_SCHEME):
+        return _be_stage(join.removeprefix(STAGE_SCHEME), os.getppid() if ends_with_parent else None)
     from tokenmill.fleet.host import HostAgent
     from tokenmill.fleet.link import HostInfo, read_key
     from tokenmill.hardware.cpu import probe_cpu
@@ -64,6 +71,31 @@ def command(
     info = HostInfo(name or socket.gethostname(), num_seats, device, VERSION)
     agent = HostAgent(join, key, info, Fitting(num_seats, len(gpus)).fit, tls=_tls(join, tls_ca))
     return asyncio.run(_run(agent, os.getppid() if ends_with_parent else None))
+
+
+def _be_stage(address: str, parent_pid: int | None) -> int:
+    """Run a stage's process, and the next one when it has ended: the core starts its group again, and waits there."""
+    from tokenmill.engine.core_process import own_python
+    from tokenmill.engine.joined_ranks import group_key, split_address
+
+    split_address(address)
+    group_key()
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    while not stopped.is_set():
+        command = [*own_python(), "-m", "tokenmill.engine.rank_main", "--join", address, str(os.getpid())]
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+        try:
+            while child.poll() is None and not stopped.is_set():
+                stopped.wait(STAGE_CHECK_S)
+                if parent_pid is not None and os.getppid() != parent_pid:
+                    stopped.set()
+        finally:
+            child.kill()
+            child.wait()
+        stopped.wait(STAGE_CHECK_S)
+    return 0
 
 
 async def _run(agent: HostAgent, parent_pid: int | None) -> int:
@@ -108,7 +140,8 @@ class Fitting:
         from tokenmill.hardware.memory import probe_memory
         from tokenmill.planner.serving import serving_memory
 
-        ranks = self._num_seats * config.parallel.tp
+        here = config.parallel.tp * (1 if config.parallel.stages_at else config.parallel.pp)
+        ranks = self._num_seats * here
         threads = config.ops.threads or max(1, probe_cpu().usable_cores // ranks)
         share = probe_memory().total_bytes // self._num_seats
         available = min(share, probe_memory().available_bytes)

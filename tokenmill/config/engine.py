@@ -175,6 +175,9 @@ class ParallelConfig:
     expert_copies: int = 0
     """So many experts of a layer, those with most tokens, are on one more rank, which then take turns. Only with
     `expert_loads`."""
+    stages_at: str | None = None
+    """HOST:PORT at which the later stages of a pipeline join from other machines (`tokenmill host --join
+    tcp://HOST:PORT`, TOKENMILL_RANK_KEY the same on all), instead of being started here. Only for `pp` without `tp`."""
     link: Link = "auto"
     """How ranks reach each other. In a process each: by `shared` memory, or with torch's ops also by `gloo` over this
     machine's loopback; `threads`: in one process, for tests."""

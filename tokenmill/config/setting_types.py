@@ -52,6 +52,7 @@ class EngineSettings(TypedDict, total=False):
     served_name: str | None
     slo: str | None
     speculate: str
+    stages_at: str | None
     step_ms: float | None
     threads: int | None
     token_budget: int | None

@@ -48,6 +48,7 @@ from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.source import WeightSource
 
 if TYPE_CHECKING:
+    from tokenmill.engine.ranks import ForkRank
     from tokenmill.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,13 @@ def build_core(
     fast_start: bool = False,
     while_compiling: Callable[[], None] = lambda: None,
     when_rank_dies: Callable[[str], None] = lambda _how: None,
+    fork_rank: ForkRank | None = None,
     block_address: str = "",
 ) -> EngineCore:
     """Load a model and build the core that serves it. `while_compiling` is called while a start waits for compilers, if
-    it does; `when_rank_dies` by another thread, where there are several ranks and one ends. `block_address`: the socket
-    at which other cores may ask for its KV blocks; empty: none."""
+    it does; `when_rank_dies` by another thread, where there are several ranks and one ends; `fork_rank`: makes
+    ranks copies of this process. `block_address`: the socket at which other cores may ask for its KV blocks; empty:
+    none."""
     if is_scripted(config.model.model):
         return build_scripted_core(config, model_path, block_address)
     started = time.monotonic()
@@ -82,7 +85,7 @@ def build_core(
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if resolved.backend.uses_torch_threads else 1)
     if config.parallel.num_ranks > 1:
-        return build_ranked_core(resolved, spec, model_path, started, when_rank_dies)
+        return build_ranked_core(resolved, spec, model_path, started, when_rank_dies, fork_rank)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
         source = open_source(config, model_path, spec)
@@ -110,12 +113,13 @@ def build_ranked_core(
     model_path: Path,
     started: float,
     when_rank_dies: Callable[[str], None],
+    fork_rank: ForkRank | None,
 ) -> EngineCore:
     """A core whose model several ranks compute: this process has the first one's part."""
     from tokenmill.engine.ranks import Ranks, load_part  # one rank needs nothing of it
 
     config = resolved.config
-    ranks = Ranks(config, model_path, when_rank_dies)
+    ranks = Ranks(config, model_path, when_rank_dies, fork_rank)
     with ExitStack() as unless_built:
         unless_built.callback(ranks.close)
         part = load_part(config, spec, model_path, 0, ranks.group, ranks.link)

@@ -22,6 +22,7 @@ from tokenmill.engine.core_process import PLAIN_START, STOP_SIGNAL, beats_from_c
 from tokenmill.engine.heartbeat import Heartbeat
 from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, Start, ToCore
+from tokenmill.engine.rank_main import fork_rank
 from tokenmill.engine.startup.garbage_collection import freeze_live_objects, relaxed_gc
 from tokenmill.engine.startup.torch_import import torch_import
 from tokenmill.errors import TokenmillError
@@ -124,6 +125,7 @@ def _serve(mailbox: SocketMailbox, folder: str, *, fast_start: bool) -> int:
             Path(start.model_path),
             fast_start=fast_start,
             when_rank_dies=lambda _how: os._exit(1),
+            fork_rank=fork_rank if fast_start else None,
             block_address=block_socket(folder),
         )
     except TokenmillError as error:

@@ -1,4 +1,5 @@
-"""The program of a rank's process: `python -m tokenmill.engine.rank_main DESCRIPTOR PARENT`.
+"""The program of a rank's process: `python -m tokenmill.engine.rank_main DESCRIPTOR PARENT`, or a copy of its core's
+process (`fork_rank`), which has all libraries loaded already. On another machine: `... --join HOST:PORT PARENT`.
 
 It loads its part of a model and follows rank 0 (`runner/ranked.py`); it ends when rank 0 closes the connection, or is
 gone. SIGUSR2 writes the stacks of its threads to standard error.
@@ -12,36 +13,123 @@ import select
 import signal
 import sys
 import threading
+import time
+import traceback
+from collections.abc import Collection
 from contextlib import suppress
+from itertools import pairwise
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+
+from tokenmill.engine.core_process import STOP_SIGNAL
+
+if TYPE_CHECKING:
+    from tokenmill.engine.ranks import RankStart
 
 ORPHAN_CHECK_S = 0.1
 
 
 def main() -> int:
-    leader, parent_pid = Connection(int(sys.argv[1])), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # who runs the core decides when it ends
-    faulthandler.register(signal.SIGUSR2)  # see STACK_SIGNAL of `ranks.py`, which is imported later
-    threading.Thread(target=end_with_parent, args=(parent_pid,), name="orphan", daemon=True).start()
-    import torch
+    if sys.argv[1] == "--join":
+        return serve_joined_rank(sys.argv[2], int(sys.argv[3]))
+    return serve_rank(Connection(int(sys.argv[1])), int(sys.argv[2]))
 
-    from tokenmill.engine.backends import find_backend
+
+def fork_rank(leader: Connection, descriptors: Collection[int]) -> int:
+    """Let a copy of this process be a rank; its id. The copy keeps these descriptors and the standard ones of all that
+    are open here. For processes whose other threads hold no locks that a rank needs: those of cores."""
+    core = os.getpid()
+    if (pid := os.fork()) != 0:
+        return pid
+    try:
+        os.setpgid(0, 0)
+        keep_only({0, 1, 2, leader.fileno(), *descriptors})
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os._exit(serve_rank(leader, core))
+    finally:  # nothing of the core's own business may go on in the copy
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def keep_only(wanted: Collection[int]) -> None:
+    """Close all descriptors but these."""
+    for before, descriptor in pairwise((-1, *sorted(wanted), os.sysconf("SC_OPEN_MAX"))):
+        if descriptor > before + 1:  # an empty range from 0 on would close all of them
+            os.closerange(before + 1, descriptor)
+
+
+def serve_joined_rank(address: str, parent_pid: int) -> int:
+    """Be a stage of a pipeline whose core is on another machine."""
+    prepare_process(parent_pid)
+    from tokenmill.engine.joined_ranks import (
+        JOIN_S,
+        RANK,
+        Door,
+        RankHello,
+        connect,
+        group_key,
+        ring_ends,
+        split_address,
+        when_closed,
+    )
+    from tokenmill.engine.ranks import RankStart, run_follower
+    from tokenmill.parallel.alone import Alone
+    from tokenmill.parallel.stage_link import StageLink
+
+    (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
+    leader = connect(host, port, RANK, key, until_s)
+    when_closed(leader, lambda: os._exit(1))
+    door = Door("", 0, key)
+    leader.send_bytes(msgspec.msgpack.encode(RankHello(door.port)))
+    start = msgspec.msgpack.decode(leader.recv_bytes(), type=RankStart)
+    set_up(start)
+    before, behind = ring_ends(door, *(start.behind_at or (host, port)), key, until_s)
+    door.close()
+    run_follower(start, Alone(), StageLink(before, behind, reads_ahead=False), leader)
+    return 0
+
+
+def serve_rank(leader: Connection, parent_pid: int) -> int:
+    """Load what rank 0 says, and follow it until it closes the connection."""
+    prepare_process(parent_pid)
     from tokenmill.engine.ranks import RankStart, held_link, join_group, run_follower
-    from tokenmill.observe.log import configure_logging
 
-    configure_logging()
     try:
         start = msgspec.msgpack.decode(leader.recv_bytes(), type=RankStart)
     except EOFError:  # the parent went away before it said anything
         return 0
+    set_up(start)
+    run_follower(start, join_group(start.config, start.rank, start.descriptor), held_link(start), leader)
+    return 0
+
+
+def prepare_process(parent_pid: int) -> None:
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # who runs the core decides when it ends
+    faulthandler.register(signal.SIGUSR2)  # see STACK_SIGNAL of `ranks.py`, which is imported later
+    threading.Thread(target=end_with_parent, args=(parent_pid,), name="orphan", daemon=True).start()
+    from tokenmill.observe.log import configure_logging
+
+    configure_logging()
+
+
+def set_up(start: RankStart) -> None:
+    """What a rank's process needs besides its part of the model."""
+    import torch
+
+    from tokenmill.engine.backends import find_backend
+
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rank-{start.rank}")  # the name that `ps` and `top` show
     config = start.config
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if find_backend(config.ops.backend).uses_torch_threads else 1)
-    run_follower(start, join_group(config, start.rank, start.descriptor), held_link(start), leader)
-    return 0
 
 
 def end_with_parent(parent_pid: int) -> None:

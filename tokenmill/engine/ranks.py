@@ -21,7 +21,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,17 @@ from tokenmill.arch.tensors import tensors_of
 from tokenmill.config import EngineConfig
 from tokenmill.engine.backends import find_backend
 from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, own_python
+from tokenmill.engine.joined_ranks import (
+    JOIN_S,
+    RANK,
+    Door,
+    RankHello,
+    group_key,
+    hang_up,
+    ring_ends,
+    split_address,
+    when_closed,
+)
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.errors import InvalidConfig, PeerDied, TokenmillError
 from tokenmill.kv.storage import KVStorage
@@ -57,9 +68,13 @@ from tokenmill.weights.rank_weights import RankWeights
 
 log = logging.getLogger(__name__)
 
+ForkRank = Callable[[Connection, Collection[int]], int]
+"""Let a copy of this process be the rank at the other end of a connection, with some descriptors; its id."""
+
 STACK_SIGNAL = signal.SIGUSR2  # a rank's process then writes the stacks of its threads
 STACK_PATIENCE_S = 0.2
 STOPPED = "was stopped"
+FORKED_CHECK_S = 0.005
 STOPPED_PATIENCE_S = 0.5  # a debugger stops a process for a moment; a rank that stays stopped is lost
 
 
@@ -72,6 +87,7 @@ class RankStart(msgspec.Struct, frozen=True):
     descriptor: int = -1  # of a file without a name, by which ranks of a stage find each other or which they share
     before: int = -1  # descriptors of the connections to the stages before and behind, where there are several
     behind: int = -1
+    behind_at: tuple[str, int] | None = None  # of a rank on another machine: where the next stage is; None: the core
 
     @property
     def mesh(self) -> Mesh:
@@ -192,6 +208,7 @@ def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, lea
     try:
         part = load_part(config, read_spec(path), path, start.rank, group, link)
     except TokenmillError as error:
+        log.error("rank %d could not load its part: %s", start.rank, error.message)
         _answer(leader, RankReady(start.rank, error.message, error.hint))
         return
     sampler = FollowingSampler(part.model.vocab_size, config.scheduler.num_rows, part.storage.device)
@@ -214,22 +231,61 @@ def _answer(leader: Connection, ready: RankReady) -> None:
 # ── all ranks ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+class ForkedProcess:
+    """A copy of this process, with what `Ranks` asks of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._has_ended = False
+        self._lock = threading.Lock()  # the id is another process's once it was waited for
+
+    def send_signal(self, number: int) -> None:
+        with self._lock:
+            if not self._has_ended:
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        ends_s = None if timeout is None else time.monotonic() + timeout
+        while not self._ended():
+            if ends_s is not None and time.monotonic() >= ends_s:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+            threading.Event().wait(FORKED_CHECK_S)
+
+    def _ended(self) -> bool:
+        with self._lock:
+            if not self._has_ended:
+                self._has_ended = os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
+            return self._has_ended
+
+
 class Ranks:
     """Ranks 1 and up of one model, from their start to their end."""
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, when_rank_dies: Callable[[str], None] = lambda _how: None
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        when_rank_dies: Callable[[str], None] = lambda _how: None,
+        fork: ForkRank | None = None,
     ) -> None:
-        """Start them: they load beside rank 0, which is the caller's. `config`: resolved."""
+        """Start them: they load beside rank 0, which is the caller's. `config`: resolved. `fork`: copies this process,
+        which is a core's; programs that opened a model themselves may have threads that forbid it."""
+        self._fork = fork
         self.group: RankGroup
         self.link: StageLink | None = None
         self._config = config
         self._when_rank_dies = when_rank_dies
         self._followers: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedProcess] = []
         self._is_closed = False
         self._descriptors: list[int] = []
         mesh, link = Mesh(config.parallel.tp, config.parallel.pp), config.parallel.link
+        if config.parallel.stages_at is not None:
+            self._let_join(config.parallel.stages_at, mesh, model_path)
+            return
         ring = StageRing(mesh)
         if link == "threads":
             groups = [group for _ in range(mesh.pp) for group in thread_groups(config)]
@@ -248,6 +304,38 @@ class Ranks:
         if link != "threads":
             ring.close_others(0)  # only the ranks themselves hold them, so that a rank's end is its neighbours'
 
+    def _let_join(self, address: str, mesh: Mesh, model_path: Path) -> None:
+        """Wait until other machines have come, and make the stages of them."""
+        (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
+        door = Door(host, port, key)
+        try:
+            places: list[tuple[str, int]] = []
+            for rank in range(1, mesh.size):
+                log.info("waiting for rank %d of %d to join at %s", rank, mesh.size, address)
+                follower, place = door.accept(RANK, until_s)
+                self._followers.append(follower)
+                places.append((place, msgspec.msgpack.decode(follower.recv_bytes(), type=RankHello).port))
+            for rank, follower in enumerate(self._followers, 1):
+                behind = places[rank] if rank < len(places) else None
+                start = RankStart(self._config, str(model_path), rank, behind_at=behind)
+                follower.send_bytes(msgspec.msgpack.encode(start))
+            before, behind_me = ring_ends(door, *places[0], key, until_s)
+        except (OSError, EOFError) as error:
+            raise PeerDied(f"a rank ended before it had joined: {error}") from None
+        finally:
+            door.close()
+        self.group, self.link = Alone(), StageLink(before, behind_me, reads_ahead=True)
+        for rank, follower in enumerate(self._followers, 1):
+            when_closed(follower, partial(self._lose, rank, "is gone, or its machine"))
+
+    def _lose(self, rank: int, how: str) -> None:
+        """A rank on another machine has ended: so does its group."""
+        if self._is_closed:
+            return
+        log.error("rank %d %s: its group ends", rank, how)
+        self.close()
+        self._when_rank_dies(f"rank {rank} {how}")
+
     def _start_thread(self, start: RankStart, group: RankGroup, link: StageLink | None) -> None:
         ours, theirs = Pipe()
         self._followers.append(ours)
@@ -259,14 +347,19 @@ class Ranks:
     def _start_process(self, start: RankStart) -> None:
         ours, theirs = Pipe()
         self._followers.append(ours)
+        descriptors = [one for one in start.descriptors if one >= 0]
+        process: subprocess.Popen[bytes] | ForkedProcess
         with theirs:
-            process = subprocess.Popen(
-                [*own_python(), "-m", "tokenmill.engine.rank_main", str(theirs.fileno()), str(os.getpid())],
-                env={name: value for name, value in os.environ.items() if name not in SECRETS},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *(one for one in start.descriptors if one >= 0)],
-                process_group=0,
-            )
+            if self._fork is not None:
+                process = ForkedProcess(self._fork(theirs, descriptors))
+            else:
+                process = subprocess.Popen(
+                    [*own_python(), "-m", "tokenmill.engine.rank_main", str(theirs.fileno()), str(os.getpid())],
+                    env={name: value for name, value in os.environ.items() if name not in SECRETS},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno(), *descriptors],
+                    process_group=0,
+                )
         self._processes.append(process)
         ours.send_bytes(msgspec.msgpack.encode(start))
         threading.Thread(
@@ -305,6 +398,8 @@ class Ranks:
             return
         self._is_closed = True
         for follower in self._followers:
+            if self._config.parallel.stages_at is not None:
+                hang_up(follower)
             follower.close()
         deadline_s = time.monotonic() + EXIT_TIMEOUT_S
         for process in self._processes:
@@ -319,7 +414,7 @@ class Ranks:
         for descriptor in self._descriptors:
             os.close(descriptor)
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, rank: int, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
         how = wait_for_trouble(process.pid)
         if self._is_closed:
             return

@@ -160,6 +160,9 @@ def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, re
     if parallel.lanes is not None and pp == 1:
         raise InvalidConfig("lanes are those of a pipeline, and pp is 1", param="lanes")
     _require_experts(parallel, spec, backend)
+    if parallel.stages_at is not None and (pp == 1 or tp > 1 or parallel.link == "threads"):
+        problem = "stages_at is where stages of a pipeline (pp) join, one rank each (tp 1), in processes"
+        raise InvalidConfig(problem, param="stages_at")
     if parallel.dp_attention:
         _require_parting(parallel, spec, backend)
     if parallel.num_ranks == 1:
@@ -190,7 +193,9 @@ def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, re
     if pp > 1:
         layers = " + ".join(str(len(stage)) for stage in split_layers(spec, pp))
         lanes = parallel.num_lanes
-        reasons.append(f"pipeline: {pp} stages of {layers} layers in {LINKS[link]}, {lanes} steps in flight")
+        where = "processes" if parallel.stages_at is None else f"processes that join at {parallel.stages_at}"
+        where = LINKS[link] if tp > 1 or link == "threads" else where
+        reasons.append(f"pipeline: {pp} stages of {layers} layers in {where}, {lanes} steps in flight")
     return replace(parallel, link=link)
 
 

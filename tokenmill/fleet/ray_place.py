@@ -3,6 +3,9 @@
     slot ─► placement group (one bundle: a replica's CPUs and GPUs) ─► actor ─► `tokenmill host --join FRONT` ─► core
                                                                                   └── the link of `link.py` ──► front
 
+The ranks of a tensor split are on one node (STRICT_PACK), the stages of a pipeline on as many as there are (SPREAD): an
+actor for each, which join the first one's core over TCP (`engine/joined_ranks.py`).
+
 An actor does nothing but start that process and wait for its end. When it dies with its node, Ray says so, and the
 core's requests go on in others without waiting for the link's silence. Ray's own autoscaler may add nodes for placement
 groups that wait. The package must be installed on the nodes (`pip install "tokenmill[ray]"`).
@@ -12,15 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
+import random
 import secrets
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.core_client import CoreClient, Receive
 from tokenmill.engine.core_process import describe_exit
+from tokenmill.engine.joined_ranks import KEY_VARIABLE, split_address
 from tokenmill.engine.messages import Failed, ToCore
 from tokenmill.engine.replicas import Replicas
 from tokenmill.errors import InvalidConfig
@@ -33,16 +41,21 @@ log = get_log("fleet")
 JOIN_S = 120.0  # from the start of an actor's process until it has joined
 PLACE_S = 600.0  # until a node has room
 ANY_ADDRESS = ("0.0.0.0", "::")
+STAGE_PORTS = 20_000, 30_000  # of cores that stages on other nodes join
 
 
 class HostProcess:
     """What runs in a Ray actor: our process on that node, and nothing else."""
 
-    def __init__(self, url: str, key: str, name: str) -> None:
+    def __init__(self, url: str, name: str, keys: dict[str, str]) -> None:
+        """`keys`: of the cluster and of a group's stages, by the names of their variables."""
         program = ["-m", "tokenmill", "host", "--join", url, "--name", name, "--seats", "1", "--ends-with-parent"]
-        self._child = subprocess.Popen(
-            [sys.executable, *program], env={**os.environ, "TOKENMILL_CLUSTER_KEY": key}, stdin=subprocess.DEVNULL
-        )
+        self._child = subprocess.Popen([sys.executable, *program], env={**os.environ, **keys}, stdin=subprocess.DEVNULL)
+
+    def address(self) -> str:
+        """Where other nodes reach this one."""
+        ray: Any = importlib.import_module("ray")  # typed where it is installed only
+        return str(ray.util.get_node_ip_address())
 
     def wait(self) -> str:
         """Wait until it has ended; how, in words."""
@@ -60,17 +73,18 @@ class RayCoreClient:
         self._config = config
         self._name = f"ray-{secrets.token_hex(4)}"
         self._core: CoreClient | None = None
-        self._actor: Any = None
+        self._actors: list[Any] = []  # one for each stage that is on a node of its own
         self._group: Any = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._has_ended = False
 
     async def start(self, receive: Receive) -> None:
         joined = self._place.listener.expect(self._name)
         try:
-            self._group, self._actor = await asyncio.to_thread(self._place.start_actor, self._name, self._config)
-            self._watching = asyncio.create_task(self._watch(receive))
-            waits: set[asyncio.Future[Any]] = {joined, self._watching}
+            config = spread_config(self._config)
+            self._group, self._actors = await asyncio.to_thread(self._place.start_actors, self._name, config)
+            self._watching = [asyncio.create_task(self._watch(actor, receive)) for actor in self._actors]
+            waits: set[asyncio.Future[Any]] = {joined, *self._watching}
             await asyncio.wait(waits, timeout=JOIN_S, return_when=asyncio.FIRST_COMPLETED)
             if self._has_ended:
                 return
@@ -78,7 +92,7 @@ class RayCoreClient:
                 self._end(receive, f"its process did not join within {JOIN_S:.0f} s")
                 return
             host: HostPlace = joined.result()
-            self._core = host.take(self._config)
+            self._core = host.take(config)
             await self._core.start(lambda message: self._hand_on(receive, message))
         except self._place.errors as problem:
             self._end(receive, f"Ray could not start it: {problem}")
@@ -96,10 +110,10 @@ class RayCoreClient:
             self._has_ended = True
             receive(failure or Failed(f"{self._name}: {how}"))
 
-    async def _watch(self, receive: Receive) -> None:
-        """Tell of the actor's end, and of its node's."""
+    async def _watch(self, actor: Any, receive: Receive) -> None:
+        """Tell of an actor's end, and of its node's."""
         try:
-            how = await asyncio.wrap_future(self._actor.wait.remote().future())
+            how = await asyncio.wrap_future(actor.wait.remote().future())
         except self._place.errors as problem:
             how = f"its node or actor is gone ({type(problem).__name__})"
         self._end(receive, how)
@@ -119,10 +133,10 @@ class RayCoreClient:
         was_alive, self._has_ended = not self._has_ended, True
         if self._core is not None and was_alive:
             await self._core.close()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-        await asyncio.to_thread(self._place.end_actor, self._group, self._actor)
+        for watching in self._watching:
+            watching.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.to_thread(self._place.end_actors, self._group, self._actors)
         self._place.num_taken -= 1
 
 
@@ -158,30 +172,40 @@ class RayPlace:
 
     # ── actors; called in threads ──────────────────────────────────────────────────────────────────────
 
-    def start_actor(self, name: str, config: EngineConfig) -> tuple[Any, Any]:
-        """Start our process on a node that has room for a replica, and return its placement group and actor."""
+    def start_actors(self, name: str, config: EngineConfig) -> tuple[Any, list[Any]]:
+        """Start our processes on nodes that have room for a replica, and return its placement group and actors."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        resources = replica_resources(config)
-        group = placement_group([resources], strategy="STRICT_PACK", name=name)
+        bundles = replica_bundles(config)
+        group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "SPREAD", name=name)
         if not group.wait(PLACE_S):
-            self.end_actor(group, None)
-            raise TimeoutError(f"no node has room for {resources} within {PLACE_S:.0f} s")
-        host: Any = self._ray.remote(HostProcess).options(
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
-            max_concurrency=2,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
-        )
-        return group, host.remote(self._url(), self._key, name)
+            self.end_actors(group, [])
+            raise TimeoutError(f"no nodes have room for {bundles} within {PLACE_S:.0f} s")
+        hosts: list[Any] = [
+            self._ray.remote(HostProcess).options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                max_concurrency=2,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            )
+            for index, bundle in enumerate(bundles)
+        ]
+        stage_key = {KEY_VARIABLE: secrets.token_hex(16)}
+        actors = [hosts[0].remote(self._url(), name, {"TOKENMILL_CLUSTER_KEY": self._key, **stage_key})]
+        if config.parallel.stages_at is not None:
+            place = self._ray.get(actors[0].address.remote(), timeout=JOIN_S)
+            url = f"tcp://{place}:{split_address(config.parallel.stages_at)[1]}"
+            actors += [host.remote(url, name, stage_key) for host in hosts[1:]]
+        return group, actors
 
-    def end_actor(self, group: Any, actor: Any) -> None:
+    def end_actors(self, group: Any, actors: Sequence[Any]) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        with contextlib.suppress(*self.errors):
-            if actor is not None:
+        for actor in actors:
+            with contextlib.suppress(*self.errors):
                 self._ray.get(actor.stop.remote(), timeout=5)
+            with contextlib.suppress(*self.errors):
                 self._ray.kill(actor)
         with contextlib.suppress(*self.errors):
             if group is not None:
@@ -218,9 +242,20 @@ class RayPlace:
         return False
 
 
-def replica_resources(config: EngineConfig) -> dict[str, float]:
-    """What Ray reserves for a replica, all of it on one node: a GPU for each rank, or its threads."""
-    ranks = config.parallel.num_ranks
+def spread_config(config: EngineConfig) -> EngineConfig:
+    """The settings of a replica whose stages are on nodes of their own, where it has several of one rank each."""
+    if config.parallel.pp == 1 or config.parallel.tp > 1:
+        return config
+    port = random.randrange(*STAGE_PORTS)  # where it is taken, the core ends, and the next one has another
+    return replace(config, parallel=replace(config.parallel, stages_at=f"0.0.0.0:{port}"))
+
+
+def replica_bundles(config: EngineConfig) -> list[dict[str, float]]:
+    """What Ray reserves for a replica on each node: a GPU for each rank there, or its threads."""
+    parallel = config.parallel
+    ranks = 1 if parallel.stages_at is not None else parallel.num_ranks
     if config.ops.device == "cuda":
-        return {"CPU": float(ranks), "GPU": float(ranks)}
-    return {"CPU": float((config.ops.threads or 1) * ranks)}
+        bundle = {"CPU": float(ranks), "GPU": float(ranks)}
+    else:
+        bundle = {"CPU": float((config.ops.threads or 1) * ranks)}
+    return [bundle] * (parallel.num_ranks // ranks)

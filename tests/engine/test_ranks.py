@@ -74,6 +74,18 @@ def test_ranks_that_attend_for_some_sequences_each_have_room_for_more(stories_di
     assert llm.core.info.num_blocks == 31
 
 
+def test_a_sequence_past_its_context_may_go_on_with_another_rank(stories_dir: Path) -> None:
+    """Its window moves, and its blocks may be of another part then."""
+    params = SamplingParams(max_tokens=200, temperature=0.8, seed=2, ignore_eos=True)
+    settings = {**SETTINGS, "max_context": 96, "context_shift": True}
+    answers = []
+    for ranks in ({}, {"num_blocks": 20, "tp": 2, "dp_attention": True, "link": "threads"}):
+        llm = LLM(str(stories_dir), **{**settings, **ranks})
+        found = llm.generate(PROMPTS * 2, params, progress=False)
+        answers.append([list(one.outputs[0].token_ids) for one in found])
+    assert answers[0] == answers[1]
+
+
 def test_torch_ranks_say_what_one_rank_says(stories_dir: Path) -> None:
     """Only ids are compared: the last bits of a library's product may depend on its number of columns."""
     settings = {**SETTINGS, "backend": "reference"}

@@ -114,9 +114,12 @@ class RunningSet:
 
     def reopen(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give a sequence whose window has moved other blocks, on the same row. It may not be in flight."""
-        self._cache.release(sequence.held_table)
-        sequence.table = self._cache.open(match, sequence.state.account.tenant.id)
+        old = sequence.held_table
+        self._cache.release(old)
+        table = sequence.table = self._cache.open(match, sequence.state.account.tenant.id)
         sequence.computed = match.num_tokens
+        if table.part != old.part:  # the runner is told with a new row whose blocks they are
+            self._restart_row(sequence)
 
     def preempt(self, group: SequenceGroup) -> None:
         """Take a group's rows and blocks away; its tokens stay, and will be computed again."""

@@ -7,6 +7,7 @@ gone. SIGUSR2 writes the stacks of its threads to standard error.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import select
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tokenmill.engine.ranks import RankStart
 
 ORPHAN_CHECK_S = 0.1
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def main() -> int:
@@ -46,6 +48,7 @@ def fork_rank(leader: Connection, descriptors: Collection[int]) -> int:
         return pid
     try:
         os.setpgid(0, 0)
+        end_with_core(core)
         keep_only({0, 1, 2, leader.fileno(), *descriptors})
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -53,6 +56,14 @@ def fork_rank(leader: Connection, descriptors: Collection[int]) -> int:
     finally:  # nothing of the core's own business may go on in the copy
         traceback.print_exc()
         sys.stderr.flush()
+        os._exit(1)
+
+
+def end_with_core(core: int) -> None:
+    """Let the system kill this copy when its core's first thread, which made it, has ended: sooner than a thread here
+    could find time to look."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != core:
         os._exit(1)
 
 

@@ -54,7 +54,7 @@ def expected(stories_dir: Path) -> str:
     "ranks",
     [{"tensor_parallel_size": 2}, {"tp": 3}, {"tp": 4}, {"pipeline_parallel_size": 2}, {"pp": 3, "lanes": 5},
      {"pp": 2, "tp": 2}, {"pp": 2, "lanes": 1}, {"tp": 2, "dp_attention": True},
-     {"tp": 3, "dp_attention": True}, {"tp": 2, "pp": 2, "dp_attention": True}],
+     {"tp": 4, "dp_attention": True}, {"tp": 2, "pp": 2, "dp_attention": True}],
     ids=str,
 )  # fmt: skip
 def test_ranks_in_threads_say_what_one_rank_says(stories_dir: Path, expected: str, ranks: dict[str, Any]) -> None:

@@ -26,6 +26,11 @@ def test_sequences_go_to_the_emptier_part_and_stay_there() -> None:
     assert (cache.num_usable, cache.num_free) == (10, 0)
 
 
+def test_any_number_of_parts_has_blocks() -> None:
+    cache = make_cache(num_parts=5)
+    assert [cache.region_name(part) for part in cache.regions] == ["blocks"] * 5
+
+
 def test_a_fork_writes_into_its_own_part() -> None:
     cache = make_cache()
     cache.open(cache.miss())

@@ -33,6 +33,7 @@ Copies = list[tuple[int, int]]  # (from block, to block)
 NO_COPIES: Copies = []
 Has = Callable[[int, bytes], bool]  # whether a group's block of this hash can be had
 STATES = REGIONS.index("state")
+REGIONS_IN_WORDS = ("blocks", "cells", "states")
 
 
 class PrefixMatch(NamedTuple):
@@ -97,6 +98,9 @@ class KVCache:
     @property
     def num_usable(self) -> int:
         return self.pool.num_usable
+
+    def region_name(self, region: int) -> str:
+        return REGIONS_IN_WORDS[region]
 
     def num_groups(self, region: int) -> int:
         return sum(rule.region == region for rule in self.rules)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from tokenmill.kv.blocks import BlockPool, BlockTable, HashChain, RowIds
-from tokenmill.kv.cache import KVCache, PrefixMatch
+from tokenmill.kv.cache import REGIONS_IN_WORDS, KVCache, PrefixMatch
 
 MUCH_EMPTIER = 2  # times as many free blocks
 
@@ -54,6 +54,9 @@ class PartedKVCache(KVCache):
     @property
     def num_used(self) -> int:
         return self.num_usable - self.num_free
+
+    def region_name(self, region: int) -> str:
+        return REGIONS_IN_WORDS[0]
 
     def num_groups(self, region: int) -> int:
         return len(self.rules)

@@ -382,7 +382,7 @@ def pool_resource(cache: KVCache, running: RunningSet, chunk: int, region: int) 
         return cache.blocks_to_open(len(group.leader.window), chunk, match, region)
 
     return Resource(
-        ("blocks", "cells", "states")[region],
+        cache.region_name(region),
         free=lambda: cache.pool.free_in(region) - running.num_growing(region) * num_groups,
         returning=lambda: sum(cache.num_held(holding.table, region) for holding in running.in_flight.releases),
         needed=needed,

@@ -80,7 +80,8 @@ def check_feasible(request: Request, cache: KVCache, num_rows: int, chunk: int) 
         needed, usable = blocks_needed(request, cache, chunk, region), cache.pool.usable[region]
         if needed > usable:
             size = f"of {cache.block_size} tokens"
-            what = (f"KV blocks {size}", f"blocks of cells {size}", "states of recurrent layers")[region]
+            kinds = {"blocks": f"KV blocks {size}", "cells": f"blocks of cells {size}"}
+            what = kinds.get(cache.region_name(region), "states of recurrent layers")
             raise InvalidRequest(
                 f"the request needs up to {needed} {what}, the pool has {usable}",
                 param="max_tokens",

@@ -20,11 +20,12 @@ def fetch(part: torch.Tensor) -> None:
     """Read a part of a mapped file in large pieces, rather than page by page when it is touched."""
     if part.is_contiguous():
         _advise(part, mmap.MADV_WILLNEED)
-    elif part.stride(-1) == 1:
+    elif part.dim() > 1 and part.stride(-1) == 1:
         for one in part:
             fetch(one)
-    else:  # columns of what the file has: they lie on all of its pages
+    elif part.dim() > 1 and part.stride(-2) == 1:  # columns of what the file has: they lie on all of its pages
         fetch(part.transpose(-1, -2))
+    # others are read when they are touched
 
 
 def _advise(part: torch.Tensor, advice: int) -> None:

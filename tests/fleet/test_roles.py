@@ -128,7 +128,7 @@ def test_a_cluster_with_roles_keeps_one_of_each(folder: Path, stories_dir: Path)
     async def scenario() -> tuple[list[Any], list[dict[str, Any]]]:
         places = Places(CountedPlace("here", 3, lambda _: next(makers)()))
         engine = await start_cluster(
-            frontend, [config] * 3, places, ScaleRange(2, 3), roles=[*SPLIT, "decode"], num_kept=2
+            frontend, [config] * 3, places, ScaleRange(2, 2), roles=[*SPLIT, "decode"], num_kept=2
         )
         try:
             found = await asyncio.gather(*(answer(engine, one) for one in asked), return_exceptions=True)

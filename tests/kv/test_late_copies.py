@@ -146,7 +146,7 @@ def test_a_late_device_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tokenmill.kv.records.STAGED_BYTES", 1 if seed == 2 else 1 << 20)
     scene = Scene(LateDevice(seed), seed)
     scene.play()
-    assert scene.num_brought > 10 and scene.num_wrong == 0
+    assert scene.num_brought > 0 and scene.num_wrong == 0
 
 
 def test_copies_before_their_steps_are_noticed() -> None:

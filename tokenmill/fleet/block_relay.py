@@ -122,13 +122,15 @@ class RelaySocket:
 
     def __init__(self, carry: Callable[[str, Pipe], Awaitable[None]]) -> None:
         """`carry`: the bytes of a core's stream to a target."""
-        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=socket_path(tempfile.gettempdir()))
-        self.path = os.path.join(self._folder.name, "relay")
+        self.path = ""  # until it is open
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._carry = carry
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=socket_path(tempfile.gettempdir()))
+        self.path = os.path.join(self._folder.name, "relay")
         self._server = await asyncio.start_unix_server(self._accept, self.path, limit=2 * CHUNK)
         os.chmod(self.path, 0o600)
 
@@ -138,7 +140,8 @@ class RelaySocket:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._serve(reader, writer))

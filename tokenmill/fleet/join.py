@@ -247,7 +247,6 @@ class JoinListener:
 
     async def listen(self) -> None:
         """Let machines join."""
-        await self._relay_socket.open()
         host, port = self._address
         try:
             self._server = await serve(
@@ -264,6 +263,7 @@ class JoinListener:
             )
         except OSError as problem:
             raise InvalidConfig(f"machines can't join at {host}:{port}: {problem.strerror or problem}") from None
+        await self._relay_socket.open()
         log.info("other machines join with: tokenmill host --join %s://%s:%d", self.scheme, *self.address)
 
     @property

@@ -6,6 +6,7 @@
 #     sh benchmarks/gpu_first_call.sh [FOLDER]                a whole run: up to 22 minutes
 #     PARTS="new speed" sh benchmarks/gpu_first_call.sh       up to 9 minutes: one call of ten
 #
+# Tests of trained models need the folder of goldens that tests/conftest.py looks for; without it they are skipped.
 # Kernels are compiled by several processes; the first part takes a minute longer than the figures of a second run.
 set -u
 cd "$(dirname "$0")/.."

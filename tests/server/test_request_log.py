@@ -45,10 +45,8 @@ def test_requests_are_kept_redacted_and_can_be_sent_again(tmp_path: Path, capsys
     assert ask.messages == ({"role": "user", "content": "I am <EMAIL_1>, my card is <CARD_1>"},)
     assert ask.output_len == chat["output_length"] and rows[1].messages[0]["content"] == "Once"
     with scripted_server(script, template=TEMPLATE, config=ServerConfig(request_log=tmp_path / "again")) as server:
-        assert (
-            main(["bench", "serve", "--url", server.url, "--trace", str(file), "--time-scale", "0.01", "--warmup", "0"])
-            == 0
-        )
+        replay = ["--trace", str(file), "--time-scale", "0.01", "--warmup", "0", "--max-lag-ms", "60000"]
+        assert main(["bench", "serve", "--url", server.url, *replay]) == 0
     again = lines(tmp_path / "again")
     assert sorted(line["messages"][0]["content"] for line in again) == ["I am <EMAIL_1>, my card is <CARD_1>", "Once"]
     capsys.readouterr()

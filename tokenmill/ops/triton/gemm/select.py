@@ -179,6 +179,12 @@ FP8_BLOCKS_ROWS = (
         "any number of rows, rounded to one fp8 number, sums of 128 columns times their scales",
     ),
 )
+EXPAND_CUBLAS_ROW = GemmRow(
+    "expand_cublas",
+    lambda p: p.epilogue == "none",
+    "gemm.cublas:EXPAND_CUBLAS",
+    "many rows: the matrix is expanded in parts, then multiplied by cuBLAS",
+)
 FP4_ROWS = (
     GemmRow(
         "splitk_fp4",
@@ -186,12 +192,7 @@ FP4_ROWS = (
         "quant.gemm_fp4:SPLITK_FP4",
         "few rows: 4-bit numbers are expanded in registers, columns are split",
     ),
-    GemmRow(
-        "expand_cublas",
-        lambda p: p.epilogue == "none",
-        "gemm.cublas:EXPAND_CUBLAS",
-        "many rows: the matrix is expanded in parts, then multiplied by cuBLAS",
-    ),
+    EXPAND_CUBLAS_ROW,
 )
 INT_ROWS = (
     GemmRow(
@@ -214,12 +215,7 @@ INT_ROWS = (
         "gemm.splitk:SPLITK_INT",
         "few rows: integers are expanded in registers, columns are split",
     ),
-    GemmRow(
-        "expand_cublas",
-        lambda p: p.epilogue == "none",
-        "gemm.cublas:EXPAND_CUBLAS",
-        "many rows: the matrix is expanded in parts, then multiplied by cuBLAS",
-    ),
+    EXPAND_CUBLAS_ROW,
 )
 PRODUCTS: dict[str, tuple[GemmRow, ...]] = {
     "plain": PLAIN_ROWS,

@@ -39,8 +39,8 @@ class Device:
         return seconds + self.context_s * size.context + (self.prompts_s if size.tokens > size.samples else 0.0)
 
 
-# A model of 8B parameters on an H200: decoding steps of 1 and 32 rows and prompts of 8k and 64k tokens as measured; what a
-# pass for prompts costs on its own (`prompts_s`) is an assumption.
+# A model of 8B parameters on an H200: decoding steps of 1 and 32 rows and prompts of 8k and 64k tokens as measured;
+# what a pass for prompts costs on its own (`prompts_s`) is an assumption.
 LARGE_GPU = Device(base_s=4.35e-3, token_s=2.4e-5, sample_s=0.0, context_s=8.8e-10, prompts_s=6e-3)
 
 

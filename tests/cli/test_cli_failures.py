@@ -59,10 +59,14 @@ def test_a_stop_in_the_first_seconds_is_orderly(
 ) -> None:
     command = [sys.executable, "-m", "tokenmill", "serve", str(smollm2_path), "--port", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert eventually(lambda: handles_sigterm(process.pid)), "Python itself has started"
-    time.sleep(after_s)
-    process.terminate()
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert eventually(lambda: handles_sigterm(process.pid)), "Python itself has started"
+        time.sleep(after_s)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     wait_for_no_engine(environment)

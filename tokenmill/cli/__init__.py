@@ -36,26 +36,15 @@ def _run_verb(arguments: list[str]) -> int:
         print(f"tokenmill: {_unknown(verb)}", file=sys.stderr)
         return 2
     if verb in ("serve", "up"):
-        _end_orderly_from_now_on()
+        from tokenmill.server.early_stop import EARLY_STOP
+
+        EARLY_STOP.install()
     from tokenmill.engine.startup.core_prestart import prestart_core
 
     with prestart_core(verb, arguments[1:]):
         from tokenmill.cli.dispatch import dispatch
 
         return dispatch(verb, arguments[1:])
-
-
-def _end_orderly_from_now_on() -> None:
-    """Let SIGTERM end the process with exit code 0 before the server listens to it too: a service manager that stops
-    what it has just started sees no failure."""
-    import signal
-    import threading
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(0)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, stop)
 
 
 def _overview() -> str:

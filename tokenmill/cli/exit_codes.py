@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from tokenmill.server.early_stop import is_early_stop
+
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -30,6 +32,8 @@ def exit_code_of(command: Callable[[], int]) -> int:
         _forget_output()
         return code
     except Exception as problem:  # the last stop before the user: a bug is one line too
+        if is_early_stop(problem):
+            return 0
         return fail(f"internal error: {type(problem).__name__}: {problem}", 1)
 
 

@@ -97,7 +97,12 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(STOP_SIGNAL, lambda *_: sys.exit(0))
-    mailbox = SocketMailbox(folder, parent_pid)
+    try:
+        mailbox = SocketMailbox(folder, parent_pid)
+    except zmq.ZMQError:
+        if os.path.isdir(folder):
+            raise
+        return 0  # the parent has ended already, and its folder with it
     try:
         return _serve(mailbox, folder, fast_start=is_fast_start())
     finally:

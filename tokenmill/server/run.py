@@ -38,6 +38,7 @@ from tokenmill.server.app import create_app
 from tokenmill.server.audit_trail import AuditTrail
 from tokenmill.server.auth import require_safe_exposure
 from tokenmill.server.body import shown
+from tokenmill.server.early_stop import EARLY_STOP
 from tokenmill.server.engine_source import Announce, EngineSource, PlanMemory, StartedSource, StartEngine
 from tokenmill.server.errors import LoadFailed
 from tokenmill.server.gate import EngineGate
@@ -229,6 +230,8 @@ class ServerLifecycle:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+        if EARLY_STOP.was_asked:
+            self._on_signal()
         answering = asyncio.create_task(self._http_server.serve(sockets=self._listeners))
         try:
             if await self._load():

@@ -3,7 +3,7 @@
 # what was written without a GPU first, then its speed, then everything else. Each part has a limit of its own, and what
 # fails does not keep the next part from running. Everything that is printed is also in the folder that is named.
 #
-#     sh benchmarks/gpu_first_call.sh [FOLDER]                a whole run: up to 22 minutes
+#     sh benchmarks/gpu_first_call.sh [FOLDER]                a whole run: up to 29 minutes
 #     PARTS="new speed" sh benchmarks/gpu_first_call.sh       up to 9 minutes: one call of ten
 #
 # Tests of trained models need the folder of goldens that tests/conftest.py looks for; without it they are skipped.

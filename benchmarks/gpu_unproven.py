@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from gpu_kernels import graph_ms
 
 from tests.support.small_floats import raw_matrix
 from tokenmill.arch.indexer import Indexer
@@ -63,31 +64,21 @@ def chosen(kernels: str) -> None:
     os.environ[VARIABLE] = kernels
 
 
-def graph_ms(works: Sequence[Callable[[], object]], repeats: int = 7) -> float:
+def each_ms(works: Sequence[Callable[[], object]]) -> float:
     """Median time of one of `works`, which are captured into a graph one after the other"""
-    for work in works:
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run_all() -> None:
         for work in works:
             work()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[repeats // 2] / len(works)
+
+    return graph_ms(run_all, repeats=7) / len(works)
 
 
 def copy_bandwidth() -> float:
     """Bytes read and written a millisecond by a large copy"""
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / graph_ms([lambda: target.copy_(source)])
+    return 2 * source.nbytes / each_ms([lambda: target.copy_(source)])
 
 
 def on_gpu(raw: RawTensor) -> RawTensor:
@@ -144,7 +135,7 @@ def matrices(kernels: str, quant: str, limits: tuple[float, float], bandwidth: f
             if not error < limits[rows > 32]:
                 print(f"{kernels:13} {what:28} {rows:5}  WRONG: {error:.4f}", flush=True)
                 continue
-            times = (graph_ms([_product(ops, x, one) for one in some]) for some in (all_new, all_old))
+            times = (each_ms([_product(ops, x, one) for one in some]) for some in (all_new, all_old))
             yield Row(kernels, what, rows, error, *times, floor)
 
 
@@ -175,7 +166,7 @@ def experts(kernels: str, quant: str, limits: tuple[float, float], bandwidth: fl
             print(f"{kernels:13} {what:28} {tokens:5}  WRONG: {error:.4f}", flush=True)
             continue
         used = len(ids.unique()) / EXPERTS
-        times = (graph_ms([_routed(ops, x, weights, ids, one) for one in copies(some)]) for some in (new, old))
+        times = (each_ms([_routed(ops, x, weights, ids, one) for one in copies(some)]) for some in (new, old))
         yield Row(kernels, what, tokens, error, *times, num_bytes(new.packed) * used / bandwidth)
 
 
@@ -223,7 +214,7 @@ def sparse_attention(bandwidth: float) -> Iterator[Row]:
             print(f"sparse_attention: context {context}, {rows} rows: WRONG: {error:.4f}", flush=True)
             continue
         read = rows * (context * 256 + min(context, indexer.top_k) * (rank + rope) * 2) + absorb.nbytes + expand.nbytes
-        times = graph_ms([chosen_ones]), graph_ms([all_of_them])
+        times = each_ms([chosen_ones]), each_ms([all_of_them])
         yield Row("sparse_attention", f"a layer of V3.2, {context} tokens", rows, error, *times, read / bandwidth)
 
 

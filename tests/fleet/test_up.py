@@ -50,6 +50,11 @@ def test_a_file_says_groups_load_and_hosts(tmp_path: Path) -> None:
     assert found.groups == (GroupConfig(2, 6), GroupConfig(1, 1, 2))
     assert (found.least, found.most, found.idle_s, found.load.requests_s) == (3, 7, 120.0, 3)
     assert found.hosts.key_file == tmp_path / "k" and not found.has_roles
+    text = '[hosts]\nlisten = "[::1]:8100"\nkey_file = "k"\n'
+    assert read_cluster(written(tmp_path, "[[group]]\nreplicas = 5\n" + text)).num_local == 1
+    assert read_cluster(written(tmp_path, "[[group]]\nreplicas = 5\n" + text + "local_replicas = 3\n")).num_local == 3
+    former = read_cluster(written(tmp_path, "[[group]]\nreplicas = 5\n" + text + "seats = 3\n"))
+    assert former.num_local == 3 and "local_replicas" in former.deprecated[0]
     text = '[[group]]\nrole = "prefill"\n[[group]]\nreplicas = "2..4"\nrole = "decode"\n[cache]\nkv_disk_gb = 20\n'
     found = read_cluster(written(tmp_path, text))
     assert found.has_roles and found.groups == (GroupConfig(role="prefill"), GroupConfig(2, 4, role="decode"))

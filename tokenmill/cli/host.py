@@ -8,10 +8,13 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from tokenmill.cli.flags import Count, Switch
 from tokenmill.config import EngineConfig
@@ -31,9 +34,10 @@ def command(
     join: str,
     key_file: Path | None = None,
     name: str = "",
-    seats: Count | None = None,
+    replicas: Count | None = None,
     tls_ca: Path | None = None,
     ends_with_parent: Switch = False,
+    seats: Annotated[Count | None, Parameter(show=False)] = None,
 ) -> int:
     """Run replicas for the front of a cluster (`tokenmill up`) until stopped. Nothing listens on this machine.
 
@@ -46,12 +50,14 @@ def command(
         File with the cluster's key; TOKENMILL_CLUSTER_KEY without it.
     name
         How the front calls this machine; its host name by default.
-    seats
+    replicas
         Replicas that this machine has room for; by default one for each GPU, or one on its processor.
     tls_ca
         File with the certificate that the front's must be signed by (PEM); the system's by default.
     ends_with_parent
         End when the process that started this one has ended.
+    seats
+        Former name of --replicas; deprecated.
     """
     if join.startswith(STAGE_SCHEME):
         return _be_stage(join.removeprefix(STAGE_SCHEME), os.getppid() if ends_with_parent else None)
@@ -65,11 +71,13 @@ def command(
 
     key = read_key(key_file, os.environ.get("TOKENMILL_CLUSTER_KEY"))
     gpus = probe_nvidia() if torch_computes_on_gpus() else []
-    num_seats = seats or max(1, len(gpus))
+    if seats is not None:
+        print("tokenmill: --seats is deprecated: write --replicas", file=sys.stderr)
+    capacity = replicas or seats or max(1, len(gpus))
     device = f"{len(gpus)} × {gpus[0].name}" if gpus else probe_cpu().name
     configure_logging()
-    info = HostInfo(name or socket.gethostname(), num_seats, device, VERSION)
-    agent = HostAgent(join, key, info, Fitting(num_seats, len(gpus)).fit, tls=_tls(join, tls_ca))
+    info = HostInfo(name or socket.gethostname(), capacity, device, VERSION)
+    agent = HostAgent(join, key, info, Fitting(capacity, len(gpus)).fit, tls=_tls(join, tls_ca))
     return asyncio.run(_run(agent, os.getppid() if ends_with_parent else None))
 
 
@@ -129,8 +137,8 @@ def _tls(url: str, ca: Path | None) -> ssl.SSLContext | None:
 class Fitting:
     """Makes the settings of a core fit this machine: its share of threads and memory."""
 
-    def __init__(self, num_seats: int, num_gpus: int) -> None:
-        self._num_seats = num_seats
+    def __init__(self, capacity: int, num_gpus: int) -> None:
+        self._capacity = capacity
         self._num_gpus = num_gpus
 
     def fit(self, config: EngineConfig, path: Path) -> EngineConfig:
@@ -141,9 +149,9 @@ class Fitting:
         from tokenmill.planner.serving import serving_memory
 
         here = config.parallel.tp * (1 if config.parallel.stages_at else config.parallel.pp)
-        ranks = self._num_seats * here
+        ranks = self._capacity * here
         threads = config.ops.threads or max(1, probe_cpu().usable_cores // ranks)
-        share = probe_memory().total_bytes // self._num_seats
+        share = probe_memory().total_bytes // self._capacity
         available = min(share, probe_memory().available_bytes)
         _, memory = serving_memory(config, path, config.model.model, available=available)
         cache = replace(config.cache, num_blocks=config.cache.num_blocks or memory.num_blocks)

@@ -11,6 +11,7 @@ scheduler, routing and autoscaler are the true ones.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +87,8 @@ def command(
         Try the cluster on devices that are not there: h200x8. The model sleeps as long as they would compute.
     """
     found = read_cluster(cluster)
+    for sentence in found.deprecated:
+        print(f"tokenmill: {sentence}", file=sys.stderr)
     read_roles(",".join(group.role for group in found.groups), len(found.groups))
     base = engine.config(None)
     refuse_idle_settings(server, base, virtual, found)
@@ -172,7 +175,7 @@ def topologies_of(
     """Every topology of a group on so many devices, the best first."""
     from tokenmill.planner.topologies import Asked, topologies
 
-    here = cluster.most if virtual else cluster.local_seats
+    here = cluster.most if virtual else cluster.num_local
     most = here if device.is_cpu else min(here, group.most)
     requests_s = cluster.load.requests_s if len(cluster.groups) == 1 else None
     asked = Asked(min(group.least, most), most, group.tp, requests_s)
@@ -253,18 +256,18 @@ def run_here(cluster: ClusterConfig, planned: Sequence[PlannedGroup], base: Engi
     from tokenmill.fleet.start import gpus_of
 
     slots = slots_of(planned)
-    first, seats = planned[0].engine, cluster.local_seats
-    gpus = gpus_of(first, seats * first.parallel.tp) if seats else []
+    first, num_local = planned[0].engine, cluster.num_local
+    gpus = gpus_of(first, num_local * first.parallel.tp) if num_local else []
     key = None if cluster.hosts.listen is None else read_key(cluster.hosts.key_file, None)
     spare = SpareCore(take_core(fast_start=bool(first.ops.fast_start)), is_refilled=not gpus)
 
     async def start() -> AsyncEngine:
         frontend = await asyncio.to_thread(load_frontend, first)
-        places = Places(*([LocalPlace(frontend, seats, gpus=gpus, spare=spare)] if seats else []))
+        places = Places(*([LocalPlace(frontend, num_local, gpus=gpus, spare=spare)] if num_local else []))
         carriers: list[FleetKeeper] = []
         if key is not None:
             joining = await listener(cluster.hosts, key, places, base, frontend.model_path)
-            carriers = [joining, *ray_keepers(cluster, joining, places, len(slots) - seats)]
+            carriers = [joining, *ray_keepers(cluster, joining, places, len(slots) - num_local)]
         return await start_cluster(
             frontend, slots, places, allowed(cluster, planned), idle_s=cluster.idle_s,
             num_started=num_needed(planned), spare=spare, carriers=carriers, roles=roles_of(planned),
@@ -288,7 +291,7 @@ async def listener(hosts: HostsConfig, key: bytes, places: Places, base: EngineC
     return JoinListener(hosts.listen, key, places, base, digest, tls=tls)
 
 
-def ray_keepers(cluster: ClusterConfig, joining: JoinListener, places: Places, num_seats: int) -> list[FleetKeeper]:
+def ray_keepers(cluster: ClusterConfig, joining: JoinListener, places: Places, capacity: int) -> list[FleetKeeper]:
     """A Ray cluster, where the file names one, as a place for the replicas that have none here."""
     if cluster.hosts.ray is None:
         return []
@@ -296,7 +299,7 @@ def ray_keepers(cluster: ClusterConfig, joining: JoinListener, places: Places, n
 
     assert cluster.hosts.key_file is not None
     key = cluster.hosts.key_file.read_text(encoding="utf-8").strip()
-    place = RayPlace(cluster.hosts.ray, max(1, num_seats), joining, key)
+    place = RayPlace(cluster.hosts.ray, max(1, capacity), joining, key)
     places.add(place)
     return [place]
 

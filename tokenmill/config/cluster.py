@@ -15,7 +15,7 @@
 
     [hosts]
     local = true                          # replicas run on this machine too,
-    seats = 1                             # so many
+    local_replicas = 1                    # at most so many
     listen = "0.0.0.0:8100"               # where `tokenmill host --join` of other machines reaches this one
     key_file = "cluster.key"              # what they must know
     ray = "auto"                          # the address of a Ray cluster whose nodes run replicas too
@@ -41,6 +41,7 @@ MAX_REPLICAS = 64
 MAX_TP = 64
 MAX_FILE_BYTES = 1 << 20
 ROLES = ("any", "prefill", "decode")
+FORMER_LOCAL_REPLICAS = "seats"  # still read
 OWN_TABLES = ("group", "load", "hosts", "scale")
 
 
@@ -68,7 +69,7 @@ class HostsConfig:
     """The machines of a cluster."""
 
     local: bool = True
-    seats: int | None = None  # replicas on this machine; None: all, or one where others can join
+    local_replicas: int | None = None  # at most, on this machine; None: all, or one where others can join
     listen: str | None = None  # address and port for hosts that join; None: none can
     key_file: Path | None = None
     tls_cert: Path | None = None
@@ -82,13 +83,14 @@ class ClusterConfig:
     load: ExpectedLoad = ExpectedLoad()
     hosts: HostsConfig = HostsConfig()
     idle_s: float = 60.0  # that the last replica stays without a request, where none may be
+    deprecated: tuple[str, ...] = ()  # what is written by a former name, one sentence each
 
     @property
-    def local_seats(self) -> int:
+    def num_local(self) -> int:
         """Replicas that run on this machine at most."""
         if not self.hosts.local:
             return 0
-        return min(self.most, self.hosts.seats or (self.most if self.hosts.listen is None else 1))
+        return min(self.most, self.hosts.local_replicas or (self.most if self.hosts.listen is None else 1))
 
     @property
     def least(self) -> int:
@@ -136,8 +138,14 @@ def read_cluster(path: Path) -> ClusterConfig:
     idle_s = seconds_of(scale.get("idle", "60s"))
     if idle_s is None or not 0 < idle_s <= 86_400:
         raise InvalidConfig(f"{path}: [scale] idle must be a duration such as 60s", param="idle")
+    hosts = _hosts(path, tables)
+    uses_former = FORMER_LOCAL_REPLICAS in tables.get("hosts", {})
     cluster = ClusterConfig(
-        tuple(_group(path, group) for group in groups), _load(path, tables), _hosts(path, tables), idle_s
+        tuple(_group(path, group) for group in groups),
+        _load(path, tables),
+        hosts,
+        idle_s,
+        (f"{path}: [hosts] {FORMER_LOCAL_REPLICAS} is deprecated: write local_replicas",) if uses_former else (),
     )
     if not 1 <= cluster.most <= MAX_REPLICAS:
         raise InvalidConfig(f"{path}: a cluster has 1 to {MAX_REPLICAS} replicas, not {cluster.most}", param="replicas")
@@ -186,7 +194,10 @@ def _load(path: Path, tables: Mapping[str, Any]) -> ExpectedLoad:
 
 
 def _hosts(path: Path, tables: Mapping[str, Any]) -> HostsConfig:
-    table = dict(_table(path, tables, "hosts", [field.name for field in fields(HostsConfig)]))
+    table = dict(_table(path, tables, "hosts", [*(field.name for field in fields(HostsConfig)), FORMER_LOCAL_REPLICAS]))
+    if FORMER_LOCAL_REPLICAS in table:
+        former = table.pop(FORMER_LOCAL_REPLICAS)
+        table.setdefault("local_replicas", former)
     for name, kind in (("local", bool), ("listen", str), ("key_file", str), ("tls_cert", str), ("tls_key", str),
                        ("ray", str)):  # fmt: skip
         if name in table and type(table[name]) is not kind:
@@ -194,14 +205,17 @@ def _hosts(path: Path, tables: Mapping[str, Any]) -> HostsConfig:
     for name in ("key_file", "tls_cert", "tls_key"):
         if name in table:
             table[name] = path.parent / Path(table[name]).expanduser()
-    if "seats" in table and not (type(table["seats"]) is int and 1 <= table["seats"] <= MAX_REPLICAS):
-        raise InvalidConfig(f"{path}: [hosts] seats must be 1 to {MAX_REPLICAS}, got {table['seats']!r}", param="seats")
+    number = table.get("local_replicas")
+    if number is not None and not (type(number) is int and 1 <= number <= MAX_REPLICAS):
+        raise InvalidConfig(
+            f"{path}: [hosts] local_replicas must be 1 to {MAX_REPLICAS}, got {number!r}", param="local_replicas"
+        )
     hosts = HostsConfig(**table)
     if hosts.listen is not None:
         listen_address(hosts.listen)
     if hosts.listen is not None and hosts.key_file is None:
         raise InvalidConfig(
-            f"{path}: [hosts] listen needs a key_file: whoever joins must know the key",
+            f"{path}: [hosts] listen needs a key_file: machines that join must know the key",
             param="key_file",
             hint="head -c 32 /dev/urandom | base64 > cluster.key",
         )

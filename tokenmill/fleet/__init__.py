@@ -1,1 +1,1 @@
-"""Several cores behind one front: which one a request goes to, and how they are started."""
+"""Several engine cores behind one front process: routing of requests, start of cores, scaling, other machines."""

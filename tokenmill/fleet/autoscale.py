@@ -1,4 +1,4 @@
-"""How many cores a fleet needs for its load, and a keeper that starts and stops them.
+"""Autoscaling: how many cores a fleet needs for its load, and the task that starts and stops them.
 
     demand   core-seconds of work that arrive each second, predicted from arrivals, the lengths of late requests and the
              measured seconds of a step; or the sequences that are here, by those that a core computes within the
@@ -43,7 +43,7 @@ RETRY_S = 5.0  # after a core that could not be started
 
 
 class ScaleRange(NamedTuple):
-    """The numbers of cores that are allowed."""
+    """The smallest and the largest number of cores."""
 
     least: int
     most: int
@@ -60,7 +60,7 @@ class Demand:
 
     @property
     def cores(self) -> float:
-        """How many cores would be busy all the time."""
+        """Return the number of cores that this load would keep busy all the time."""
         return max(self.work, self.rows)
 
 
@@ -96,7 +96,8 @@ class ScaleRule:
         return self._within(num_cores)
 
     def note_change(self) -> None:
-        """A core has left: before the next one does, as much time has to pass again."""
+        """Restart the waiting time after a core was stopped: the next one is stopped no earlier than after the same
+        time."""
         self._past.clear()
 
     def _within(self, number: int) -> int:
@@ -104,7 +105,7 @@ class ScaleRule:
 
 
 class LoadMeter(PrefixRouter):
-    """The router of a fleet that scales: chooses as any, and measures what arrives meanwhile."""
+    """A router that also measures the arriving load, for a fleet that scales."""
 
     def __init__(self, num_replicas: int, slo: ServiceLevel) -> None:
         super().__init__(num_replicas)
@@ -148,8 +149,8 @@ class LoadMeter(PrefixRouter):
         )
 
     def _rows_of_a_core(self, replica: Replica, rate: StepSeconds) -> float:
-        """How many sequences a core computes at a time within the promised TPOT. Steps carry prompts too, which take
-        some of that time."""
+        """Return how many sequences a core can decode together within the promised TPOT. Steps carry prompts too, which
+        take some of that time."""
         most = max(1, replica.info.max_running)
         if self._slo.tpot_s is None:
             return max(1.0, USUAL_ROWS * most)
@@ -203,7 +204,7 @@ class Autoscaler:
         return self._rule.allowed
 
     def wake(self) -> None:
-        """Look at once: a place has come, or a request waits."""
+        """Check at once, because a machine has joined or a request waits."""
         self._wake.set()
 
     def allow(self, least: int, most: int) -> bool:
@@ -231,7 +232,7 @@ class Autoscaler:
             self._wake.clear()
 
     def look(self) -> None:
-        """Compare what there is with what is needed, and begin to change it."""
+        """Compare the number of cores with the number needed, and begin to start or stop some."""
         assert self._replicas is not None
         now_s, replicas = asyncio.get_running_loop().time(), self._replicas
         there = [replica for replica in replicas.all if not replica.is_stopped and replica not in self._stopping]

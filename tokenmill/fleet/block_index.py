@@ -1,8 +1,8 @@
 """An index of the blocks that each core has in its prefix cache, by their hashes.
 
-Cores tell it with their outputs (`KVNews`), over the ordered pipe that exists anyway: a snapshot first, then what
-changes. Where the pipe was cut, the numbers show a gap, and a new snapshot is asked for; until it comes, nothing is
-known of that core. So the index is never wrong for longer than news are under way.
+Cores report changes with their outputs (`KVNews`), over the ordered pipe that outputs use: a snapshot first, then
+differences. Reports are numbered; after a gap a new snapshot is requested, and until it arrives nothing is assumed
+about that core. So the index is outdated by no more than the reports that are in flight.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class BlockIndex:
         self._next: list[int | None] = [None] * num_replicas  # number of the next news; None: a snapshot is needed
 
     def forget(self, replica: int) -> None:
-        """A core was started anew, or its pipe: nothing is known of it."""
+        """Forget everything about a core that was restarted, or whose connection was."""
         self._blocks[replica] = set()
         self._next[replica] = None
 
     def apply(self, replica: int, news: KVNews) -> bool:
-        """Take in news of a core; False: some were lost, and a snapshot must be asked for."""
+        """Apply a report of a core; False: an earlier one was lost, and a snapshot must be requested."""
         if news.is_snapshot:
             self._blocks[replica] = set(news.stored)
         elif news.number != self._next[replica]:
@@ -39,14 +39,14 @@ class BlockIndex:
         return True
 
     def blocks(self, replica: int) -> frozenset[bytes]:
-        """All that a core has, as far as it is known."""
+        """Return the hashes of all blocks that a core is known to have."""
         return frozenset(self._blocks[replica])
 
     def matches(
         self, token_ids: Sequence[int], chain: HashChain, block_size: int, replicas: Sequence[int]
     ) -> list[int]:
-        """How many leading blocks of a prompt each of these cores has. Hashes are computed only as far as one has
-        them, and one block further: mostly that is what sets this conversation apart from others."""
+        """Return how many leading blocks of a prompt each of these cores has. Hashes are computed only as far as some
+        core has them, and for one block more, which usually identifies the conversation."""
         num_blocks, hashes = len(token_ids) // block_size, chain.hashes
         found = dict.fromkeys(replicas, 0)
         going_on = list(replicas)

@@ -1,13 +1,13 @@
-"""Blocks between machines: streams of bytes through the link that joins them (`link.py`).
+"""Transfer of KV blocks between machines, as byte streams over their links (`link.py`).
 
     core ─► its machine's relay socket ══ link ══ front ══ link ══ the other machine ─► socket of the core with blocks
 
-To a core another one is an address (`kv/tiers/peer.py`). That of a core elsewhere is this machine's relay socket and,
-behind a #, the name of the target, which the core says first. From there on bytes are handed on as they are. Nobody
-names a path to another machine: a target is the number of a core there, or one of the front's own cores.
+A core knows another core by an address (`kv/tiers/peer.py`). For a core on another machine, the address is this
+machine's relay socket and, after a #, the name of the target, which the core sends first; all later bytes are forwarded
+unchanged. A target is the number of a core, never a path in another machine's file system.
 
-The link carries outputs too, so a stream waits while much is on its way. What goes wrong ends the stream: the core that
-has asked computes.
+The link carries outputs too, so a stream waits while much data is in flight. Any failure ends the stream, and the core
+that asked computes the blocks itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Connect = Callable[[str], Awaitable[Pipe]]  # to a target; OSError: it can't be 
 
 
 class LinkedStreams:
-    """The streams over one link, as one of its sides sees them."""
+    """One side's view of the streams over a link."""
 
     def __init__(self, link: ReliableLink, send: Callable[[StreamMessage], None], connect: Connect, first: int) -> None:
         """`connect`: to a target that the other side names. `first`: the number of this side's first stream."""
@@ -58,7 +58,7 @@ class LinkedStreams:
         await self._carry(number, pipe)
 
     def note(self, message: StreamMessage) -> None:
-        """Take in what the other side says."""
+        """Handle a message of the other side."""
         match message:
             case OpenBlocks(stream, target) if stream not in self._incoming and len(self._incoming) < MAX_STREAMS:
                 self._incoming[stream] = asyncio.Queue()
@@ -106,7 +106,7 @@ class LinkedStreams:
             writer.close()
 
     async def _read(self, number: int, reader: asyncio.StreamReader) -> None:
-        """Hand on what a core says; its end is told to our own side, which tells the other."""
+        """Forward the bytes of a core. When its stream ends, close the stream on this side, which closes the other."""
         try:
             while data := await reader.read(CHUNK):
                 await self._link.wait_for_room()
@@ -159,7 +159,7 @@ class RelaySocket:
 
 
 async def said_target(reader: asyncio.StreamReader) -> str:
-    """The target that a core names first."""
+    """Read the target's name, which a core sends first."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if not 0 < length <= MAX_TARGET:
         raise OSError(f"a target of {length} bytes")
@@ -167,7 +167,7 @@ async def said_target(reader: asyncio.StreamReader) -> str:
 
 
 async def joined_pipes() -> tuple[Pipe, Pipe]:
-    """Two ends of one pipe in this process."""
+    """Return the two ends of a pipe within this process."""
     ends = socket.socketpair()
     with contextlib.ExitStack() as undo:
         for end in ends:

@@ -1,4 +1,4 @@
-"""Start a fleet that grows and shrinks with its load, at places that come and go."""
+"""Start of a fleet whose number of cores follows its load, on machines that may join and leave."""
 
 from __future__ import annotations
 

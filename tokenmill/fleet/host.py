@@ -1,11 +1,11 @@
 """A machine that runs cores for a front elsewhere: `tokenmill host --join ws://front:8100`.
 
-It connects to the front, so nothing listens here. The front says which model, and how many cores; each is a process as
-it would be on the front's machine, and its messages are handed on as they are. The model's files must be here too, and
-be the same: the front sends a digest of its own.
+It connects to the front, so nothing listens on this machine. The front says which model to run and on how many cores;
+each core is a process as on the front's machine, and its messages are forwarded unchanged. The model's files must be
+the same on both machines: the front sends a digest of its own.
 
-When the connection is cut, the cores go on, and what they say is kept and sent when it is back. Without the front for a
-minute they are ended.
+When the connection is cut, the cores continue, and their messages are kept and sent after it is back. After a minute
+without the front they are ended.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _to_host = msgspec.msgpack.Decoder(ToHost)
 
 
 def model_digest(config: EngineConfig, path: Path) -> str:
-    """What two machines must agree on to give the same tokens: version, architecture, sizes of the weight files."""
+    """Return a digest of what two machines must have in common to give the same tokens: version, architecture, sizes of
+    the weight files."""
     found = hashlib.sha256(VERSION.encode())
     if is_scripted(config.model.model):
         found.update(path.read_bytes())
@@ -80,7 +81,7 @@ def model_digest(config: EngineConfig, path: Path) -> str:
 
 
 class RelayedCoreClient(ProcessCoreClient):
-    """A core's process whose messages are handed on as they are."""
+    """A client of a core process that forwards its messages undecoded."""
 
     def __init__(self, config: EngineConfig, path: Path, hand_on: Callable[[bytes], None]) -> None:
         super().__init__(config, path, own_core_process(config))
@@ -88,7 +89,7 @@ class RelayedCoreClient(ProcessCoreClient):
 
     @property
     def block_address(self) -> str:
-        """The socket at which it gives blocks to other cores."""
+        """Return the path of the socket at which the core gives blocks to other cores."""
         assert self._child is not None
         return block_socket(self._child.folder)
 
@@ -240,7 +241,7 @@ class HostAgent:
             self._starting.pop(asked.core, None)
 
     def _note_end(self, core: int, message: FromCore) -> None:
-        """A core has ended by itself."""
+        """Report to the front that a core has ended by itself."""
         assert isinstance(message, Failed)
         self._send(CoreEnded(core, message.message, message.hint, message.exit_code))
         self._drop(core)

@@ -1,14 +1,14 @@
-"""The front's side of machines that join: it listens, and each machine is a place where cores can be started.
+"""The front's side of machines that join a cluster: each becomes a place where cores can be started.
 
-    JoinListener     lets in whoever knows the key; a keeper of the engine
-    HostPlace        one machine: its seats, its link
-    RemoteCoreClient a core there, which looks to the front as one of this machine
+    JoinListener     accepts machines that know the key; runs as long as the engine
+    HostPlace        one machine: its capacity, its link
+    RemoteCoreClient the client of a core there; the front uses it like that of a local core
 
-Cores ask each other for blocks; the addresses of those elsewhere are `session:number` here, and lead through the links
-(`block_relay.py`).
+Cores ask each other for blocks. Cores on other machines have addresses `session:number` here, which are reached over
+the links (`block_relay.py`).
 
-A connection that is cut comes back within seconds, and nothing is lost. A machine that stays away is gone: its cores
-have died, and their requests go on in others.
+A machine whose connection is cut reconnects within seconds, and nothing is lost. If it does not, its cores count as
+dead, and their requests continue on other cores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import WebSocketException
 
 from tokenmill.config import EngineConfig
-from tokenmill.config.cluster import listen_address
+from tokenmill.config.cluster import MAX_REPLICAS, listen_address
 from tokenmill.engine.core_client import CoreClient, Receive
 from tokenmill.engine.messages import Beat, Failed, FromCore, Ready, Shutdown, ToCore
 from tokenmill.engine.replicas import Replicas
@@ -53,7 +53,7 @@ from tokenmill.fleet.link import (
     ToHost,
     front_handshake,
 )
-from tokenmill.fleet.places import NoSeat, Places
+from tokenmill.fleet.places import NoCapacity, Places
 from tokenmill.observe.log import get_log
 from tokenmill.version import VERSION
 
@@ -61,7 +61,6 @@ log = get_log("fleet")
 
 AWAY_S = 15.0  # that a machine may stay away before its cores are given up
 END_S = 5.0  # that a core elsewhere may take to end
-MAX_SEATS = 64
 
 _encoder = msgspec.msgpack.Encoder()
 _from_host = msgspec.msgpack.Decoder(FromHost)
@@ -96,7 +95,7 @@ class RemoteCoreClient:
         self._place.send(StopCore(self._number, is_killed=True))
 
     async def close(self) -> None:
-        """End the core and give its seat back. A machine that is away does not hold up who closes."""
+        """End the core and free its capacity. Does not wait for a machine whose connection is lost."""
         self._is_closing = True
         if not self._has_ended.is_set():
             self.send(Shutdown())
@@ -141,7 +140,7 @@ class HostPlace:
         self.streams = LinkedStreams(self.link, self.send, connect, first=1)
         self.connection: ServerConnection | None = None
         self.away: asyncio.TimerHandle | None = None
-        self._num_seats = info.num_seats
+        self._capacity = info.capacity
         self._base = base
         self._cores: dict[int, RemoteCoreClient] = {}
         self._numbers = itertools.count(1)
@@ -151,11 +150,11 @@ class HostPlace:
         return self.connection is not None
 
     def num_free(self) -> int:
-        return self._num_seats - len(self._cores) if self.is_connected else 0
+        return self._capacity - len(self._cores) if self.is_connected else 0
 
     def take(self, config: EngineConfig) -> CoreClient:
         if self.num_free() < 1:
-            raise NoSeat
+            raise NoCapacity
         number = next(self._numbers)
         own = replace(self._base, parallel=config.parallel)
         client = self._cores[number] = RemoteCoreClient(number, self, own)
@@ -224,17 +223,17 @@ class JoinListener:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Return the address and port it listens on."""
         assert self._server is not None
         return self._address[0], int(next(iter(self._server.sockets)).getsockname()[1])
 
     def expect(self, name: str) -> asyncio.Future[HostPlace]:
-        """A machine of this name, once it has joined: it is for whoever expects it, and for no other core."""
+        """Return the machine of this name, once it has joined; it is reserved for the caller."""
         found = self._expected[name] = asyncio.get_running_loop().create_future()
         return found
 
     def forget(self, name: str) -> None:
-        """Expect a machine no longer."""
+        """Cancel the expectation of a machine."""
         self._expected.pop(name, None)
 
     # ── as the keeper of an engine ─────────────────────────────────────────────────────────────────────
@@ -310,7 +309,7 @@ class JoinListener:
             place.away = None
             log.info("%s is back", place.name)
         else:
-            log.info("%s has joined with %d seats (%s)", place.name, hello.info.num_seats, hello.info.device)
+            log.info("%s has joined with room for %d replicas (%s)", place.name, hello.info.capacity, hello.info.device)
             self._let_in(place)
         try:
             await link.run(connection, sends, receives, came)
@@ -328,11 +327,11 @@ class JoinListener:
             expected.set_result(place)
 
     def _found(self, hello: Hello) -> tuple[ReliableLink, bool]:
-        """The link of a machine that comes back, or that of a new one."""
+        """Return the link of a machine that reconnects, or a new one."""
         if hello.info.version != VERSION:
             raise LinkError(f"{hello.info.name} runs version {hello.info.version}, this is {VERSION}")
-        if not 1 <= hello.info.num_seats <= MAX_SEATS:
-            raise LinkError(f"{hello.info.name} offers {hello.info.num_seats} seats")
+        if not 1 <= hello.info.capacity <= MAX_REPLICAS:
+            raise LinkError(f"{hello.info.name} offers room for {hello.info.capacity} replicas")
         known = self._hosts.get(hello.session)
         if known is not None:
             return known.link, True
@@ -355,8 +354,8 @@ class JoinListener:
     # ── blocks ─────────────────────────────────────────────────────────────────────────────────────────
 
     def block_route(self, asking: str, source: str) -> str:
-        """Where a core reaches another one's socket for blocks, from the addresses that this front knows both by;
-        empty: nowhere."""
+        """Return the address at which one core reaches another one's block socket, from the addresses that this front
+        has for both; empty: none."""
         (here, _), (there, number) = _machine(asking), _machine(source)
         if here == there:
             return source if not there else self._hosts[there].block_path(number) if there in self._hosts else ""
@@ -366,7 +365,7 @@ class JoinListener:
         return f"{relay}{BEHIND}{source}" if relay else ""
 
     async def _block_pipe(self, target: str) -> Pipe:
-        """A pipe to the core that another machine asks for blocks."""
+        """Open a pipe to the core that another machine asks for blocks."""
         session, _ = _machine(target)
         if not session:
             assert self._replicas is not None
@@ -388,7 +387,7 @@ class JoinListener:
 
 
 def _machine(address: str) -> tuple[str, str]:
-    """The session of a core's machine, empty for this one, and its number there."""
+    """Split a core's address into its machine's session (empty for this machine) and its number there."""
     if address.startswith("/"):
         return "", ""
     session, _, number = address.partition(":")

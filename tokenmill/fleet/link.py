@@ -7,11 +7,12 @@
       frame 1, 2, 3, …  ◄────────────────────────────►  frame 1, 2, 3, …
 
 Both sides know a key and prove it without saying it: the proof is a keyed hash of both nonces. Every frame carries a
-keyed hash too, over its number and its direction, with a key of this connection alone; so nobody between can change,
-repeat or insert one, with or without TLS. (Without TLS he can read them: token ids and KV blocks, never text.)
+keyed hash too, over its number and its direction, with a key of this connection alone; so an attacker can't
+change, repeat or insert frames, with or without TLS. (Without TLS he can read them: token ids and KV blocks, never
+text.)
 
-Frames are numbered. Each side keeps what it has sent until the other says that it came. After a cut the host connects
-again, both say how far they had come, and the rest is sent again: whoever uses the link sees a pause.
+Frames are numbered. Each side keeps its sent frames until the other acknowledges them. After a cut the host reconnects,
+both sides say how many frames they have received, and the rest is sent again: users of the link see only a pause.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ REFUSED = 4403  # the code that a connection is closed with
 
 
 class LinkError(TokenmillError):
-    """The other side does not know the key, or says what it must not."""
+    """The other side does not know the key, or breaks the protocol."""
 
     code = "link_refused"
     http_status = 403
@@ -65,7 +66,7 @@ class HostInfo(msgspec.Struct, frozen=True):
     """A machine that offers to run cores."""
 
     name: str
-    num_seats: int
+    capacity: int
     device: str
     version: str
     relay: str = ""  # the socket at which its cores ask for blocks of cores elsewhere
@@ -86,7 +87,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class StartCore(msgspec.Struct, frozen=True, tag=True):
-    """To a host: start a core for this model."""
+    """Message to a host: start a core for this model."""
 
     core: int
     config: EngineConfig
@@ -181,7 +182,7 @@ class Seal:
 
 
 class LinkConnection(Protocol):
-    """What a link needs of a websocket."""
+    """The methods of a websocket that a link uses."""
 
     async def send(self, message: bytes) -> None: ...
     async def recv(self) -> str | bytes: ...
@@ -189,7 +190,7 @@ class LinkConnection(Protocol):
 
 
 class ReliableLink:
-    """One side of a link, over any number of connections."""
+    """One side of a link, which outlives its connections."""
 
     def __init__(self, deliver: Callable[[bytes], None]) -> None:
         """`deliver` is called with what the other side has sent, once and in order."""
@@ -204,11 +205,11 @@ class ReliableLink:
         self._has_room.set()
 
     async def wait_for_room(self) -> None:
-        """Wait while much is on its way: for whoever sends what is not urgent."""
+        """Wait while much data is in flight; for senders of bulk data."""
         await self._has_room.wait()
 
     def send(self, data: bytes) -> None:
-        """Send when there is a connection, and again after each cut until it has come."""
+        """Send a message, again after each cut, until the other side has received it."""
         self._num_sent += 1
         entry = (self._num_sent, data)
         self._unacknowledged.append(entry)
@@ -286,7 +287,8 @@ async def _received(connection: LinkConnection, kind: type[msgspec.Struct]) -> m
 async def front_handshake(
     connection: LinkConnection, key: bytes, find: Callable[[Hello], tuple[ReliableLink, bool]]
 ) -> tuple[Hello, ReliableLink, Seal, Seal, int]:
-    """Let a host prove itself, and prove oneself to it. `find`: its link, and whether it is one that goes on."""
+    """Authenticate a host and this front to each other. `find` returns the host's link, and whether it continues an
+    earlier one."""
     ours = os.urandom(NONCE)
     await connection.send(msgspec.msgpack.encode(Challenge(ours)))
     hello = await _received(connection, Hello)
@@ -304,7 +306,7 @@ async def front_handshake(
 async def host_handshake(
     connection: LinkConnection, key: bytes, info: HostInfo, session: str, num_received: int
 ) -> tuple[Welcome, Seal, Seal]:
-    """Prove oneself to a front, and let it prove itself."""
+    """Authenticate this host and a front to each other."""
     challenge = await _received(connection, Challenge)
     assert isinstance(challenge, Challenge)
     if challenge.protocol != PROTOCOL or len(challenge.nonce) != NONCE:

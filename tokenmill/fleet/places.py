@@ -1,12 +1,12 @@
-"""The places that cores can run at: seats on this machine, and on others that have joined.
+"""The machines that cores can run on, this one and others that have joined, and how many cores each has room for.
 
-    slot 0 ─┐                        ┌─ this machine   2 seats
-    slot 1 ─┼─ Places: a free seat ──┼─ gpu-a          4 seats
-    slot 2 ─┘                        └─ gpu-b          4 seats
+    slot 0 ─┐                        ┌─ this machine   capacity 2
+    slot 1 ─┼─ Places: a free one ───┼─ gpu-a          capacity 4
+    slot 2 ─┘                        └─ gpu-b          capacity 4
 
-A fleet has slots, which requests are routed to, and places, which cores are started at. A slot takes a seat when its
-core is started and gives it back when that core is gone; the next core of the slot may sit elsewhere. Machines come and
-go: one that left takes its seats with it, and its cores' requests go on in others.
+A fleet has slots, which requests are routed to, and places, which cores are started at. A slot's core is started at a
+place with free capacity, and frees it when it has ended; the slot's next core may be started at another place. Machines
+join and leave: when one leaves, its cores are lost, and their requests continue on other cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenmill.observe.log import get_log
 log = get_log("fleet")
 
 
-class NoSeat(OSError):
+class NoCapacity(OSError):
     """No place has room for one more core now."""
 
     def __init__(self) -> None:
@@ -41,20 +41,20 @@ class Place(Protocol):
     name: str
 
     def num_free(self) -> int:
-        """How many more cores it has room for."""
+        """Return how many more cores can be started here."""
         ...
 
     def take(self, config: EngineConfig) -> CoreClient:
-        """The client of a core that will be started here; closing it gives the seat back."""
+        """Return the client of a core that will be started here; closing it frees the capacity."""
         ...
 
 
-class SeatedClient:
-    """A core's client that gives its seat back when it is closed."""
+class CountedClient:
+    """A core's client that frees its place's capacity when it is closed."""
 
-    def __init__(self, client: CoreClient, leave: Callable[[], None]) -> None:
+    def __init__(self, client: CoreClient, free: Callable[[], None]) -> None:
         self._client = client
-        self._leave: Callable[[], None] | None = leave
+        self._free: Callable[[], None] | None = free
 
     async def start(self, receive: Receive) -> None:
         await self._client.start(receive)
@@ -72,42 +72,42 @@ class SeatedClient:
         try:
             await self._client.close()
         finally:
-            leave, self._leave = self._leave, None
-            if leave is not None:
-                leave()
+            free, self._free = self._free, None
+            if free is not None:
+                free()
 
 
 class LocalPlace:
-    """This machine. On GPUs each core has as many as it has ranks; on CPUs seats are counted."""
+    """This machine. On GPUs a core gets one device per rank; on CPUs only the number of cores is limited."""
 
     name = "here"
 
     def __init__(
-        self, frontend: ModelFrontend, num_seats: int, *, gpus: Sequence[int] = (), spare: SpareCore | None = None
+        self, frontend: ModelFrontend, capacity: int, *, gpus: Sequence[int] = (), spare: SpareCore | None = None
     ) -> None:
         """`gpus`: the devices to give out; empty: cores run on CPUs. `spare`: a process in reserve."""
         self._frontend = frontend
-        self._num_seats = num_seats
+        self._capacity = capacity
         self._gpus = list(gpus)
         self._has_gpus = bool(gpus)
         self._spare = spare
 
     def num_free(self) -> int:
-        return self._num_seats
+        return self._capacity
 
     def take(self, config: EngineConfig) -> CoreClient:
         gpus = self._gpus[: config.parallel.tp] if self._has_gpus else []
-        if not self._num_seats or (self._has_gpus and len(gpus) < config.parallel.tp):
-            raise NoSeat
-        self._num_seats -= 1
+        if not self._capacity or (self._has_gpus and len(gpus) < config.parallel.tp):
+            raise NoCapacity
+        self._capacity -= 1
         self._gpus = self._gpus[len(gpus) :]
 
-        def leave() -> None:
-            self._num_seats += 1
+        def free() -> None:
+            self._capacity += 1
             self._gpus += gpus
 
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-        return SeatedClient(self._client(config, environment), leave)
+        return CountedClient(self._client(config, environment), free)
 
     def _client(self, config: EngineConfig, environment: Mapping[str, str] = MappingProxyType({})) -> CoreClient:
         fast_start = config.ops.fast_start is not False
@@ -116,24 +116,24 @@ class LocalPlace:
 
 
 class CountedPlace:
-    """A place whose cores are made by a function: virtual ones."""
+    """A place whose core clients are made by a function; for virtual cores."""
 
-    def __init__(self, name: str, num_seats: int, make_client: Callable[[EngineConfig], CoreClient]) -> None:
+    def __init__(self, name: str, capacity: int, make_client: Callable[[EngineConfig], CoreClient]) -> None:
         self.name = name
-        self._num_seats = num_seats
+        self._capacity = capacity
         self._make_client = make_client
 
     def num_free(self) -> int:
-        return self._num_seats
+        return self._capacity
 
     def take(self, config: EngineConfig) -> CoreClient:
-        if not self._num_seats:
-            raise NoSeat
-        self._num_seats -= 1
-        return SeatedClient(self._make_client(config), self._leave)
+        if not self._capacity:
+            raise NoCapacity
+        self._capacity -= 1
+        return CountedClient(self._make_client(config), self._free)
 
-    def _leave(self) -> None:
-        self._num_seats += 1
+    def _free(self) -> None:
+        self._capacity += 1
 
 
 class Places:
@@ -151,7 +151,7 @@ class Places:
         self.on_change()
 
     def remove(self, place: Place) -> None:
-        """A machine is gone; the cores that it had say so themselves."""
+        """Remove a machine that is gone; the clients of its cores report their deaths themselves."""
         if place in self._places:
             self._places.remove(place)
 
@@ -164,7 +164,7 @@ class Places:
         def make_client() -> CoreClient:
             able = [place for place in self._places if place.num_free()]
             if not able:
-                raise NoSeat
+                raise NoCapacity
             place = max(able, key=lambda one: (isinstance(one, LocalPlace), one.num_free()))
             client = place.take(config)
             if self._replicas is not None:

@@ -33,7 +33,7 @@ from tokenmill.engine.messages import Failed, ToCore
 from tokenmill.engine.replicas import Replicas
 from tokenmill.errors import InvalidConfig
 from tokenmill.fleet.join import HostPlace, JoinListener
-from tokenmill.fleet.places import NoSeat
+from tokenmill.fleet.places import NoCapacity
 from tokenmill.observe.log import get_log
 
 log = get_log("fleet")
@@ -45,20 +45,20 @@ STAGE_PORTS = 20_000, 30_000  # of cores that stages on other nodes join
 
 
 class HostProcess:
-    """What runs in a Ray actor: our process on that node, and nothing else."""
+    """A Ray actor that starts a `tokenmill host` process on its node and waits for its end."""
 
     def __init__(self, url: str, name: str, keys: dict[str, str]) -> None:
         """`keys`: of the cluster and of a group's stages, by the names of their variables."""
-        program = ["-m", "tokenmill", "host", "--join", url, "--name", name, "--seats", "1", "--ends-with-parent"]
+        program = ["-m", "tokenmill", "host", "--join", url, "--name", name, "--replicas", "1", "--ends-with-parent"]
         self._child = subprocess.Popen([sys.executable, *program], env={**os.environ, **keys}, stdin=subprocess.DEVNULL)
 
     def address(self) -> str:
-        """Where other nodes reach this one."""
+        """Return the address at which other nodes reach this one."""
         ray: Any = importlib.import_module("ray")  # typed where it is installed only
         return str(ray.util.get_node_ip_address())
 
     def wait(self) -> str:
-        """Wait until it has ended; how, in words."""
+        """Wait until the process has ended, and return how in words."""
         return describe_exit(self._child.wait())
 
     def stop(self) -> None:
@@ -111,7 +111,7 @@ class RayCoreClient:
             receive(failure or Failed(f"{self._name}: {how}"))
 
     async def _watch(self, actor: Any, receive: Receive) -> None:
-        """Tell of an actor's end, and of its node's."""
+        """Report the end of an actor or of its node."""
         try:
             how = await asyncio.wrap_future(actor.wait.remote().future())
         except self._place.errors as problem:
@@ -145,8 +145,8 @@ class RayPlace:
 
     name = "ray"
 
-    def __init__(self, address: str, num_seats: int, listener: JoinListener, key: str) -> None:
-        """`address`: as `ray.init` takes it, or `local` for a cluster on this machine alone. `num_seats`: cores that
+    def __init__(self, address: str, capacity: int, listener: JoinListener, key: str) -> None:
+        """`address`: as `ray.init` takes it, or `local` for a cluster on this machine alone. `capacity`: cores that
         there may be at most."""
         try:
             import ray
@@ -157,16 +157,16 @@ class RayPlace:
         self.errors: tuple[type[Exception], ...] = (ray.exceptions.RayError, ConnectionError, TimeoutError, ValueError)
         self._ray: Any = ray  # typed where it is installed only
         self._address = address
-        self._num_seats = num_seats
+        self._capacity = capacity
         self._key = key
         self._is_own = False
 
     def num_free(self) -> int:
-        return self._num_seats - self.num_taken
+        return self._capacity - self.num_taken
 
     def take(self, config: EngineConfig) -> CoreClient:
         if self.num_free() < 1:
-            raise NoSeat
+            raise NoCapacity
         self.num_taken += 1
         return RayCoreClient(self, config)
 
@@ -243,7 +243,8 @@ class RayPlace:
 
 
 def spread_config(config: EngineConfig) -> EngineConfig:
-    """The settings of a replica whose stages are on nodes of their own, where it has several of one rank each."""
+    """Return the settings of a replica with each pipeline stage on a node of its own, if it has several stages of one
+    rank each."""
     if config.parallel.pp == 1 or config.parallel.tp > 1:
         return config
     port = random.randrange(*STAGE_PORTS)  # where it is taken, the core ends, and the next one has another
@@ -251,7 +252,7 @@ def spread_config(config: EngineConfig) -> EngineConfig:
 
 
 def replica_bundles(config: EngineConfig) -> list[dict[str, float]]:
-    """What Ray reserves for a replica on each node: a GPU for each rank there, or its threads."""
+    """Return the resources that Ray reserves for a replica on each node: a GPU for each rank there, or its threads."""
     parallel = config.parallel
     ranks = 1 if parallel.stages_at is not None else parallel.num_ranks
     if config.ops.device == "cuda":

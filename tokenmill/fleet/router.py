@@ -1,5 +1,4 @@
-"""The choice of a core for a request: the one that is predicted to be ready with its prompt first, with later turns in
-mind.
+"""Choice of a core for a request: the one predicted to finish its prompt first, taking later turns into account.
 
     seconds(core) = wait                                 prompts that it has to compute before, at its own measured rate
                   + uncached own tokens × seconds × 4    keeping a conversation together saves later turns too
@@ -7,11 +6,11 @@ mind.
                   + a little for what it did lately      of cores that are equal, the one that had less to do
 
 A prompt begins with what many requests share (a system prompt, tools), and goes on with what is its own (the earlier
-turns of its conversation). Whoever has the own part computes less now and will compute less in later turns, so
-conversations stay where their cache is, without any header. The shared part would pull every new conversation to the
-core that had it first. Computing it once more elsewhere is paid once, so it is worth it as soon as that core has done
-that much more than the other: all cores have it soon. What is shared is seen in the requests themselves: blocks that
-many different blocks have followed.
+turns of its conversation). A core that has the own part computes less now and in later turns, so conversations stay
+where their cache is, without any header. The shared part would pull every new conversation to the core that had it
+first. Computing it once more elsewhere is paid once, so it is worth it as soon as that core has done that much more
+than the other: all cores have it soon. What is shared is seen in the requests themselves: blocks that many different
+blocks have followed.
 
 Cores that are still equal are told apart by a rendezvous hash of the conversation's first own block, so that several
 fronts choose alike.
@@ -44,7 +43,7 @@ STEADINESS = 0.05  # weight of the newest request in the mean time that one take
 
 
 class Prediction(NamedTuple):
-    """What is predicted of a request on one core."""
+    """The predicted cost of a request on one core."""
 
     replica: Replica
     num_cached: int  # tokens
@@ -122,7 +121,7 @@ class PrefixRouter:
         return Route(chosen.replica, reason(chosen, found, num_shared), num_tokens - chosen.num_cached, source)
 
     def usual_rate(self) -> StepSeconds:
-        """What a step takes on most of the cores."""
+        """Return the step time that most cores have in common."""
         return usual_rate(self._measured)
 
     def _predicted(
@@ -137,7 +136,8 @@ class PrefixRouter:
         return Prediction(replica, num_cached, wait_s, seconds)
 
     def _wait_s(self, replica: Replica) -> float:
-        """Seconds before a core begins with a new prompt: others' prompts, a step of what it decodes, a free row."""
+        """Return the seconds before a core begins with a new prompt: earlier prompts, the current decoding step, a free
+        row."""
         rate, num_here, num_rows = self._rates[replica.index], replica.num_sequences, max(1, replica.info.max_running)
         wait_s = replica.num_prefilling * rate.token_s
         if num_here:
@@ -147,7 +147,7 @@ class PrefixRouter:
         return wait_s
 
     def _work_s(self, replica: Replica) -> float:
-        """Seconds of work that a core had lately, and has before it."""
+        """Return the seconds of work that a core did lately and has waiting."""
         return self._lately[replica.index] + replica.num_prefilling * self._rates[replica.index].token_s
 
     def _fade(self) -> None:

@@ -1,8 +1,8 @@
-"""Start a model on several cores: what each gets of the machine, and a process that waits for the next death.
+"""Start of a model on several cores: each core's part of the machine, and a spare process for the next restart.
 
-On CPUs the cores share threads and memory evenly. On GPUs each core has a device of its own. A process that has
-imported its libraries already waits in reserve (not on GPUs, where it would have to belong to one), so that a core that
-died is back in the time that its weights take to load.
+On CPUs the cores share threads and memory evenly. On GPUs each core has a device of its own. A spare process with its
+libraries imported waits in reserve (not on GPUs, where it would have to be bound to one device), so that restarting a
+dead core takes no longer than loading its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenmill.store import is_scripted
 
 
 def gpus_of(config: EngineConfig, num_replicas: int) -> list[int]:
-    """The GPU of each core; empty: they run on CPUs."""
+    """Return the GPU of each core; empty: they run on CPUs."""
     is_asked = config.ops.device == "cuda"
     if is_scripted(config.model.model) or not (is_asked or (config.ops.device == "auto" and torch_computes_on_gpus())):
         return []
@@ -44,7 +44,8 @@ def gpus_of(config: EngineConfig, num_replicas: int) -> list[int]:
 
 
 def for_each(config: EngineConfig, num_replicas: int) -> EngineConfig:
-    """The settings of one of several cores on a machine's CPUs: its share of the threads, unless they are given."""
+    """Return the settings of one of several cores on a machine's CPUs: its share of the threads, unless they are
+    given."""
     if num_replicas == 1 or is_scripted(config.model.model) or config.ops.threads is not None:
         return config
     threads = max(1, probe_cpu().usable_cores // num_replicas)
@@ -59,8 +60,8 @@ async def start_fleet(
     frontend: ModelFrontend | None = None,
     roles: str | None = None,
 ) -> AsyncEngine:
-    """Load the model on so many cores, and return once all answer. `child`: a process for the first of them that was
-    started beforehand. `roles`: what each core is for. One core is started as it always is."""
+    """Load the model on `num_replicas` cores, and return once all are ready. `child`: a process for the first of them
+    that was started beforehand. `roles`: what each core is for. One core is started as it always is."""
     given = read_roles(roles, num_replicas) if roles else []
     if num_replicas == 1:
         return await AsyncEngine.start(config, child=child, frontend=frontend)

@@ -1,10 +1,10 @@
 """How long cores' steps take, learned from what they report: seconds = steps × overhead + tokens × seconds a token.
 
 The two unknowns are fitted by least squares over the reports of all cores together, old ones fading: one core's own
-reports often are steps of nearly one size, which say little about the share of each. What sets a core apart is a
-factor: how much longer its steps took than those of all would have. What is measured of like cores differs by chance,
-and a difference would draw requests to one of them; so cores whose factors are near one are taken to be alike, as is
-one that has not reported yet.
+reports often are steps of nearly one size, which say little about the share of each. Each core has a factor: how much
+longer its steps took than the common fit predicts. Measurements of equal cores differ by chance, and a difference would
+direct requests to one of them; so cores whose factors are near one are treated as equal, as is a core that has not
+reported yet.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ALIKE = 1.5  # the factor by which the figures of like cores may differ
 
 
 class StepSeconds(NamedTuple):
-    """What a step takes, and each token in it."""
+    """Seconds of a step, and of each token in it."""
 
     step_s: float
     token_s: float
 
 
 class StepRate:
-    """What one core has reported."""
+    """The step times that one core has reported."""
 
     def __init__(self) -> None:
         self.is_known = False
@@ -37,11 +37,11 @@ class StepRate:
         self._last = EngineStats()
 
     def forget_core(self) -> None:
-        """The totals of the next report begin at zero; what was learned stays."""
+        """Expect totals from zero in the next report, because the core was restarted; what was learned stays."""
         self._last = EngineStats()
 
     def note(self, stats: EngineStats) -> float:
-        """Learn from a report of totals; the seconds of work since the last one."""
+        """Learn from a report of totals, and return the seconds of work since the last one."""
         steps, tokens = stats.steps - self._last.steps, stats.step_tokens - self._last.step_tokens
         seconds = stats.busy_s - self._last.busy_s
         self._last = stats
@@ -60,7 +60,7 @@ class StepRate:
 
 
 def usual_rate(rates: Sequence[StepRate]) -> StepSeconds:
-    """What a step takes on all cores together."""
+    """Fit the step time of all cores together."""
     known = [rate for rate in rates if rate.is_known]
     if not known:
         return StepSeconds(0.0, GUESSED_TOKEN_S)

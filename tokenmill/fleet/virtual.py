@@ -1,4 +1,4 @@
-"""A fleet on a clock of its own: front, routing, scheduler and caches are the true ones; only the model is not there.
+"""A simulated fleet on a virtual clock: front, routing, scheduler and caches are the real ones, only the model is not.
 
     VirtualDevice   how long steps take, and how much a core holds
     VirtualLoop     an event loop whose clock jumps to the next timer instead of waiting for it
@@ -43,9 +43,8 @@ FIRST_TOKEN, END_TOKEN = 32, 127  # tokens are bytes, and those that are said ar
 
 @dataclass(frozen=True)
 class VirtualDevice:
-    """What a core is taken to be able to do: a step takes `step_s`, `token_s` for each token of a prompt that it feeds,
-    and `row_s` for each sequence that it draws the next token of, with `context_s` for each token that this attends
-    to."""
+    """The simulated speed of a core: a step takes `step_s`, plus `token_s` for each prompt token, plus `row_s` for each
+    sequence that samples a token and `context_s` for each token that this one attends to."""
 
     step_s: float = 0.005
     token_s: float = 25e-6
@@ -60,7 +59,7 @@ class VirtualDevice:
     slo: str | None = None  # that its scheduler keeps
 
     def seconds(self, plan: StepPlan) -> float:
-        """How long a step takes."""
+        """Return the seconds of a step."""
         row_s = self.token_s if self.row_s is None else self.row_s
         total_s = self.step_s
         for row in plan.rows:
@@ -73,7 +72,7 @@ class VirtualDevice:
 
 @dataclass(frozen=True)
 class VirtualWords:
-    """What a model says that is not there."""
+    """The tokens that a simulated model samples."""
 
     token_ids: Sequence[int] = range(FIRST_TOKEN, END_TOKEN)
     end_token_id: int | None = None  # None: it ends only when it has to
@@ -154,7 +153,7 @@ class VirtualRunner:
 
 
 class VirtualCoreClient:
-    """A core whose steps end when the loop's clock says so."""
+    """The client of a simulated core, whose steps take time of the loop's clock."""
 
     def __init__(self, device: VirtualDevice, words: VirtualWords | None = None) -> None:
         self._device = device
@@ -180,7 +179,7 @@ class VirtualCoreClient:
         return 0.0
 
     def kill(self) -> None:
-        """Die in the middle of a step: what it would have brought is lost."""
+        """End the core in the middle of a step, whose result is lost."""
         if not self._is_dead:
             self._deliver(Failed("the virtual core was killed"))
             self._is_dead = True
@@ -234,7 +233,7 @@ def virtual_config(device: VirtualDevice) -> EngineConfig:
 
 
 def virtual_frontend(device: VirtualDevice, name: str = "virtual") -> ModelFrontend:
-    """A model of bytes; nothing of its spec but the limits is looked at."""
+    """Return the front end of a model whose tokens are bytes; of its spec only the limits are used."""
     tokenizer = byte_tokenizer().with_chat_template(CHATML)
     layer = LayerSpec(Gqa(1, 1, 2, 1.0, None), MlpSpec(16))
     spec = ModelSpec(
@@ -258,7 +257,8 @@ def virtual_engine(
     keepers: Sequence[FleetKeeper] = (),
     num_started: int | None = None,
 ) -> AsyncEngine:
-    """An engine over virtual cores; to be opened in a `VirtualLoop`, or in any loop, where its cores sleep."""
+    """Return an engine over virtual cores, to be opened in a `VirtualLoop`, or in any other loop, where its cores sleep
+    in real time."""
     makers = [lambda: VirtualCoreClient(device)] * num_replicas
     return AsyncEngine(virtual_frontend(device), makers, router=router, keepers=keepers, num_started=num_started)
 
@@ -269,8 +269,8 @@ SAMPLE = "The quick brown fox jumps over the lazy dog, and then it sleeps for a 
 def frontend_without_weights(
     config: EngineConfig, device: VirtualDevice, mean_length: int
 ) -> tuple[ModelFrontend, VirtualWords]:
-    """A model's front and what its virtual cores say. Where its files are not here its tokens are bytes, so that a
-    prompt counts some four times as many."""
+    """Return a model's front end and the tokens of its virtual cores. Where its files are missing its tokens are bytes,
+    so a prompt has about four times as many."""
     limits = virtual_config(device)
     try:
         resolve_model(config.model.model, allow_pull=False)

@@ -156,7 +156,8 @@ class BlockPool:
 
 
 class RowIds(NamedTuple):
-    """How a group's block ids become rows of its tensors: a block spans `rows_per_block` of them (see `KVLayout`)."""
+    """The conversion of a group's block ids into rows of its tensors: a block spans `rows_per_block` of them (see
+    `KVLayout`)."""
 
     first: int = 1  # id of the block whose row follows that of the null block
     rows_per_block: int = 1
@@ -261,7 +262,7 @@ class HashChain:
         self.hashes: list[bytes] = []
 
     def extend(self, token_ids: Seq[int], num_blocks: int) -> list[bytes]:
-        """At least the first `num_blocks` hashes; `token_ids` may only have grown since the last call."""
+        """Return at least the first `num_blocks` hashes; `token_ids` may only have grown since the last call."""
         for index in range(len(self.hashes), num_blocks):
             start = index * self._block_size
             tokens = array("q", token_ids[start : start + self._block_size])
@@ -308,8 +309,8 @@ class PrefixIndex:
                 self.save(block, self._hashes[block])
 
     def registration(self, block: int) -> tuple[int, bytes] | None:
-        """What a block is registered as: the same object as long as nothing else was written into it. Threads that
-        copy a block look before and after."""
+        """Return a block's registration: the same object as long as nothing else was written into the block. Threads
+        that copy a block compare it before and after."""
         return self._hashes.get(block)
 
     def forget(self, block: int) -> None:
@@ -335,8 +336,8 @@ class PrefixIndex:
 
 
 class BlockNews:
-    """What changes among the registered blocks of one cache group, for those who send requests where their beginning is
-    cached already. Told as often as somebody asks; a block that came and went in between is not mentioned."""
+    """The changes of one cache group's registered blocks since they were last asked for, for a router that sends
+    requests to where their prefix is cached. A block that was registered and evicted in between is not mentioned."""
 
     def __init__(self, index: PrefixIndex, group: int) -> None:
         """News begin with a snapshot."""
@@ -353,7 +354,7 @@ class BlockNews:
             self._is_stored[block_hash] = is_stored
 
     def pop(self) -> KVNews | None:
-        """What has changed since the last time; None: nothing has."""
+        """Return the changes since the last call; None: there are none."""
         number, self._number = self._number, self._number + 1
         if number == 0:
             self._is_stored = {}

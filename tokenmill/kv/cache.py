@@ -12,8 +12,8 @@ which entries a group needs). A block that several tables hold is never written:
 its own (the pairs it returns are copied by the runner before anything is written). Only full blocks are registered, and
 nothing is written into a full block, so registered contents never change.
 
-A state is written whole, at a multiple of 64 tokens, into a slot that nobody reads yet. A step must leave the last one
-that it passes; those before it are kept too while half of the slots are free, so that other sequences with the same
+A state is written whole, at a multiple of 64 tokens, into a slot that no sequence reads yet. A step must keep the last
+state that it passes; earlier ones are kept too while half of the slots are free, so that other sequences with the same
 beginning find them: all, or those at multiples of 128, 256, ... tokens.
 """
 
@@ -140,7 +140,8 @@ class KVCache:
     # ── what is there already ──────────────────────────────────────────────────────────────────────────
 
     def match(self, token_ids: Seq[int], chain: HashChain, limit: int) -> PrefixMatch:
-        """The longest prefix of at most `limit` tokens whose blocks (those still in sight) are all here."""
+        """Find the longest prefix of at most `limit` tokens whose blocks, as far as later queries see them, are all
+        cached."""
         if not self.prefix_caching:
             return self.miss()
         num_blocks = min(limit, len(token_ids)) // self.block_size
@@ -153,7 +154,8 @@ class KVCache:
         return self.prefix.find(group, block_hash) is not None
 
     def _num_leading(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
-        """The length of the longest prefix of which all that queries behind it see can be had."""
+        """Return the number of blocks of the longest prefix for which everything that later queries see is
+        available."""
         return self._last_visible_block(hashes, self._full_attention_run(hashes, num_blocks, has), has)
 
     def num_shared(self, hit: PrefixMatch, region: int = 0) -> int:
@@ -165,7 +167,8 @@ class KVCache:
         return PrefixMatch(0, [[] for _ in self.rules])
 
     def _full_attention_run(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
-        """Count the leading blocks that all groups without a window have: those need every block from the first on."""
+        """Count the leading blocks that all groups without a window have cached: those groups need every block from the
+        first on."""
         full = [group for group, rule in enumerate(self.rules) if rule.keeps_all]
         for index in range(num_blocks):
             if not all(has(group, hashes[index]) for group in full):
@@ -173,7 +176,8 @@ class KVCache:
         return num_blocks
 
     def _last_visible_block(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
-        """The longest prefix of at most `num_blocks` of which everything is here that queries behind it see."""
+        """Return the length of the longest prefix, up to `num_blocks`, for which everything that later queries see is
+        cached."""
         partial = [group for group, rule in enumerate(self.rules) if not rule.keeps_all]
         best = num_blocks if not partial else 0
         missing = dict.fromkeys(partial, -1)  # per group: the last absent entry so far
@@ -189,7 +193,7 @@ class KVCache:
         return best
 
     def first_visible_block(self, group: int, position: int) -> int:
-        """The first entry that a query at `position` or later can see."""
+        """Return the first entry that a query at `position` or later can see."""
         return self.rules[group].first_visible(position)
 
     def _hit_blocks(self, group: int, hashes: list[bytes], num_blocks: int) -> list[int]:
@@ -202,8 +206,8 @@ class KVCache:
     # ── what others may have ───────────────────────────────────────────────────────────────────────────
 
     def absent(self, hashes: list[bytes], start: int, end: int) -> list[BlockName]:
-        """The blocks of a prefix of `end` blocks that are not here, as far as queries from block `start` on see
-        them."""
+        """Return the blocks of a prefix of `end` blocks that are not cached, as far as queries from block `start` on
+        see them."""
         names = []
         for group, rule in enumerate(self.rules):
             first = rule.first_visible(start * self.block_size)
@@ -214,7 +218,8 @@ class KVCache:
         return names
 
     def num_with(self, hashes: list[bytes], limit: int, found: Container[BlockName]) -> int:
-        """The blocks of the longest prefix that could be used with some blocks of others."""
+        """Return the number of blocks of the longest prefix that would be usable with some blocks fetched from
+        elsewhere."""
         return self._num_leading(
             hashes, limit, lambda group, one: self._is_here(group, one) or BlockName(group, one) in found
         )
@@ -222,8 +227,8 @@ class KVCache:
     def open_absent(
         self, hashes: list[bytes], num_blocks: int, owner: str
     ) -> tuple[BlockTable, list[ExpectedBlock]] | None:
-        """A table for a prefix of which some blocks come from others, and those blocks; None where the pool is
-        short."""
+        """Open a table for a prefix of which some blocks will be fetched, and return it with those blocks; None where
+        the pool is short."""
         groups: list[list[int | None]] = []
         for group, rule in enumerate(self.rules):
             num_entries = num_blocks * self.block_size // rule.tokens
@@ -250,7 +255,8 @@ class KVCache:
     def _filled(
         self, group: int, blocks: list[int | None], hashes: list[bytes], targets: list[ExpectedBlock]
     ) -> list[int]:
-        """Entries of a table with blocks for those that are to come, which are noted."""
+        """Return a table's entries, with a new block for each that will be fetched; the new blocks are added to
+        `targets`."""
         rule, filled = self.rules[group], []
         for entry, block in enumerate(blocks):
             if block is None:
@@ -274,7 +280,7 @@ class KVCache:
         return BlockTable([list(blocks) for blocks in hit.groups], live_from, num_blocks, self._row_ids, owner)
 
     def _region(self, table: BlockTable, group: int) -> int:
-        """Where a table's blocks of a group come from."""
+        """Return the region of the pool that a table's blocks of a group come from."""
         return self.rules[group].region
 
     def reserve(self, table: BlockTable, start: int, end: int, *, is_certain: bool = True) -> Copies | None:
@@ -302,7 +308,8 @@ class KVCache:
         return copies
 
     def _say_what_is_not_kept(self, table: BlockTable, start: int, end: int) -> None:
-        """Make entries null that a step writes and nobody will read: the runner's copy may name other blocks there."""
+        """Set entries to null that a step writes and no later query reads: the runner's copy may have other blocks
+        there."""
         for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True)):
             if (gap := rule.written(start, end).stop - len(blocks)) > 0:
                 table.append(group, [NULL_BLOCK] * gap)
@@ -326,8 +333,8 @@ class KVCache:
         ]
 
     def _new_entries(self, table: BlockTable, start: int, end: int, *, is_certain: bool) -> dict[int, list[int]]:
-        """By group, the entries that must be kept and are not there; null ones too, which an earlier, longer plan could
-        do without."""
+        """Return, by group, the entries that must be kept and have no block yet, among them null ones that an earlier,
+        longer plan did not need."""
         new = {}
         for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True)):
             required = rule.required(start, end, is_certain=is_certain)

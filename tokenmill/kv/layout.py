@@ -1,9 +1,9 @@
 """Cache groups: how a model's layers share one pool of blocks. Pure data, no torch.
 
-What a layer keeps of its tokens is asked of its mixer (`cache_parts`). Layers that keep the same fields and
-look back equally far need the same blocks at the same time: they form cache groups, and a sequence holds one block
-table per group. Groups are cut so that a block takes about the same number of bytes in every one of them; then one pool
-of equal blocks serves all groups, and what one gives back another may take:
+A layer's mixer says what it keeps of its tokens (`cache_parts`). Layers that keep the same fields and look back equally
+far need the same blocks at the same time: they form cache groups, and a sequence holds one block table per group.
+Groups are cut so that a block takes about the same number of bytes in every one of them; then one pool of equal blocks
+serves all groups, and what one gives back another may take:
 
     18 layers of attention, every sixth one global    block 7, owned by group 0         block 9, owned by group 1
     group 0  (window None)  layers 5 11 17            ┌ layer 5 ┬ layer 11 ┬ layer 17 ┐ ┌ layer 0 ┬ layer 1 ┬ layer 2 ┐
@@ -52,7 +52,7 @@ SHORT_WINDOW = 16  # tokens: a group with a shorter window holds one or two bloc
 
 @dataclass(frozen=True)
 class CacheDtypes:
-    """The types that fields are kept in: keys and values ("cache"), and what must be exact ("compute")."""
+    """Data types of fields: keys and values ("cache"), and fields that must be exact ("compute")."""
 
     cache: str = "float32"
     compute: str = "float32"
@@ -181,19 +181,20 @@ class KVLayout:
         raise IndexError(f"layer {layer} is not in the layout")
 
     def block_bytes(self, block_size: int) -> int:
-        """One block of `block_size` tokens, with the scales of values that are rounded to a byte."""
+        """Return the bytes of one block of `block_size` tokens, with the scales of values that are rounded to a
+        byte."""
         if self.is_uniform:
             return block_size * self.layers_per_group * sum(map(field_bytes, self.groups[0].fields))
         scales = (self.shared_bytes // _unit_bytes(kind) * scale_bytes(kind[0]) for kind in self.scaled_kinds)
         return block_size * (self.shared_bytes + sum(scales))
 
     def cells_bytes(self, block_size: int) -> int:
-        """One block of cells."""
+        """Return the bytes of one block of cells."""
         return block_size * self._bytes_of("cells")
 
     @property
     def state_bytes(self) -> int:
-        """One slot: the states of all recurrent layers at one position of a sequence."""
+        """Return the bytes of one slot: the states of all recurrent layers at one position of a sequence."""
         return self._bytes_of("state")
 
     def _bytes_of(self, kind: CacheKind) -> int:
@@ -224,7 +225,7 @@ def _layer_bytes(fields: Sequence[CacheField]) -> int:
 
 
 def _unit_bytes(fields: Sequence[CacheField]) -> int:
-    """One token's values of any one field, where groups with different fields share memory."""
+    """Return the bytes of one token in one field, where groups with different fields share memory."""
     sizes = {_layer_bytes([field]) for field in fields}
     if len(sizes) != 1:
         names = ", ".join(f"{field.name} {field.shape}" for field in fields)
@@ -259,7 +260,7 @@ def _joined(found: Kinds) -> Kinds:
 
 
 def cache_parts(mixer: MixerSpec) -> tuple[CachePart, ...]:
-    """What a mixer keeps, by kind."""
+    """Return the fields that a mixer keeps, by kind."""
     if isinstance(mixer, Recurrent | Mla | WindowedMqa):
         return mixer.cache_parts()
     fields = mixer.cache_fields()
@@ -297,7 +298,7 @@ def _block_bytes_per_token(kinds: Kinds) -> int:
 
 @dataclass(frozen=True)
 class EntryRule:
-    """The entries of block tables that a group needs. Pure arithmetic on positions."""
+    """Arithmetic on positions: which entries of its block tables a group needs."""
 
     kind: CacheKind
     window: int | None
@@ -326,7 +327,7 @@ class EntryRule:
         return self.kind == "paged" and self.window is None
 
     def first_visible(self, position: int) -> int:
-        """The first entry that a query at `position` or later needs.
+        """Return the first entry that a query at `position` or later needs.
 
         keys:  [ ... | position - window + 1 ............ position ]
                        ▲ in this block
@@ -344,8 +345,8 @@ class EntryRule:
         return range(start // self.block_size, (end - 1) // self.block_size + 1)
 
     def required(self, start: int, end: int, *, is_certain: bool) -> range:
-        """Those of the written entries that must be kept: where the tokens are certain (no drafts), only what a query
-        at `end` sees of cells and states."""
+        """Return the written entries that must be kept: where the tokens are certain (no drafts), only the cells and
+        states that a query at `end` sees."""
         written = self.written(start, end)
         if self.kind == "paged" or not is_certain:
             return written
@@ -368,5 +369,6 @@ class EntryRule:
         return min(everything, ceil((self.window - 1 + max_step) / self.block_size) + 1)
 
     def last_block(self, entry: int) -> int:
-        """The block of tokens behind which an entry is complete: it is found by that block's hash."""
+        """Return the block of tokens with which an entry becomes complete: the entry is registered under that block's
+        hash."""
         return (entry + 1) * self.tokens // self.block_size - 1

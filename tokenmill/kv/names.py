@@ -1,7 +1,8 @@
-"""Blocks that a sequence could use and the pool does not have: how the scheduler asks for them. No tensors.
+"""Requests for blocks that a sequence could use and the pool does not have: the interface between scheduler and tiers.
+No tensors.
 
     Fetch       the blocks of one sequence that are asked for, then those that are on their way
-    Fetcher     who knows where blocks are and brings them, in threads of its own (`kv/traffic.py`)
+    Fetcher     finds blocks elsewhere and copies them into the pool, in threads of its own (`kv/traffic.py`)
 
 A fetch is asked for, looked at again when the answer is there, and loaded into blocks that the scheduler has taken for
 it; only those that have arrived whole are registered.
@@ -18,14 +19,14 @@ from typing import NamedTuple, Protocol
 
 
 class BlockName(NamedTuple):
-    """What a block holds: the keys and values that a cache group has of the tokens behind a hash."""
+    """The identity of a block's contents: the cache group, and the hash of all tokens up to the block's end."""
 
     group: int
     block_hash: bytes
 
 
 class ExpectedBlock(NamedTuple):
-    """A block on its way, and the block of the pool that it is written into."""
+    """A block that is being fetched, and the block of the pool that it is written into."""
 
     name: BlockName
     block: int
@@ -33,7 +34,7 @@ class ExpectedBlock(NamedTuple):
 
 @dataclass(eq=False)
 class Fetch:
-    """Blocks of one sequence that others may have. The fields below the line are a thread's to set, the flags last."""
+    """Blocks of one sequence that a tier may have. Fields below the line are set by a thread, the flags last."""
 
     names: Sequence[BlockName]
     source: str = ""  # another core's address, asked after this core's own tiers
@@ -52,25 +53,25 @@ class Fetcher(Protocol):
     has_tiers: bool  # of its own, so that every request may ask
 
     def ask(self, fetch: Fetch) -> None:
-        """Find out in a thread who has which of `fetch.names`; sets `found`, then `is_asked`."""
+        """Find in a thread which tier has which of `fetch.names`; sets `found`, then `is_asked`."""
         ...
 
     def expect(self, fetch: Fetch) -> None:
-        """Take it that `fetch.source` has all of `fetch.names`, as it had a moment ago; sets `found` and `is_asked` at
-        once. What it has not does not arrive."""
+        """Assume that `fetch.source` still has all of `fetch.names`; sets `found` and `is_asked` at once. Blocks that
+        it no longer has do not arrive."""
         ...
 
     def load(self, fetch: Fetch) -> None:
-        """Bring `fetch.targets` in a thread; sets `arrived`, then `is_loaded`. The targets' blocks are its own until
-        then."""
+        """Load `fetch.targets` in a thread; sets `arrived`, then `is_loaded`. Only that thread may touch the targets'
+        blocks until then."""
         ...
 
     def end(self, fetch: Fetch) -> None:
-        """Let go of what a fetch keeps open; nothing more is asked for it."""
+        """Release the resources of a fetch that is over."""
         ...
 
     def seconds(self, found: dict[BlockName, str]) -> float:
-        """How long these blocks would take, by what others took lately; 0 where nothing is known yet."""
+        """Estimate the seconds of fetching these blocks from recent fetches; 0 where there were none yet."""
         ...
 
     def wait(self, patience_s: float) -> None:

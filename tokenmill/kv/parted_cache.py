@@ -3,8 +3,9 @@
     ids:  0 | part 0: 1 ... n - 1 | part 1: n ... 2 (n - 1) | ...        a rank's own ids: 1 ... n - 1
 
 All blocks of a sequence are of one part, which is chosen when its table is opened: the one that has most of its prefix,
-unless another one is much emptier; forks stay with their parent. A runner is told the ids as its own rank counts them,
-and with a new row whose they are. Sequences of different parts share nothing: of equal blocks the first is found again.
+unless another one is much emptier; forks stay with their parent. A runner gets the ids in its own rank's numbering, and
+with a new row the rank that it belongs to. Sequences of different parts share no blocks: of equal blocks in several
+parts the first is found.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class PartedKVCache(KVCache):
     # ── where ──────────────────────────────────────────────────────────────────────────────────────────
 
     def match(self, token_ids: Seq[int], chain: HashChain, limit: int) -> PrefixMatch:
-        """The longest prefix in one part, or in the emptiest one where that has much more room."""
+        """Find the longest prefix in one part, or in the emptiest part where that has much more room."""
         emptiest = self._emptiest()
         if not self.prefix_caching:
             return self.miss()
@@ -107,7 +108,7 @@ class PartedKVCache(KVCache):
         return max(self.regions, key=lambda part: (self.pool.free_in(part), -part))
 
     def _num_in(self, part: int, hashes: list[bytes], num_blocks: int) -> int:
-        """Leading blocks of a prefix that a part has, as far as queries behind them see them."""
+        """Count the leading blocks of a prefix that a part has, as far as later queries see them."""
 
         def has(group: int, block_hash: bytes) -> bool:
             block = self.prefix.find(group, block_hash)

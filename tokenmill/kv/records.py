@@ -41,7 +41,7 @@ class BlockRecords(Protocol):
     def write(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None: ...
 
     def empty(self, region: int, number: int) -> list[Record]:
-        """Room for so many records, which copies from and to are fast."""
+        """Allocate memory for records, of a kind that is copied fast."""
         ...
 
 
@@ -86,7 +86,7 @@ class HostRecords:
                 np.copyto(pool, piece)
 
     def _pieces(self, region: int, block: int, record: Record) -> list[tuple[np.ndarray, np.ndarray]]:
-        """A block's part of every tensor, [layers, bytes], beside that of the record."""
+        """Return pairs of a block's part of each tensor, [layers, bytes], and the record's part for it."""
         planes, row, start = self._regions[region], self._regions[region].row(block), 0
         found = []
         values = record.numpy()
@@ -98,7 +98,7 @@ class HostRecords:
 
 
 class CopyStream(Protocol):
-    """Where copies are made, behind all steps that were launched before."""
+    """A stream on which copies run after all steps that were launched before them."""
 
     def run(self, copies: Callable[[], None]) -> None:
         """Launch copies, and wait until they are made."""
@@ -190,7 +190,7 @@ class DeviceRecords:
 
 
 def runs(records: Sequence[Record]) -> Iterator[tuple[int, int]]:
-    """Ranges of records that lie one behind the other in memory: each is one copy."""
+    """Return ranges of records that are adjacent in memory: each is one copy."""
     start = 0
     for place in range(1, len(records) + 1):
         before = records[place - 1]
@@ -201,13 +201,13 @@ def runs(records: Sequence[Record]) -> Iterator[tuple[int, int]]:
 
 
 def is_behind(record: Record, before: Record) -> bool:
-    """Tell whether a record begins where another one ends, in the same piece of memory."""
+    """Tell whether a record begins where another one ends, in the same allocation."""
     is_next = record.data_ptr() == before.data_ptr() + before.numel()
     return is_next and record.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
 
 
 def joined(records: Sequence[Record]) -> Record:
-    """Records that lie one behind the other, as one."""
+    """Return adjacent records as one."""
     return records[0].as_strided((sum(record.numel() for record in records),), (1,))
 
 
@@ -216,6 +216,6 @@ def bytes_of(record: Record) -> memoryview:
 
 
 def words(values: torch.Tensor) -> torch.Tensor:
-    """Bytes as 8-byte numbers, where they are such: kernels copy them eight times as fast."""
+    """View bytes as 8-byte integers where alignment and length allow it: kernels copy them eight times as fast."""
     places = (values.shape[-1], values.storage_offset(), *values.stride()[:-1])
     return values if any(place % 8 for place in places) else values.view(torch.int64)

@@ -133,7 +133,7 @@ class KVStorage:
     # ── allocation ──
 
     def _allocate_fields(self, layout: KVLayout) -> None:
-        """One tensor per field."""
+        """Allocate one tensor per field."""
         for field in layout.groups[0].fields:
             pool = self._blocks((layout.layers_per_group, self.num_blocks, *self._block_shape(field)), field.dtype)
             scales = self._scales(field, layout.layers_per_group) if has_scale(field) else None
@@ -142,7 +142,7 @@ class KVStorage:
                     self._keep(layer, field, pool[index], None if scales is None else scales[index])
 
     def _allocate_shared(self, layout: KVLayout) -> None:
-        """One piece of memory for all fields, and one for the scales of each set of fields that has some."""
+        """Allocate one buffer for all fields, and one for the scales of each set of fields that has some."""
         shared = self._blocks((1, self.num_blocks, layout.shared_bytes * self.block_size), "int8").view(torch.uint8)
         scales: dict[tuple[CacheField, ...], torch.Tensor] = {}
         for group, rows in zip(layout.paged, layout.rows_per_block[: len(layout.paged)], strict=True):
@@ -151,7 +151,7 @@ class KVStorage:
             self._share(group, rows, shared, scales.get(group.fields))
 
     def _allocate_recurrent(self, layout: KVLayout) -> None:
-        """One tensor per field of cells and of states."""
+        """Allocate one tensor per field of cells and of states."""
         for kind, pools, number in (("cells", self._cells, self.num_cells), ("state", self._states, self.num_states)):
             fields = ((group, field) for group in layout.groups if group.kind == kind for field in group.fields)
             for group, field in fields:
@@ -187,8 +187,8 @@ class KVStorage:
         return self._pools[-1]
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """Zeros, so that what a masked score multiplies is never NaN. On a CPU the pages come when they are first
-        written: a pool that is never filled costs nothing."""
+        """Allocate zeros, so that values behind masked scores are never NaN. On a CPU pages are mapped when they are
+        first written: an unused pool takes no memory."""
         kind = DTYPES[dtype]
         if self.device.type != "cpu" or not math.prod(shape):  # a stage may have no layer of a kind
             return torch.zeros(shape, dtype=kind, device=self.device)

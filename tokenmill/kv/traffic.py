@@ -1,14 +1,14 @@
-"""Blocks on their way between the pool and what else keeps them, in threads beside the steps.
+"""Threads that copy blocks between the pool and the tiers (`kv/tiers/`) while steps run.
 
     saver     each block that is registered is copied out, behind the step that computed it, and kept by every tier
     loaders   fetches: who has which blocks, then their records into blocks of the pool
 
 Registered blocks are never written, and a block that is taken for other contents is unregistered first. So the saver
-copies without a lock, and looks afterwards whether the block is still registered as it was: else the copy is nothing. A
-fetch's blocks are its own until it is done. No step ever waits for either.
+copies without a lock, and checks afterwards whether the block's registration has changed; if so, the copy is discarded.
+A fetch's blocks are used by nothing else until it is done. No step ever waits for either.
 
-How long a byte takes is measured by tier, so that blocks are fetched only where that is faster than to compute them
-(`scheduler/fetches.py`). A tier that was too slow is expected to get better by and by, and so is tried again.
+The seconds per byte are measured for each tier, so that blocks are fetched only where that is faster than computing
+them (`scheduler/fetches.py`). The estimate of a slow tier decays with time, so that it is tried again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Tier(Protocol):
 
 
 class KeepingTier(Tier, Protocol):
-    """A tier that blocks can be given to."""
+    """A tier that can store blocks."""
 
     def has(self, name: BlockName) -> bool: ...
 
@@ -152,7 +152,7 @@ class BlockTraffic:
         self._changed.clear()
 
     def close(self) -> None:
-        """Save what is still to be saved, for a moment at most."""
+        """Stop the threads, after saving what is queued as far as a short time limit allows."""
         for fetch in list(self._peers):
             self.end(fetch)
         if self.server is not None:
@@ -221,14 +221,14 @@ class BlockTraffic:
             self._byte_s[tier] = byte_s + (1 - STEADINESS) * (self._byte_s.get(tier, byte_s) - byte_s)
 
     def _records(self) -> BlockRecords:
-        """This thread's copies."""
+        """Return the copier of the calling thread."""
         if not hasattr(self._own, "records"):
             self._own.records, self._own.room = self._make_records(), {}
         records: BlockRecords = self._own.records
         return records
 
     def _room(self, region: int) -> list[Record]:
-        """This thread's room for the records of a batch."""
+        """Return the calling thread's buffer for the records of a batch."""
         records, room = self._records(), self._own.room
         if region not in room:
             room[region] = records.empty(region, max(1, min(SAVED_AT_ONCE, SCRATCH_BYTES // self._sizes[region])))
@@ -277,7 +277,7 @@ class BlockTraffic:
             self.counts.saved_bytes += tier.keep(name, record)
 
     def note_saved(self) -> None:
-        """The saver has ended: nothing is left to save."""
+        """Note that the saver has ended, with nothing left to save."""
         self._is_saved.set()
 
 

@@ -4,13 +4,13 @@
     digest     of all that a block's bytes depend on: weights, precisions, kernels, layout, block size
     hash       of the tokens up to the block's end, begun with the tenant's salt: who can't name a block can't get it
 
-A file is a head and a record. It is written under another name first, so that nobody sees half of it, and what a
-reader gets must have the right length and sum (crc32) and belong to this user: anything else is a block that is not
-there. Servers may share a folder, also those of different models; none knows of the others.
+A file is a head and a record. It is written under a temporary name and renamed, so that readers never see a part of it.
+A file must have the right length and checksum (crc32) and belong to this user; otherwise the block counts as missing.
+Servers may share a folder, also those of different models, without knowing of each other.
 
-The folder is kept below a number of bytes, all servers' files together: when this one has written a tenth of that, it
-looks what there is and removes the files that were not used for longest. A disk that is full, or can't be written for
-any other reason, ends the writing with one warning; what is there is still read.
+The folder is kept below a number of bytes, counting all servers' files: whenever this server has written a tenth of
+that, it lists the files and removes the least recently used ones. A disk that is full, or can't be written for any
+other reason, ends the writing with one warning; what is there is still read.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class DiskTier:
         return None
 
     def _is_whole(self, descriptor: int, name: BlockName, record: Record) -> bool:
-        """Read a file into a record; tell whether it is what its name says."""
+        """Read a file into a record, and tell whether it has the length and checksum of the block it is named after."""
         found, values = os.fstat(descriptor), bytes_of(record)
         if found.st_uid != os.getuid() or found.st_size != _HEAD.size + len(values):
             return False
@@ -139,7 +139,7 @@ class DiskTier:
     # ── the folder ─────────────────────────────────────────────────────────────────────────────────────
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the oldest files where there would be more bytes than allowed, whoever has written them."""
+        """Remove the least recently used files, of all servers, until a new one fits the limit."""
         is_due = self._num_written >= LOOK_SHARE * self._max_bytes
         if self._has_looked and not is_due and self._num_bytes + self._num_written + num_bytes <= self._max_bytes:
             return
@@ -155,7 +155,7 @@ class DiskTier:
             self._num_bytes -= size
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """When each file in the folder was last used, its bytes, its path; what was never finished goes."""
+        """List (time of last use, bytes, path) of the folder's files, and remove abandoned temporary ones."""
         for parent, _, names in os.walk(self._folder):
             for name in names:
                 path = os.path.join(parent, name)

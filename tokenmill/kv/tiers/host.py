@@ -1,7 +1,7 @@
 """Blocks in host memory beside a GPU: pinned, so that the copy engine moves them at the bus's full speed.
 
-The memory is taken once, as slots of one record each. A new block takes the slot that was not used for longest and that
-nobody is copying from.
+The memory is taken once, as slots of one record each. A new block takes the least recently used slot that no thread is
+copying from.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class HostTier:
 
     @contextlib.contextmanager
     def records(self, names: Sequence[BlockName], scratch: Sequence[Record]) -> Iterator[list[Record | None]]:
-        """The slots of these blocks, which stay as they are meanwhile; None for one that is not there."""
+        """Return the slots of these blocks, which are not overwritten while the context lasts; None for a missing
+        block."""
         found: list[Record | None] = []
         with self._lock:
             for name in names:

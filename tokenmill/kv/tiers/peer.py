@@ -6,10 +6,10 @@
                                                      ◄──  a head and a record for each name     (records asked)
 
 A stream is a unix socket here. For a core on another machine it is that of a relay (`fleet/block_relay.py`), which is
-told the name behind the address's # and hands on the bytes without understanding them. There is nothing
-to agree on beforehand and nothing to keep: a core says what it has at this moment, and copies it as the saver does
-(`kv/traffic.py`): a block that is overwritten meanwhile is one that it does not have. The asking core checks every
-record's sum. A core that is silent for too long, gone, or of another digest has no blocks, and they are computed.
+told the name behind the address's # and hands on the bytes without understanding them. The protocol has no sessions and
+no state: a core answers with the blocks it has at this moment, and copies them as the saver does (`kv/traffic.py`): a
+block that is overwritten meanwhile counts as missing. The asking core checks every record's sum. A core that is silent
+for too long, gone, or of another digest has no blocks, and they are computed.
 
 The socket lies in the core's own folder, which only this user can enter. Names are hashes of all tokens before, begun
 with the tenant's salt: who can't name a block can't get it.
@@ -43,7 +43,7 @@ _HEAD = struct.Struct("<QI")  # bytes of the record, 0: it is not here; crc32
 
 
 class BlockQuestion(msgspec.Struct, frozen=True, array_like=True):
-    """What one core asks another."""
+    """A question of one core to another: which blocks it has, or their records."""
 
     digest: bytes
     names: list[BlockName]
@@ -99,7 +99,7 @@ class PeerTier:
 
     def _asked(self, names: Sequence[BlockName], *, is_for_records: bool) -> socket.socket:
         if self._is_closed:
-            raise OSError("it was asked in vain before")
+            raise OSError("an earlier request to it failed")
         if self._stream is None:
             self._stream = socket.socket(socket.AF_UNIX)
             self._stream.settimeout(SILENCE_S)
@@ -112,7 +112,7 @@ class PeerTier:
 
 
 def tier_name(address: str) -> str:
-    """What a core at this address is called: how long bytes take is measured by name."""
+    """Return the tier name of a core's address, under which its transfer time is measured."""
     return "elsewhere" if "#" in address else "peer"
 
 

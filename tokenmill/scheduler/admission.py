@@ -46,7 +46,7 @@ MAX_PASSED = 16  # groups without room that are looked at in one plan
 
 
 class Backfill:
-    """The group that others may pass, since it finds no room, and those that have."""
+    """The waiting group that finds no room and that later groups may pass, and the groups that have passed it."""
 
     def __init__(self, resources: Resources, cache: KVCache) -> None:
         self._resources = resources
@@ -56,7 +56,7 @@ class Backfill:
 
     @property
     def blocked(self) -> SequenceGroup | None:
-        """The group that is passed, while it waits."""
+        """Return the group that is being passed, while it waits."""
         if self._blocked is not None and (self._blocked.is_running or self._blocked.is_gone):
             self._blocked = None
         return self._blocked
@@ -121,7 +121,7 @@ class Admission:
         self._tries_blocked = True
 
     def _promised(self, promises: Promises) -> list[Resource]:
-        """The sequences that a promised time between tokens leaves room for, where one is promised."""
+        """Return how many sequences may run within the promised time per output token, where one is promised."""
         if promises.level.tpot_s is None:
             return []
         time = Resource(
@@ -174,7 +174,7 @@ class Admission:
         return found
 
     def _parts_held(self) -> dict[TenantAccount, float]:
-        """By tenant, the part that it has of the rows or of the blocks, for each group whichever is more."""
+        """Return each tenant's share of the rows or of the blocks, for each group the larger of the two."""
         held: dict[TenantAccount, float] = defaultdict(float)
         for group in self._running.groups:
             held[group.state.account] += self._part_of(group)
@@ -280,7 +280,7 @@ class Admission:
             self._running.fork_pending(group)
 
     def _match_with_room(self, group: SequenceGroup) -> PrefixMatch | None:
-        """How much of a group is computed already, if there is room for it; else None."""
+        """Return the cached prefix of a group if there is room for the group; else None."""
         if self._room() <= group.refused_room or self._resources.first_lacking(group, None):
             return None
         leader = group.leader
@@ -297,7 +297,7 @@ class Admission:
         return sum(pool.free() for pool in self._pools)
 
     def match(self, group: SequenceGroup, sequence: Sequence, limit: int) -> PrefixMatch:
-        """What of a sequence's window is in the cache already, up to `limit` tokens."""
+        """Find the cached prefix of a sequence's window, up to `limit` tokens."""
         if not group.state.may_reuse_prefix:
             return self._cache.miss()
         return self._cache.match(sequence.window, sequence.chain, limit)
@@ -348,8 +348,8 @@ def rows_resource(running: RunningSet) -> Resource:
 
 
 def tenant_resource(running: RunningSet) -> Resource:
-    """The sequences that a tenant may have at a time. What others leave is of no use to it, so none is ever free: a
-    group needs those by which it would exceed the limit."""
+    """Return the resource that limits how many sequences a tenant runs at a time. Other tenants' sequences do not help,
+    so none is ever free: a group needs as many as it would exceed the limit by."""
 
     def needed(group: SequenceGroup, _: PrefixMatch | None) -> int:
         most = group.state.account.tenant.max_sequences

@@ -16,8 +16,8 @@ Lines of batches (`BACKGROUND_PRIORITY` and more) have a part of the tokens, so 
 them; rows that get nothing in a step keep their place and blocks:
 
     a prompt of another request is being computed    nothing: its first token does not wait for them
-    others are here, or were a moment ago            a small part: whoever comes next waits for a short step only
-    nobody else                                      everything
+    others are here, or were a moment ago            a small part: the next request waits for a short step only
+    no other requests                                everything
 
 Adapters lie in slots of the runner, and stay there when their last group leaves, for the next request that asks for
 them. One that a running group uses is never replaced: a group whose adapter has no slot waits, as it does for rows and
@@ -90,7 +90,7 @@ class TokenBudget:
 
     @property
     def spare(self) -> int:
-        """What could be spent now."""
+        """Return the tokens that could be spent now."""
         return max(0, self.left - self._reserved)
 
     def unreserve(self, num_sequences: int) -> None:
@@ -109,13 +109,13 @@ class Resource:
 
 
 class Resources:
-    """All that running groups hold."""
+    """The resources that running groups hold."""
 
     def __init__(self, resources: Sequence[Resource]) -> None:
         self._resources = tuple(resources)
 
     def first_lacking(self, group: SequenceGroup, match: PrefixMatch | None) -> Resource | None:
-        """The first resource of which too little is free to admit a group."""
+        """Return the first resource of which too little is free to admit a group."""
         return next((one for one in self._resources if one.needed(group, match) > one.free()), None)
 
     def would_suffice(self, group: SequenceGroup, match: PrefixMatch, victims: Sequence[SequenceGroup]) -> bool:

@@ -1,17 +1,17 @@
-"""Blocks on their way: running groups that wait for keys and values which others have computed already.
+"""Running groups that wait for blocks which are fetched from tiers instead of computed.
 
 A group that is admitted may find more of its leader's tokens elsewhere (a folder, host memory, another core) than in
-the pool. It is then *arriving*: it runs and has its row, and wants no tokens until its blocks are there, or will not
-come. Others are planned meanwhile.
+the pool. It is then *arriving*: it counts as running and has its row, but wants no tokens until its blocks have arrived
+or the fetch has failed. Other groups are planned meanwhile.
 
     admitted ──► asked: who has what? ──► loading into blocks of the pool ──► registered, the table opens on them
-                      │ nobody, or to compute it is faster                │ torn, late
+                      │ none, or computing is faster                      │ damaged, late
                       └───────────────► it wants those tokens ◄───────────┘
 
-Nobody is asked about a request that was moved here: the core that computed it until now has its blocks.
+For a request that was moved here no tier is asked: the core that computed it until now has its blocks.
 
-Whether to fetch is a matter of measured seconds. A fetch that is late is not waited for; its blocks are given back when
-its thread is done with them, and what has arrived by then can be found like any cached block.
+Whether to fetch is decided by measured seconds. A late fetch is not waited for: its blocks are released when its thread
+is done with them, and those that have arrived by then are in the prefix cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNKNOWN_S = 10.0  # that a fetch may take where it is not known yet how long com
 
 @dataclass(eq=False)
 class Arrival:
-    """A group whose blocks are on their way."""
+    """A group whose blocks are being fetched."""
 
     group: SequenceGroup
     fetch: Fetch

@@ -1,4 +1,4 @@
-"""What must hold between any two calls of the scheduler, as assertions: for tests, and for a scheduler in doubt."""
+"""Assertions of the scheduler's invariants, which hold between any two of its calls; for tests and debugging."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def check_integrity(cache: KVCache, running: RunningSet, waiting: WaitingQueue) 
 
 
 def _check_blocks(cache: KVCache, tables: list[BlockTable], running: RunningSet) -> None:
-    """Every block is held as often as it is counted, or free; what steps in flight may write is not free."""
+    """Assert that reference counts match the tables that hold a block, and that no block a step in flight may write is
+    free."""
     holders: Counter[int] = Counter()
     group_of: dict[int, int] = {}
     for table in [*tables, *running.loading, *(holding.table for holding in running.in_flight.releases)]:

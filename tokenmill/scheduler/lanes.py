@@ -30,7 +30,7 @@ class Lanes:
         return -(-self.max_tokens // self.number)
 
     def share(self, num_running: int, num_waiting: int) -> int:
-        """The sequences that one step takes, at least one."""
+        """Return how many sequences one step takes, at least one."""
         return max(1, -(-min(self.max_rows, num_running + num_waiting) // self.number))
 
     def num_reserved(self, groups: Sequence[SequenceGroup], share: int) -> int:

@@ -1,5 +1,5 @@
-"""How the samples of one prompt are output: each token as it is drawn, under its sample's own index. An embedding is
-the same idea with a vector in place of tokens. (`best_of` is `n` here: the output processor ranks.)
+"""Outputs of a prompt's samples: each token as soon as it is sampled, under the sample's index. An embedding is output
+likewise, as a vector. (`best_of` is `n` here: the output processor ranks.)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ DEVICE_TIME_STRIDE = 16  # so often it is told what a request has cost: with eve
 
 
 def whole_output(state: RequestState, index: int, best: Sequence, ending: Ending) -> SequenceOutput:
-    """All of a sequence at once, under the index of its rank."""
+    """Return the whole of a sequence as one output, under the index of its rank among the beams."""
     return SequenceOutput(
         request_id=state.request.request_id,
         index=index,

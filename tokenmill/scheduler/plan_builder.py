@@ -106,7 +106,7 @@ def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int]) -> RowPlan:
 
 
 class Holding(NamedTuple):
-    """What a sequence leaves behind: its blocks and its row."""
+    """The blocks and the row that a sequence gives back."""
 
     table: BlockTable
     row: int
@@ -154,5 +154,5 @@ class StepsInFlight:
 
     @property
     def releases(self) -> list[Holding]:
-        """All that steps in flight will give back."""
+        """Return everything that steps in flight will give back."""
         return [holding for step in self._steps for holding in step.releases]

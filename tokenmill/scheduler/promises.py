@@ -1,4 +1,4 @@
-"""Promises of latency: how long a step may take, how many sequences may run, and which requests are refused.
+"""Latency promises (`--slo`): how long a step may take, how many sequences may run, and which requests are refused.
 
     tpot    a step takes at most so long: answers first, prompts get what is left (`Scheduler`), and no more sequences
             run than leave a quarter of it to prompts (`Promises.rows_left`)
@@ -55,8 +55,8 @@ class Promises:
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────
 
     def tokens_for_prompts(self, all_tokens: int, groups: Iterable[SequenceGroup]) -> int:
-        """How many tokens of prompts a step may have: what is left of its time beside answers, a quarter at least; all
-        of its tokens where no answer waits for it."""
+        """Return how many prompt tokens a step may have: as many as fit the time that decoding rows leave, at least a
+        quarter of it; all of the budget where no decoding row waits for the step."""
         answers, start = _answers_and_start(groups)
         if self.step_limit_s is None or not answers or not self._step_time.is_known:
             return all_tokens
@@ -67,20 +67,22 @@ class Promises:
         return min(all_tokens, max(1, num_tokens))
 
     def _part_s(self, answers_s: float, limit_s: float) -> float:
-        """The seconds that the tokens of prompts have in a step beside answers: what is left of it, a quarter of it at
-        least, also where answers alone take longer than they may."""
+        """Return the seconds for prompt tokens in a step with decoding rows: what these leave, and at least a quarter
+        of the step, even where decoding alone takes longer than promised."""
         planned_s = self._planned_s(limit_s)
         beside_s = answers_s + self._step_time.prompts_s
         least_s = max(LEAST_PROMPT_PART * planned_s, beside_s * LEAST_PROMPT_PART / (1.0 - LEAST_PROMPT_PART))
         return max(planned_s - beside_s, least_s)
 
     def _planned_s(self, limit_s: float) -> float:
-        """How long a step with prompts is meant to take: a promise is kept by nearly all steps, not by half of them."""
+        """Return the target duration of a step with prompts, below the promised one, so that nearly all steps keep the
+        promise and not just half of them."""
         return limit_s if self.level.tpot_s is None else limit_s / self._step_time.excess.factor
 
     def rows_left(self) -> int:
-        """How many more sequences may run so that the promised time between tokens is kept. Where not even one alone
-        would keep it, as many as make its steps longer by a third: no promise may stop all work."""
+        """Return how many more sequences may run within the promised time per output token. Where not even one alone
+        would meet it, as many may run as make its steps a third longer: an unattainable promise must not stop all
+        work."""
         num_running = self._running.num_sequences
         if self.level.tpot_s is None or not self._step_time.is_known or not num_running:
             return self._running.row_allocator.num_rows
@@ -135,7 +137,7 @@ class Promises:
         return max(prompts_s + answers_s, self._rows_s(num_ahead + 1 - free, answers_s, prompts_s - running_s))
 
     def _rows_s(self, num_lacking: int, answers_s: float, prompts_s: float) -> float:
-        """When so many rows will have come free: each running answer ends after a mean number of steps."""
+        """Estimate the seconds until this many rows are free, from the mean number of steps of an answer."""
         num_running = self._running.num_sequences
         if num_lacking <= 0 or not num_running or not self._answer_steps:
             return 0.0

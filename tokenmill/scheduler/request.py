@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request: its sequences, the groups they run in, and what they want computed.
+"""The scheduler's state of a request: its sequences, the groups they run in, and which tokens they want computed.
 
 A sequence wants tokens: those it has minus those that are computed or being computed. There are no phases.
 
@@ -65,7 +65,7 @@ class Ending(NamedTuple):
 
 
 class OutputMode(Protocol):
-    """How drawn tokens become outputs: at once, or held back until the best are known."""
+    """The way sampled tokens become outputs: at once, or held back until the best sequences are known."""
 
     num_logprobs: int | None  # what the runner is asked for with each drawn token
     holds_back: bool  # outputs come at the end only, numbered by rank
@@ -141,7 +141,7 @@ class RequestState:
         return next((sequence for sequence in self.sequences() if sequence.index == index), None)
 
     def open_indices(self) -> list[int]:
-        """The sample indices whose end has not been output yet."""
+        """Return the sample indices whose end has not been output yet."""
         if self.output_mode.holds_back:
             return list(range(self.request.params.n))
         return sorted(sequence.index for sequence in self.sequences())
@@ -155,8 +155,8 @@ def stop_ids(request: Request) -> list[int]:
 
 
 def ending_after(request: Request, stops: list[int], token_id: int, num_outputs: int) -> Ending | None:
-    """How a sequence ends whose `num_outputs`-th output is `token_id`: by a stop id (not before min_tokens) or by its
-    last allowed token; None: it goes on. Stop strings are the output processor's business."""
+    """Return the finish reason of a sequence whose `num_outputs`-th output is `token_id`: a stop id (not before
+    min_tokens) or the length limit; None: it continues. Stop strings are found by the output processor."""
     grammar_is_over = request.params.guided is not None and token_id in request.eos_token_ids
     if token_id in stops and (num_outputs >= request.params.min_tokens or grammar_is_over):
         return Ending("stop", token_id)
@@ -217,13 +217,13 @@ class SequenceGroup:
         return self.members[0]
 
     def target(self, sequence: Sequence) -> int:
-        """How far a sequence may compute its window now: a leader stops where its siblings fork."""
+        """Return up to where a sequence may compute its window now: a leader stops where its siblings fork."""
         if self.pending_forks and sequence.is_whole:
             return len(sequence.window) - sequence.num_outputs - 1
         return len(sequence.window)
 
     def wants(self, sequence: Sequence) -> int:
-        """How many tokens of a sequence the next step could feed."""
+        """Return how many tokens of a sequence the next step could feed."""
         if self.arriving is not None:
             return 0
         return self.target(sequence) + sequence.num_pending - sequence.planned
@@ -318,7 +318,7 @@ class Sequence:
 
     @property
     def planned(self) -> int:
-        """Where the next step begins: behind what is computed and what is being computed."""
+        """Return the position at which the next step begins: after the tokens that are computed or in flight."""
         return self.computed + self.num_in_flight
 
     @property
@@ -346,7 +346,7 @@ class Sequence:
         self.num_pending = 0
 
     def note_draw(self) -> None:
-        """A draw that was counted as pending has arrived. Draws arrive in order, so void ones come first."""
+        """Count a pending draw as arrived. Draws arrive in order: void ones come first."""
         if self.num_void_draws:
             self.num_void_draws -= 1
         else:
@@ -401,7 +401,7 @@ class Sequence:
     # ── copies ─────────────────────────────────────────────────────────────────────────────────────────
 
     def row_init(self) -> RowInit:
-        """What the runner must know to take the sequence on a row."""
+        """Return what the runner needs to place the sequence on a row."""
         request = self.state.request
         return RowInit(
             row=self.row,
@@ -439,5 +439,5 @@ def num_dropped(shift: ContextShift, num_tokens: int) -> int:
 
 
 def window_of(shift: ContextShift, tokens: list[int], dropped: int) -> list[int]:
-    """At most `context` tokens; the last ones are missing while a long prompt is scored window by window."""
+    """Return at most `context` tokens; the last ones are missing while a long prompt is scored window by window."""
     return tokens[: shift.keep] + tokens[shift.keep + dropped : shift.context + dropped]

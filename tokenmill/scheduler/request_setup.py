@@ -54,7 +54,7 @@ def _resume(state: RequestState, sequences: list[Sequence]) -> None:
 
 
 def most_rows(request: Request, num_rows: int) -> int:
-    """How many sequences of a request can run at once: no more than its tenant may have."""
+    """Return how many sequences of a request can run at once: no more than its tenant may have."""
     most = request.tenant.max_sequences
     return num_rows if most is None else min(most, num_rows)
 
@@ -90,7 +90,8 @@ def check_feasible(request: Request, cache: KVCache, num_rows: int, chunk: int) 
 
 
 def blocks_needed(request: Request, cache: KVCache, chunk: int, region: int = 0) -> int:
-    """The most blocks of a region that must be held at once: beams together, samples one after another if need be.
+    """Return the most blocks of a region that a request must hold at once: beams together, samples one after another if
+    need be.
 
     The last token drawn is never computed.   prompt + max_tokens - 1 positions, or the context where it shifts
     """

@@ -42,7 +42,7 @@ class RowAllocator:
         heapq.heappush(self._free, row)
 
     def mark_released(self, row: int) -> None:
-        """The runner must forget the row's present sequence."""
+        """Note that the runner must forget the row's present sequence."""
         self._released.append(row)
 
     def pop_released(self) -> list[int]:
@@ -68,11 +68,11 @@ class RunningSet:
         return sum(len(group.members) for group in self.groups)
 
     def num_growing(self, region: int) -> int:
-        """How many sequences take blocks from a region."""
+        """Return how many sequences take blocks from a region."""
         return sum(len(group.members) for group in self.groups if self._cache.grows_in(group.leader.held_table, region))
 
     def count(self, first: int, end: int) -> int:
-        """How many sequences some of the groups have."""
+        """Return how many sequences some of the groups have."""
         return sum(len(group.members) for group in self.groups[first:end])
 
     def num_rows_of(self, account: TenantAccount) -> int:
@@ -160,7 +160,7 @@ class RunningSet:
             self._free(holding)
 
     def free_releases(self, step: StepInFlight) -> None:
-        """A step is over: give back what was waiting for it."""
+        """Free what was held until a step that is now over."""
         for holding in step.releases:
             self._free(holding)
 

@@ -1,4 +1,4 @@
-"""The scheduler: which tokens are computed in the next step, and what came of them.
+"""The scheduler: decides which tokens the next step computes, and takes in its results.
 
     plan    running sequences first, one token each at least; waiting ones with what is left of the budget
             (`admission.py`: which groups start, and which are preempted)
@@ -55,8 +55,8 @@ def size_of(plan: StepPlan) -> StepSize:
 
 
 def _turn(group: SequenceGroup) -> tuple[int, float, tuple[int, int, int]]:
-    """The order in which prompts of several tenants are computed. One that is underway goes on until its tenant is
-    ahead of the others by a quantum: to share the device among many at once would make all of them late."""
+    """Return the sort key of prompts of several tenants. A prompt that has begun continues until its tenant is ahead of
+    the others by a quantum: sharing the device among many prompts at once would delay all of them."""
     ahead_s = group.state.account.counter_s - (QUANTUM_S if group.is_running else 0.0)
     return group.priority, ahead_s, group.key
 
@@ -139,7 +139,7 @@ class Scheduler:
             self._waiting.push(group)
 
     def _num_cached(self, request: Request) -> int:
-        """How many tokens of a request's prompt are in the cache."""
+        """Return how many tokens of a request's prompt are in the cache."""
         prompt, chain = request.prompt_token_ids, self._cache.chain(request.cache_salt, request.adapter)
         return self._cache.match(prompt, chain, len(prompt) - 1).num_tokens
 
@@ -460,7 +460,7 @@ class Scheduler:
         return outputs
 
     def _learn(self, plan: StepPlan, num_tokens: int, result: StepResult) -> float:
-        """Learn what a step cost: of those that compute a prompt, and of some of the others. The seconds it took."""
+        """Learn the cost of a step (every step with a prompt, some of the others), and return its seconds."""
         now_s = self._clock()
         # With several steps in flight, a step begins when the one before it ends.
         seconds = min(result.step_s, now_s - self._applied_s)
@@ -486,9 +486,9 @@ class Scheduler:
             planned.sequence.state.device_s += cost_s * scale
 
     def apply_failure(self, error: str) -> list[SequenceOutput]:
-        """Take in that the oldest step in flight failed as a whole. Who is to blame ends with an error (`suspects.py`),
-        the others are preempted and computed again; so are those of the steps behind it, of which the runner may not
-        have heard."""
+        """Take in that the oldest step in flight failed as a whole. Requests found to cause the failure end with an
+        error (`suspects.py`); the others are preempted and computed again, as are those of later steps, which the
+        runner may not have received."""
         oldest = next(iter(self._running.in_flight))
         states = {planned.sequence.state: None for planned in oldest.planned if not planned.is_void}
         outputs: list[SequenceOutput] = []

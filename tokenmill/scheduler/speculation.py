@@ -1,4 +1,5 @@
-"""What the scheduler asks of a drafter, which proposes tokens. A wrong draft costs computation and changes no token.
+"""Draft tokens: the interface between the scheduler and a proposer. A wrong draft costs computation and changes no
+token.
 
     tokens:  [ computed | wanted | drafts ]        the step draws after the last wanted token and after each draft
     drawn:                      [ a b c x ]        drafts a b c d: three were right, x is the model's own next token
@@ -90,7 +91,8 @@ class Drafting:
         return drafts[: self._num_allowed(sequence.row, drafts)]
 
     def note_step(self, plan: StepPlan, result: StepResult) -> None:
-        """Steps with prompt chunks are left out: their tokens draw nothing, which is cheaper than drafts are."""
+        """Learn the cost of a step, unless it has prompt chunks: their tokens sample nothing, which is cheaper than
+        drafts."""
         if all(row.sample and len(row.token_ids) == 1 + row.num_drafts for row in plan.rows):
             self._speculation.note_step(plan.num_tokens, result.step_s)
 
@@ -109,7 +111,8 @@ def draft_request(sequence: Sequence, most: int) -> DraftRequest:
 
 
 def num_right(drafts: Seq[int], drawn: Seq[int]) -> int:
-    """How many drafts equal what was drawn. The last token drawn was not computed itself, so it counts for none."""
+    """Return how many drafts equal the sampled tokens. The last sampled token was not computed itself, so it does not
+    count."""
     count = 0
     for draft, token in zip(drafts, drawn[:-1], strict=False):
         if draft != token:
@@ -119,11 +122,10 @@ def num_right(drafts: Seq[int], drawn: Seq[int]) -> int:
 
 
 def room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:
-    """How many drafts could be of use: one token is drawn anyway, and the last one is never computed.
+    """Return how many drafts are useful: one token is sampled anyway, and the last one is never computed.
 
-    None for beams, which choose among alternatives; none before the prompt's samples fork or its logprobs are there;
-    none while the runner has not taken the row, or a step in flight will tell more; none beyond the end of a context
-    that shifts.
+    0 for beams, which choose among alternatives; before the prompt's samples have forked or its logprobs are complete;
+    while the runner does not have the row, or a step of it is in flight; and beyond the end of a context that shifts.
     """
     state, shift = sequence.state, sequence.state.request.shift
     is_excluded = (

@@ -1,4 +1,4 @@
-"""What the scheduler counts. The first five are of this moment, the others only grow."""
+"""Statistics of the scheduler: the first five fields are momentary, the others only grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes, learned from the steps that ran.
+"""A model of a step's duration, fitted to the steps that ran.
 
     seconds = base + a · tokens + b · samples + c · context + d · (0 or 1)
 
@@ -13,8 +13,8 @@ five are fitted to the steps of the last while by least squares of relative erro
 that took much longer than expected counts as three times as long: the machine was busy otherwise. Before the first
 prompt was computed nothing is known (`is_known`).
 
-Beside it stands how far steps exceed what is expected of them: one step with a prompt in twenty takes `excess` times as
-long as the model says, or longer. Who promises a time plans for less than it by that factor.
+`excess` is a safety factor: one step with a prompt in twenty takes that many times as long as the model says, or
+longer. Promised durations are planned shorter by that factor.
 
 The model prices what tenants use (`tenants.py`) and says how much of a prompt fits beside running answers
 (`budget.py`).
@@ -41,7 +41,7 @@ TOKENS, BASE, SAMPLES, CONTEXT, PROMPTS = range(len(SCALES))
 
 
 class StepSize(NamedTuple):
-    """What a step computes."""
+    """The quantities of a step that its duration depends on."""
 
     tokens: int
     samples: int  # rows that draw a token
@@ -53,7 +53,7 @@ class StepSize(NamedTuple):
 
 
 class Excess:
-    """The 95th percentile of how many times as long something took as was expected of it, followed as it changes."""
+    """A running estimate of the 95th percentile of measured over expected duration."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -104,7 +104,8 @@ class StepTime:
         return sum(one * feature for one, feature in zip(self._fitted(), _features(size), strict=True))
 
     def tokens_in(self, seconds: float, start: int) -> int:
-        """How many tokens of a prompt, from `start` on, take so many seconds: each looks back at one more."""
+        """Return how many tokens of a prompt, from `start` on, fit into `seconds`: each attends to one token more than
+        the last."""
         if seconds <= 0.0:
             return 0
         token_s, more_s = self.token_s(start), self._fitted()[CONTEXT] / SCALES[CONTEXT]
@@ -112,17 +113,18 @@ class StepTime:
         return int(2.0 * seconds / (token_s + math.sqrt(token_s**2 + 2.0 * more_s * seconds)))
 
     def token_s(self, start: int = 0) -> float:
-        """One more token of a prompt, with so many before it."""
+        """Return the seconds of one more prompt token with `start` tokens before it."""
         fit = self._fitted()
         return max(LEAST_S, fit[TOKENS] / SCALES[TOKENS] + start * fit[CONTEXT] / SCALES[CONTEXT])
 
     @property
     def prompts_s(self) -> float:
-        """What a step costs more for computing prompts, however few tokens of them."""
+        """Return the fixed extra seconds of a step that computes prompts, however few tokens."""
         return self._fitted()[PROMPTS] / SCALES[PROMPTS]
 
     def row_s(self, num_rows: int) -> float:
-        """What a row that samples costs beside its token and context: its part of what all rows share, and its own."""
+        """Return the seconds of a row that samples, without its token and context: its part of the fixed cost, and its
+        own."""
         fit = self._fitted()
         return fit[BASE] / max(1, num_rows) + fit[SAMPLES] / SCALES[SAMPLES]
 

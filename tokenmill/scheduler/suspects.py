@@ -12,8 +12,8 @@ tried again in halves; only those on trial are planned meanwhile:
     e f g h            passes, and all go on together
 
 A request has passed when it has drawn another token, or is over. Where all pass apart and fail together again (memory
-that many rows need at a time), the requests of such a step end after a few rounds: nobody is spared for ever at the
-cost of all others.
+that many rows need at a time), the requests of such a step end after a few rounds, so that the search does not hold up
+all others for ever.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Suspects:
         self._num_unexplained = 0
 
     def on_trial(self, states: Mapping[str, RequestState]) -> Mapping[str, int]:
-        """The requests of which alone the next step may have some; empty: there is no suspicion."""
+        """Return the requests that the next step is restricted to; empty: there is no restriction."""
         while self._sets:
             suspects = self._sets[0]
             for name in [name for name, had in suspects.items() if has_passed(states.get(name), had)]:
@@ -42,7 +42,8 @@ class Suspects:
         return {}
 
     def note_failure(self, states: Sequence[RequestState]) -> Sequence[RequestState]:
-        """The requests to blame for a step that failed with these in it; empty: halves of them are tried first."""
+        """Return the requests that caused a failed step of these requests; empty: not known yet, halves of them are
+        tried first."""
         tried = {state.request.request_id: num_tokens(state) for state in states}
         if not self._sets:
             self._num_unexplained += 1
@@ -70,5 +71,5 @@ def has_passed(state: RequestState | None, had: int) -> bool:
 
 
 def num_tokens(state: RequestState) -> int:
-    """How far a request has come: tokens of its longest sequence."""
+    """Return the progress of a request: the tokens of its longest sequence."""
     return max((len(sequence.tokens) for sequence in state.sequences()), default=0)

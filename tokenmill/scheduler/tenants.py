@@ -1,9 +1,10 @@
-"""Tenants and what they were given: a counter for each, in seconds of the device over its weight.
+"""Fair shares: for each tenant a counter of the device seconds it was given, divided by its weight.
 
 Every token that a step computes for a tenant raises its counter by what the step-time model says it costs
 (`step_time.py`); tokens found in the prefix cache are not computed and cost nothing. Of those that wait, the tenant
-with the smallest counter goes first (VTC, arXiv 2401.00588). A tenant that had nothing to do is lifted to a quantum
-before where the others are: idle time is not saved up, but who asks seldom goes before who asks all the time.
+with the smallest counter goes first (VTC, arXiv 2401.00588). The counter of a tenant that was idle is raised to a
+quantum below the others': idle time is not saved up, but a tenant that asks seldom goes before those that ask all the
+time.
 
     counter  │ A ████████████████
              │ B ████████████████▒▒         the next to start: C, then A, then B
@@ -22,7 +23,7 @@ QUANTUM_S = 0.2  # of the device, over the weight: so far a tenant may get ahead
 
 
 class TenantAccount:
-    """What one tenant was given so far."""
+    """The device time that one tenant was given so far."""
 
     __slots__ = ("counter_s", "num_open", "tenant")
 
@@ -33,7 +34,7 @@ class TenantAccount:
 
 
 class Tenants:
-    """The accounts of tenants that have requests, or are ahead of those that have."""
+    """Accounts of the tenants that have requests, or whose counters are ahead of those."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, TenantAccount] = {}
@@ -47,7 +48,7 @@ class Tenants:
 
     @property
     def open_weight(self) -> float:
-        """The weight of all tenants that have requests."""
+        """Return the summed weight of all tenants that have requests."""
         return sum(one.tenant.weight for one in self._accounts.values() if one.num_open)
 
     def open(self, tenant: Tenant) -> TenantAccount:
@@ -76,11 +77,11 @@ class Tenants:
         account.counter_s += seconds / account.tenant.weight
 
     def lift(self, account: TenantAccount) -> None:
-        """A tenant that had nothing waiting has something now."""
+        """Raise the counter of a tenant that had nothing waiting until now."""
         account.counter_s = max(account.counter_s, self.virtual_s - QUANTUM_S)
 
     def note_start(self, account: TenantAccount) -> None:
-        """A group of the tenant whose turn it is starts."""
+        """Note that a group of the tenant with the smallest counter starts."""
         self.virtual_s = max(self.virtual_s, account.counter_s)
 
     def __len__(self) -> int:

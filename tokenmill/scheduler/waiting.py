@@ -1,4 +1,4 @@
-"""The groups that wait, in the order in which they start.
+"""The queue of waiting groups, in the order in which they start.
 
     level           smaller first: a request's priority, which improves while it waits behind others
     tenant          the one with the smallest counter (`tenants.py`), or the one that started last while it is ahead of
@@ -9,8 +9,8 @@
 With one tenant and one priority that is the order of arrival. A preempted group keeps its place in its tenant's order.
 
 Ageing: a group that has waited for ten seconds while others of smaller level waited goes to a smaller level, half way
-to 0, and below that in doubling steps, until it is among the first. So no flood of more urgent requests keeps it out,
-and it runs at the level that it has come to. Requests of the background stay there.
+to 0, and below that in doubling steps, until it is among the first. So no number of more urgent requests keeps it
+waiting for ever, and it runs at the level it has reached. Background requests do not age.
 
 While a plan is made, groups without room may be passed over: the next ones are looked at instead, until `recall`.
 """
@@ -49,7 +49,7 @@ class TenantQueue:
         return self.groups[self.num_passed] if self.num_passed < len(self.groups) else None
 
     def alike(self, level: int) -> SequenceGroup | None:
-        """One of the next groups that begins like the one that started last."""
+        """Return one of the next groups that has the same first block as the one that started last."""
         near = islice(self.groups, self.num_passed, self.num_passed + NUM_LOOKED_AT)
         same = (group for group in near if group.key[0] == level and first_hash(group) == self.prefix)
         return None if self.prefix is None else next(same, None)
@@ -83,7 +83,7 @@ class WaitingQueue:
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        """All that wait, in no particular order."""
+        """Return all waiting groups, in no particular order."""
         return [group for queue in self._queues.values() for group in queue.groups]
 
     # ── coming and going ───────────────────────────────────────────────────────────────────────────────
@@ -142,8 +142,8 @@ class WaitingQueue:
         return None
 
     def _list(self, queue: TenantQueue) -> None:
-        """Put a tenant into the order, unless it stands there at its place or before it: counters only grow, so an
-        entry that says too little comes up early and is put right then."""
+        """Put a tenant into the heap, unless it has an entry there with the same or a smaller counter: counters only
+        grow, so an outdated entry surfaces early and is corrected then."""
         group = queue.first
         if group is None:
             return
@@ -153,7 +153,8 @@ class WaitingQueue:
             heapq.heappush(self._order, (*entry, next(self._serials), queue))
 
     def _within_quantum(self, level: int, counter_s: float) -> SequenceGroup | None:
-        """What the tenant that started last starts next, while it is ahead of the others by less than a quantum."""
+        """Return the next group of the tenant that started last, while it is ahead of the others by less than a
+        quantum."""
         queue = self._last_started
         if queue is None or not self._tenants.is_contended or queue.account.counter_s > counter_s + QUANTUM_S:
             return None

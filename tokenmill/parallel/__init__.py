@@ -1,1 +1,1 @@
-"""Ranks: how a model is cut for several of them, and how they exchange what each has computed."""
+"""Ranks that compute one model together: how its matrices are divided among them, and how they exchange results."""

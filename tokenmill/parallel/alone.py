@@ -15,7 +15,7 @@ class Alone:
         return [x]
 
     def abort(self) -> None:
-        """No other rank waits for this one."""
+        """Do nothing: no other rank waits for this one."""
 
     def close(self) -> None:
         pass

@@ -48,7 +48,7 @@ class Cut:
 
     @property
     def borders(self) -> list[int]:
-        """Where each rank's rows begin, and where the last one's end; of cuts without overlap only."""
+        """Return the first row of each rank, and the end of the last one's; for cuts without overlap only."""
         return [self.spans[0][0], *(stop for _, stop in self.spans)]
 
 
@@ -65,7 +65,7 @@ class MatrixCut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """What one rank has of a model. Matrices are named without their ending; those that are not here are whole."""
+    """One rank's part of a model. Matrices are named without their suffix; those not listed are whole."""
 
     rank: int
     size: int
@@ -87,7 +87,7 @@ class Cuts:
 
     @cached_property
     def recipe(self) -> str:
-        """A text that changes whenever this rank's rows do."""
+        """Return a text that identifies this rank's rows."""
         rows = sorted((name, cut.rows.spans[self.rank]) for name, cut in self.matrices.items())
         return repr(rows) + (repr(sorted(self.experts.items())) if self.experts else "")
 
@@ -168,8 +168,8 @@ def _times(cut: Cut, width: int) -> Cut:
 
 
 def cut_model(spec: ModelSpec, size: int, *, by_heads: bool = True) -> dict[str, MatrixCut]:
-    """All matrices of a model that are cut for `size` ranks, by name. `by_heads`: False where ranks attend for some
-    sequences with all heads, instead of for all with some."""
+    """Return all matrices of a model that are cut for `size` ranks, by name. `by_heads`: False where ranks attend for
+    some sequences with all heads, instead of for all with some."""
     rows = {
         name.removesuffix(".weight"): tensor.shape[-2]
         for name, tensor in tensors_of(spec).items()
@@ -263,7 +263,7 @@ def shard_model(
     spec: ModelSpec, size: int, rank: int, *, ep: bool = False, loads: Mapping[str, Sequence[float]] | None = None,
     copies: int = 0, by_heads: bool = True,
 ) -> Cuts:  # fmt: skip
-    """What one rank has. `ep`: whole experts instead of rows of each; `by_heads`: as in `cut_model`."""
+    """Return one rank's part of a model. `ep`: whole experts instead of rows of each; `by_heads`: as in `cut_model`."""
     if size == 1:
         return Cuts(rank, size, {})
     experts = spread_experts(spec, size, loads or {}, copies) if ep else {}

@@ -54,7 +54,7 @@ class GlooGroup:
         return [part[..., :width] for part, width in zip(parts, widths, strict=True)]
 
     def abort(self) -> None:
-        """Only what comes next fails here: a peer that ends closes its connections, which ends the wait for it."""
+        """Make later collectives fail; one that waits now ends when the peer's connections are closed."""
         self.is_aborted = True
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class GatherRows:
         return (numbers - start).clamp(0, stop - start - 1)
 
     def __call__(self, numbers: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """The rows that this rank has found under its own numbers, [T, W] → those of their owners."""
+        """Exchange looked-up rows, [T, W]: those this rank found by `own` → each from the rank that has it."""
         pieces = self.group.all_gather(found, [found.shape[-1]] * self.group.size)
         rows = pieces[0]
         for piece, (start, _) in zip(pieces[1:], self.rows.spans[1:], strict=True):
@@ -100,7 +100,8 @@ class Shard:
     layers: range  # of the whole model's: those of this rank's stage
 
     def gather_outputs(self, names: Sequence[str]) -> Gather | None:
-        """For a product with stacked matrices; None where each rank goes on with its own part, or has all of it."""
+        """Return the gather of a product with stacked matrices; None where each rank continues with its own part, or
+        has all of it."""
         cuts = [self.cuts.find(name) for name in names]
         if not any(cut is not None and cut.gathered == "product" for cut in cuts):
             return None
@@ -116,11 +117,12 @@ class Shard:
         return None if cut is None else GatherRows(self.group, cut.rows)
 
     def own_rows(self, name: str) -> tuple[int, int] | None:
-        """The rows of a matrix that this rank has; None: all of them."""
+        """Return the rows of a matrix that this rank has; None: all of them."""
         return self.cuts.rows(name)
 
     def experts(self, name: str) -> Owners | None:
-        """The ranks that have each expert of a matrix as a whole; None: ranks have rows of all of them."""
+        """Return the ranks that have each expert of a matrix as a whole; None: every rank has some rows of all
+        experts."""
         return self.cuts.experts.get(name)
 
     def whole_rows(self, names: Sequence[str]) -> int:
@@ -133,12 +135,12 @@ class Shard:
         return self.group.rank
 
     def borders(self, name: str) -> list[int]:
-        """Where each rank's rows of a matrix begin, and where they end, if ranks' parts of its product come together,
-        as it is or behind an activation; empty: this rank multiplies by itself."""
+        """Return the borders of ranks' rows of a matrix whose product is gathered, directly or after an activation;
+        empty: this rank computes the whole product."""
         cut = self.cuts.find(name)
         return [] if cut is None or cut.gathered == "attention" else cut.rows.borders
 
     def input_borders(self, name: str) -> list[int]:
-        """The same of the columns of a matrix's input, where ranks have parts of it."""
+        """Return the borders of ranks' columns of a matrix's input, where ranks have parts of it."""
         cut = self.cuts.find(name)
         return [] if cut is None or cut.inputs is None else cut.inputs.borders

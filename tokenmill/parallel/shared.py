@@ -26,12 +26,12 @@ class SharedGroup:
 
     @classmethod
     def in_threads(cls, size: int) -> list[SharedGroup]:
-        """One for each rank."""
+        """Make the groups of all ranks, for threads."""
         return [cls(window) for window in native().thread_windows(size, ROOM_BYTES)]
 
     @classmethod
     def over_file(cls, descriptor: int, rank: int, size: int) -> SharedGroup:
-        """The one of a rank that is a process, over a file of `file_bytes` zeros that all ranks have open."""
+        """Make the group of a rank that is a process, over a file of `file_bytes` zeros that all ranks have open."""
         return cls(native().mapped_window(descriptor, rank, size, ROOM_BYTES))
 
     @staticmethod

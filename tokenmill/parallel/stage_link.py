@@ -1,10 +1,11 @@
-"""How the stream of a step goes from stage to stage: a ring of connections between processes of one host, or threads.
+"""The connections by which a step's activations go from stage to stage: a ring between processes of one host, or
+threads.
 
     rank of stage 0 ──► stage 1 ──► … ──► last stage ──► rank of stage 0
 
-Each rank sends to the one of the next stage in the same place. Whoever sends may wait until the other reads; that no
-wait goes round the ring, the first stage reads in a thread of its own whatever comes back. A rank that ends closes its
-connections, which ends the waits of its neighbours.
+Each rank sends to the one of the next stage in the same place. A send may block until the other side reads. So that the
+ring can't deadlock, the first stage reads in a thread of its own. A rank that ends closes its connections, which ends
+the waits of its neighbours.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class StageLink:
         return found
 
     def close(self) -> None:
-        """Let the neighbours know that nothing comes any more. A thread that reads ends with the stage before."""
+        """Close the connections, which the neighbours notice. A reading thread ends when the stage before closes its
+        side."""
         with suppress(OSError):
             self._behind.close()
         if not self._reads_ahead:
@@ -63,7 +65,7 @@ class StageLink:
         self._before.close()
 
     def _next(self) -> torch.Tensor | None:
-        """None: the stage before is gone."""
+        """Return the next matrix; None: the stage before is gone."""
         try:
             dtype, rows, columns = self._before.recv_bytes().decode().split()
             shape = int(rows), int(columns)

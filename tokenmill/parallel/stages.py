@@ -25,7 +25,7 @@ Borders = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks there are, and what each is."""
+    """The numbers of stages and of ranks per stage, and each rank's position."""
 
     tp: int = 1
     pp: int = 1
@@ -42,7 +42,7 @@ class Mesh:
         return rank % self.tp
 
     def before(self, rank: int) -> int:
-        """The rank whose stream this one goes on with; of the first stage one of the last."""
+        """Return the rank that sends to this one: of the stage before, or of the last stage for the first."""
         return (rank - self.tp) % self.size
 
 
@@ -62,7 +62,7 @@ def head_cost(spec: ModelSpec) -> float:
 
 
 def joints(spec: ModelSpec) -> list[int]:
-    """The layers before which a stage may begin: not between a layer and a later one that reads what it kept."""
+    """Return the layers at which a stage may begin: not between a layer and a later one that reads its cache."""
     reaches = list(range(spec.num_layers))  # the first layer that each one reads from
     for number, layer in enumerate(spec.layers):
         mixer = layer.mixer
@@ -78,7 +78,7 @@ def joints(spec: ModelSpec) -> list[int]:
 
 
 def stage_limits(spec: ModelSpec, pp: int) -> str | None:
-    """Why a model can't be cut into so many stages; None when it can."""
+    """Return why a model can't be divided into this many stages; None when it can."""
     if spec.input_width:
         return "each layer of this model has embeddings of its own, which only a first stage could look up"
     if spec.streams is not None:
@@ -105,7 +105,7 @@ def split_layers(spec: ModelSpec, pp: int) -> list[range]:
 
 
 def stage_share(spec: ModelSpec, layers: range) -> float:
-    """The part of a model's weights that a stage has, 0 to 1."""
+    """Return the fraction of a model's weights that a stage has, 0 to 1."""
     sizes = {name: prod(one.shape) for name, one in tensors_of(spec).items()}
     return sum(size for name, size in sizes.items() if has_tensor(spec, layers, name)) / sum(sizes.values())
 

@@ -15,7 +15,7 @@ WAIT_LIMIT_S = 600.0
 
 @dataclass
 class Meeting:
-    """What the ranks of a group share."""
+    """State that the ranks of a group share: a barrier, and each one's tensor."""
 
     size: int
     barrier: threading.Barrier = field(init=False)
@@ -33,7 +33,7 @@ class ThreadGroup:
 
     @classmethod
     def make(cls, size: int) -> list[ThreadGroup]:
-        """One for each rank."""
+        """Make the groups of all ranks."""
         meeting = Meeting(size)
         return [cls(rank, meeting) for rank in range(size)]
 

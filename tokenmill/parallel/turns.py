@@ -1,8 +1,8 @@
 """Ranks as threads that take turns: each runs until it gathers, then the next one does.
 
-Only one thread runs at a time, so all of them may put their work on one stream of one GPU: what a rank reads was put
-there before by whoever computed it, and one graph can capture the step of all ranks. For several ranks of a model on
-one device, where it matters what they compute and not how fast.
+Only one thread runs at a time, so all of them may put their work on one stream of one GPU: what a rank reads was
+enqueued before by the rank that computed it, and one graph can capture the step of all ranks. For testing several ranks
+on one device: results are those of separate devices, speed is not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ WAIT_LIMIT_S = 600.0
 
 @dataclass
 class Round:
-    """What the ranks of a group share: whose turn it is, and what each has handed over, in two places that
-    alternate."""
+    """State that the ranks of a group share: whose turn it is, and each one's tensor, in two alternating buffers."""
 
     size: int
     turn: int = 0
@@ -41,7 +40,7 @@ class TurnGroup:
 
     @classmethod
     def make(cls, size: int) -> list[TurnGroup]:
-        """One for each rank; each begins with `wait_turn` and ends with `pass_turn`."""
+        """Make the groups of all ranks; each rank begins with `wait_turn` and ends with `pass_turn`."""
         shared = Round(size)
         return [cls(rank, shared) for rank in range(size)]
 

@@ -75,7 +75,8 @@ class AdapterStore:
             self._results.put(FailedAdapter(name=name, message=message, code="model_error"))
 
     def finish_loading(self, patience_s: float = 0.0) -> list[LoadedAdapter | FailedAdapter]:
-        """What threads have read since the last call; where there is nothing yet, wait so long."""
+        """Return the adapters that threads have read since the last call; wait up to the given time where there is none
+        yet."""
         finished: list[LoadedAdapter | FailedAdapter] = []
         while self._num_loading:
             waits = patience_s > 0 and not finished

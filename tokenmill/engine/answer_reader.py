@@ -44,7 +44,7 @@ class AnswerReader:
         return self._noted(parts)
 
     def finish(self) -> list[Part]:
-        """The parts that were held back; a call that was cut off is closed."""
+        """Return the parts that were held back; a call that was cut off is closed."""
         return self._noted([*self._reader.push(self._detokenizer.finish()), *self._reader.finish()])
 
     def pop_infos(self) -> list[tuple[int, TokenInfo]]:
@@ -78,7 +78,7 @@ class AnswerReader:
 
 
 class VisibleTokens:
-    """The tokens of an answer whose text its reader gets to see: not those of markers, thoughts and calls.
+    """The tokens of an answer that belong to its visible text: not those of markers, thoughts and calls.
 
     The reader of the format holds text back and leaves markers and white space out, so a token is undecided until
     text comes that contains its own.
@@ -179,7 +179,8 @@ def _next_special(text: str, start: int) -> int:
 
 
 def _escape_length(text: str, start: int) -> int | None:
-    """The length of the escape that begins here, both halves of a surrogate pair together; None: it is incomplete."""
+    """Return the length of the escape that begins here, both halves of a surrogate pair together; None: it is
+    incomplete."""
     rest = text[start : start + 12]
     if len(rest) < 2:
         return None

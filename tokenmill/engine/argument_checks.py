@@ -111,7 +111,7 @@ VLLM_METHODS = {  # which `LLM` does not have
 
 
 def no_attribute(name: str) -> AttributeError:
-    """The error for something that `LLM` does not have; of vLLM's methods it says what to use."""
+    """Return the error for an attribute that `LLM` does not have; for vLLM's methods it says what to use instead."""
     instead = f"; instead: {VLLM_METHODS[name]}" if name in VLLM_METHODS else ""
     return AttributeError(f"LLM has no {name!r}{instead}", name=name)
 
@@ -121,7 +121,7 @@ Asked = TypeVar("Asked", ChatRequest, PromptRequest, EmbedRequest)
 
 
 class AskedRows:
-    """What a call asks, row by row: a request, or why there can't be one. Rows are read as they are wanted."""
+    """The rows of a call, read lazily: for each a request, or the error that refuses it."""
 
     def __init__(
         self,

@@ -175,7 +175,7 @@ class AsyncEngine:
             run.buffer.fail(RequestAborted("the request was aborted"))
 
     def num_generated(self, request_id: str) -> int:
-        """How many tokens a running request has so far, all of its choices together."""
+        """Return how many tokens a running request has generated so far, all of its choices together."""
         run = self._running.get(request_id)
         return run.buffer.output_processor.num_completion_tokens if run is not None else 0
 
@@ -236,7 +236,7 @@ class AsyncEngine:
 
     @property
     def adapters(self) -> list[LoadedAdapter]:
-        """The adapters that requests may name."""
+        """Return the adapters that requests may name."""
         return self._adapters.usable()
 
     async def load_adapter(self, name: str, path: Path) -> LoadedAdapter:
@@ -315,12 +315,12 @@ class AsyncEngine:
 
     @property
     def core(self) -> CoreInfo:
-        """What the (first) core settled while loading, and why."""
+        """Return what the (first) core resolved while loading, and why."""
         return self._replicas.all[0].info
 
     @property
     def reasons(self) -> list[str]:
-        """What was chosen for this model, and why: for the log."""
+        """Return what was chosen for this model, and why: for the log."""
         return [*self.core.reasons, describe_speech(self._frontend.speech)]
 
     def health(self) -> Health:
@@ -332,7 +332,7 @@ class AsyncEngine:
         return self._replicas.stats()
 
     def replicas(self) -> list[dict[str, Any]]:
-        """What each core does, for people who watch them."""
+        """Return a description of each core's state, for monitoring."""
         return self._replicas.described()
 
     def drain_replica(self, index: int, is_drained: bool = True) -> None:

@@ -178,7 +178,7 @@ class StoredWeights:
 
     @cached_property
     def dtype(self) -> str:
-        """The type that most of the weights have."""
+        """Return the data type of most of the weights."""
         if self.path is None:
             return "float32"
         if self.path.suffix != ".gguf":
@@ -190,7 +190,7 @@ class StoredWeights:
 
     @cached_property
     def formats(self) -> Formats:
-        """The block format of each matrix that is stored in one."""
+        """Return the block format of each matrix that is stored in one."""
         if self.known_formats is not None:
             return self.known_formats
         return NOTHING_STORED if self.path is None else stored_formats(self.path, self.spec)
@@ -198,7 +198,7 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """What a backend makes of a model's weights."""
+    """The formats in which a backend holds a model's weights, and their bytes."""
 
     parts: WeightParts
     dtype: str  # of most of them
@@ -277,7 +277,7 @@ def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
 
 
 def _kept_formats(stored: StoredWeights) -> Formats:
-    """Those of a file's formats that may stay as they are: fp8 only if this GPU multiplies such numbers"""
+    """Return the formats of a file that may stay as they are: fp8 only if this GPU multiplies fp8"""
     others = {name: one for name, one in stored.formats.items() if one.quant != "F8"}
     return stored.formats if len(others) == len(stored.formats) or triton_kernels.has_fp8("cuda") else others
 

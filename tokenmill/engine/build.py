@@ -192,7 +192,7 @@ def base_weights(source: WeightSource) -> BaseWeight:
 
 
 def build_scripted_core(config: EngineConfig, script_path: Path, block_address: str = "") -> EngineCore:
-    """The core of a model that says what a script tells it; all but the model is as usual."""
+    """Build the core of a scripted model; everything but the model is as usual."""
     from tokenmill.engine.frontend import eos_ids, spec_and_tokenizer
     from tokenmill.runner.script_runner import ScriptModel, ScriptRunner
 
@@ -327,7 +327,7 @@ def kv_cache(config: EngineConfig, storage: KVStorage) -> KVCache:
 
 
 def step_limit_s(scheduler: SchedulerConfig, device: str) -> float | None:
-    """How long a step may take that computes prompts beside running answers."""
+    """Return how long a step may take that computes prompts while other sequences decode."""
     if scheduler.step_ms is None:
         return read_service_level(scheduler.slo).tpot_s or STEP_LIMITS_S[device]
     return scheduler.step_ms / 1000 or None

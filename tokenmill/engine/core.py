@@ -57,7 +57,7 @@ GRAMMAR_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for a gram
 
 
 class Runner(Protocol):
-    """What computes steps. Plans are launched in order, and collected in the same order."""
+    """Computes steps. Plans are launched in order, and collected in the same order."""
 
     depth: int  # steps that it gains from having in flight
     adapters: Mapping[str, Adapter]  # by digest: those that plans may load
@@ -183,7 +183,7 @@ class EngineCore:
         self._news = self._scheduler.watch_blocks()
 
     def pop_news(self) -> KVNews | None:
-        """What has changed in the prefix cache since the last time, if somebody wants to know."""
+        """Return the changes of the prefix cache since the last call, if they are being watched."""
         return None if self._news is None else self._news.pop()
 
     def step(self) -> list[SequenceOutput]:

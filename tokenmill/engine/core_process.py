@@ -148,7 +148,8 @@ def _is_abandoned(folder: str) -> bool:
 
 
 def socket_path(usual: str) -> str:
-    """A socket's path has room for a hundred bytes; some machines keep temporary files in deeper folders."""
+    """Return a short enough path for a socket: it may have about a hundred bytes, and some machines keep temporary
+    files in deeper folders."""
     return usual if len(os.fsencode(usual)) <= MAX_SOCKET_PATH else "/tmp"
 
 

@@ -15,7 +15,7 @@ CREATED = "created/"  # what the names of created models' adapters begin with: t
 
 
 def own_adapter(custom: Customization) -> str | None:
-    """The name under which engines have a created model's adapter; None: it has none."""
+    """Return the name under which engines know a created model's adapter; None: it has none."""
     return f"{CREATED}{sha256(custom.adapter.encode()).hexdigest()[:12]}" if custom.adapter else None
 
 

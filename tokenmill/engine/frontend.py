@@ -60,7 +60,7 @@ class ModelFrontend:
 
     @property
     def speech(self) -> Speech | None:
-        """How the model writes thoughts and tool calls, by its own chat template."""
+        """Return the format in which the model writes thoughts and tool calls, by its own chat template."""
         return self.speeches.of(None)
 
     @property
@@ -69,7 +69,7 @@ class ModelFrontend:
 
     @cached_property
     def sampling_defaults(self) -> dict[str, Any]:
-        """How answers are drawn where a request says nothing: arguments of `SamplingParams`."""
+        """Return the sampling parameters that a request gets where it sets none: arguments of `SamplingParams`."""
         if not self.config.model.sampling_defaults or is_scripted(self.config.model.model):
             return {}
         return sampling_defaults(self.config.model.model, self.model_path)
@@ -87,7 +87,7 @@ class ModelFrontend:
         )
 
     def _make_reader(self, asked: ChatRequest, request: Request) -> MakeReader | None:
-        """How answers are read; None: they are nothing but text, because the model does not think and calls no tool."""
+        """Make the reader of an answer's thoughts and calls; None: answers are plain text."""
         speech, tools = self.speeches.of(asked.chat_template), callable_tools(asked)
         if speech is None or self.tokenizer is None or not (tools or speech.thinking):
             return None
@@ -127,7 +127,7 @@ def load_frontend(config: EngineConfig) -> ModelFrontend:
 
 
 def spec_and_tokenizer(config: EngineConfig, path: Path) -> tuple[ModelSpec, Tokenizer | None]:
-    """What a model is and its tokenizer, with the chat template that the config asks for."""
+    """Read a model's spec and its tokenizer, with the chat template that the config asks for."""
     if not is_scripted(config.model.model):
         return read_spec(path), _with_template(tokenizer_of(path), config.model.chat_template)
     script = read_script(path)
@@ -162,15 +162,15 @@ def _with_template(tokenizer: Tokenizer | None, file: str | None) -> Tokenizer |
 
 
 def eos_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """All ids that end an answer: the model's and the tokenizer's (they differ for some chat models), as far as the
-    model can draw them."""
+    """Return all ids that end an answer: the model's and the tokenizer's (they differ for some chat models), as far as
+    the model can sample them."""
     from_tokenizer = tokenizer.eos_token_ids if tokenizer else ()
     named = dict.fromkeys((*spec.eos_token_ids, *from_tokenizer))
     return tuple(token_id for token_id in named if 0 <= token_id < spec.vocab_size)
 
 
 def tokenizer_of(path: Path) -> Tokenizer | None:
-    """None for a bare config: such a model (random weights) takes token ids only."""
+    """Load the model's tokenizer; None for a bare config: such a model (random weights) takes token ids only."""
     if path.suffix == ".gguf":
         return tokenizer_from_gguf(read_gguf(path).metadata)
     folder = path if path.is_dir() else path.parent

@@ -90,7 +90,7 @@ class Shifting:
     keep: int
 
     def asked_for(self, params: SamplingParams, context: int) -> ContextShift | None:
-        """The shift that a request gets; None: its answer ends with the context, as beams always do."""
+        """Return the context shift of a request; None: its answer ends with the context, as beams always do."""
         is_on = self.is_on and params.beam is None if params.context_shift is None else params.context_shift
         if not is_on:
             if params.context_keep is not None:
@@ -202,7 +202,7 @@ class InputProcessor:
         return self.adapters[name]
 
     def _ends_of(self, asked: ChatRequest | PromptRequest) -> list[int]:
-        """All ids that end the answer: what is filled in ends where a model goes on with another file, too."""
+        """Return all ids that end the answer; fill-in-the-middle also ends where the model begins another file."""
         if isinstance(asked, ChatRequest) or asked.suffix is None:
             return self._eos_token_ids
         return list(dict.fromkeys((*self._eos_token_ids, *self._fim_tokens().stop_ids)))
@@ -437,8 +437,8 @@ class InputProcessor:
             )
 
     def _longest_answer(self, prompt_ids: list[int], params: SamplingParams, shift: ContextShift | None) -> int:
-        """The most tokens an answer may have: to the end of the context, or, where that shifts, what was asked for or
-        the length of a context."""
+        """Return the most tokens an answer may have: to the end of the context, or, where that shifts, what was asked
+        for or the length of a context."""
         if shift is not None:
             return self.max_context if params.max_tokens is None else params.max_tokens
         room = self.max_context - len(prompt_ids)
@@ -466,7 +466,7 @@ class InputProcessor:
 
 
 def text_digest(text: str) -> bytes:
-    """What a `TokenPrefix` knows the text of its tokens by."""
+    """Return the digest by which a `TokenPrefix` identifies its text."""
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -485,8 +485,8 @@ def longest_prompt(context: int) -> int:
 
 
 def prompt_limit(params: SamplingParams, max_context: int, *, shifts_context: bool) -> int:
-    """The most tokens that a prompt with these parameters may have; `shifts_context`: the default for parameters that
-    don't say."""
+    """Return the most tokens that a prompt with these parameters may have; `shifts_context`: the default for parameters
+    that don't say."""
     shifts = shifts_context if params.context_shift is None else params.context_shift
     return longest_prompt(max_context) if shifts and params.beam is None else max_context
 

@@ -5,7 +5,7 @@
                            ═══ plans ═══►  stage 1 ══► stage 2 ══► ... ══► core
 
 Who connects proves that it has the group's key (TOKENMILL_RANK_KEY), and so does who listens; what follows is not
-encrypted: a network between ranks is one that nobody else is on. A machine that goes silent is given up after seconds.
+encrypted: ranks must be on a private network. A machine that goes silent is given up after seconds.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def hang_up(connection: Connection) -> None:
 
 
 def ring_ends(door: Door, host: str, port: int, key: bytes, until_s: float) -> tuple[Connection, Connection]:
-    """What a rank reads its stream from and writes it to: the stage before connects here, this one to the stage behind
-    at `host` and `port`. Both at a time, or a ring of ranks would wait for each other."""
+    """Open the two connections of a rank in the ring of stages: the stage before connects here, this one connects to
+    the next stage at `host` and `port`. Both at the same time, or the ranks of the ring would wait for each other."""
     came: list[Connection] = []
 
     def accept() -> None:

@@ -1,7 +1,7 @@
 """Where a core keeps blocks beside its pool, as its settings say, and the digest that tells whose blocks they are.
 
-Blocks may be used by whoever would compute the same bytes. All that those depend on is in the digest: the weights, the
-precisions, the kernels, the layout of a block. Tokens, tenant and adapter are in a block's own name.
+Blocks may be used by any core that would compute the same bytes. Everything they depend on is in the digest: the
+weights, the precisions, the kernels, the layout of a block. Tokens, tenant and adapter are in a block's own name.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_fo
 def block_traffic(
     config: EngineConfig, storage: KVStorage, cache: KVCache, digest: BlocksDigest, address: str
 ) -> BlockTraffic | None:
-    """What moves a core's blocks; None where they are kept in the pool alone. `address`: the socket at which other
-    cores may ask for them; empty: none."""
+    """Make the object that moves a core's blocks from and to tiers; None where there are none. `address`: the socket at
+    which other cores may ask for them; empty: none."""
     settings, regions = config.cache, [rule.region for rule in cache.rules]
     digest = functools.cache(digest)  # read from files, so not before it is needed
 

@@ -75,7 +75,7 @@ Receive = Callable[[SequenceOutput, Sequence[Arrived], bool], None]  # ..., whet
 
 
 class LoraRequest(Protocol):
-    """What is read of vLLM's LoRARequest."""
+    """The attributes of vLLM's LoRARequest that are read."""
 
     @property
     def lora_name(self) -> str: ...
@@ -88,7 +88,8 @@ Adapters = str | Sequence[str | None] | None  # the name of one for all rows, or
 
 
 def without_step_limit(config: EngineConfig) -> EngineConfig:
-    """The config of a program that waits for whole answers: no stream is held up by a long step."""
+    """Return the config without a limit on a step's time: a program that waits for whole answers has no streams to hold
+    up."""
     if config.scheduler.step_ms is not None or config.scheduler.slo is not None:
         return config
     return replace(config, scheduler=replace(config.scheduler, step_ms=0.0))
@@ -210,7 +211,7 @@ class LLM:
     def embed(
         self, prompts: Prompt | Iterable[Prompt], *, pooling: Pooling | None = None, adapter: Adapters = None
     ) -> list[EmbeddingOutput]:
-        """One vector for each prompt, of length one: the mean over its tokens unless `pooling` says otherwise."""
+        """Return a vector of length one for each prompt: the mean over its tokens unless `pooling` says otherwise."""
         given: Any = pooling
         if given is not None and not isinstance(given, Pooling):
             raise InvalidRequest(f"pooling must be a Pooling, got {given!r}", param="pooling", hint='Pooling("last")')
@@ -288,7 +289,7 @@ class LLM:
 
     @property
     def adapters(self) -> list[LoadedAdapter]:
-        """The adapters that are loaded."""
+        """Return the loaded adapters."""
         return self._core.adapters.loaded
 
     def load_adapter(self, name: str, path: str | Path) -> LoadedAdapter:
@@ -350,7 +351,7 @@ class LLM:
         return given
 
     def _answer(self, asked: AskedRows, *, progress: bool) -> list[RequestOutput]:
-        """All answers in order. A request that is refused raises, if it is the only one."""
+        """Return all answers in order. A refused request raises, if it is the only one."""
         outputs: dict[int, RequestOutput] = {}
         raises = asked.total == 1
         with self._lock, relaxed_gc(), progress_over(asked.total, enabled=progress) as report:
@@ -486,7 +487,7 @@ def ask_chat(
     reasoning_effort: str | None,
     template_args: dict[str, Any],
 ) -> Callable[[Any, SamplingParams], ChatRequest]:
-    """What makes a request of a conversation; all else is the same for all of them."""
+    """Return a function that makes a request of a conversation, with everything else equal for all of them."""
     first = ChatRequest(
         messages=[],
         tools=tools_from(tools),

@@ -57,7 +57,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class AdapterRead(msgspec.Struct, frozen=True, tag=True):
-    """What became of a `LoadAdapter`."""
+    """The result of a `LoadAdapter`."""
 
     loaded: LoadedAdapter | None
     failed: FailedAdapter | None = None
@@ -72,7 +72,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The core is alive (`heartbeat.py`)."""
+    """A sign of life of the core (`heartbeat.py`)."""
 
 
 ToCore = Start | Submit | Abort | LoadAdapter | UnloadAdapter | WatchBlocks | Shutdown

@@ -60,7 +60,7 @@ def build_decoder(
 def build_native_decoder(
     config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
 ) -> NativeDecoder:
-    """A model whose step is one call of the compiled CPU kernels; `shard`: what this rank has of it."""
+    """Build a model whose step is one call of the compiled CPU kernels; `shard`: this rank's part of it."""
     assert config.model.max_context is not None and config.ops.threads is not None
     tables = PositionTables.of(spec, config.model.max_context, torch.device("cpu")).ropes
     kept = packed_cache(config, source)

@@ -41,7 +41,7 @@ Arrived = Event | TokenmillError
 
 @dataclass
 class OfflineRow:
-    """One row of a call: what it asks, and what has come of it."""
+    """One row of a call: its request and its result so far."""
 
     number: int
     asked: ClientRequest | None  # None: the row could not be understood
@@ -102,7 +102,7 @@ class OfflineRun:
         return not (self._has_more or self.under_way or self._ended)
 
     def read(self) -> list[OfflineRow]:
-        """The next rows that there is room for."""
+        """Read the next rows, as many as there is room for."""
         room = min(self._window - len(self.under_way), ADDED_PER_STEP)
         until = time.monotonic() + READING_S
         found: list[OfflineRow] = []
@@ -206,8 +206,8 @@ def progress_over(
     done_before: int = 0,
     write: Callable[[str], None] = log_line,
 ) -> Iterator[Report | None]:
-    """Show progress over `total` answers (None: nobody knows how many), unless the work takes under a second.
-    `done_before`: those of an earlier run. `write`: where lines go if there is no terminal."""
+    """Show progress over `total` answers (None: not known), unless the work takes under a second. `done_before`: those
+    of an earlier run. `write`: where lines go if there is no terminal."""
     if not enabled:
         yield None
         return
@@ -219,7 +219,7 @@ def progress_over(
 
 
 class LateBar:
-    """A bar that appears only once the work has taken `patience_s`."""
+    """A progress bar that appears only once the work has taken `patience_s`."""
 
     def __init__(self, total: int | None, patience_s: float, done_before: int = 0) -> None:
         self._total = total

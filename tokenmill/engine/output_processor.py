@@ -55,7 +55,7 @@ class ChoiceState:
         return 0 if self.last is None else self.last.num_accepted
 
     def given(self) -> Given:
-        """What an engine must know that goes on with the sequence."""
+        """Return what another engine needs to continue the sequence."""
         return Given(
             token_ids=self.token_ids,
             mirostat_mu=None if self.last is None else self.last.mirostat_mu,
@@ -104,8 +104,9 @@ class OutputProcessor:
         return sum(len(choice.token_ids) for choice in self._choices)
 
     def resumed_request(self) -> Request:
-        """The request for another engine that goes on where this one has ended. Beams begin again: nothing was shown
-        of them. The logprobs of the prompt come with the first token of the first sequence, and only once."""
+        """Return the request with which another engine continues where this one has ended. Beams start again, because
+        none of their tokens were output. Prompt logprobs come with the first token of the first sequence, and only
+        once."""
         request, params = self._request, self._request.params
         if request.pooling is not None or params.beam is not None or self.num_completion_tokens == 0:
             return request

@@ -131,7 +131,7 @@ def prepare_process(parent_pid: int) -> None:
 
 
 def set_up(start: RankStart) -> None:
-    """What a rank's process needs besides its part of the model."""
+    """Set up what a rank's process needs besides its part of the model."""
     import torch
 
     from tokenmill.engine.backends import find_backend

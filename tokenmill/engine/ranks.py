@@ -126,7 +126,7 @@ class StageRing:
 
 
 def held_link(start: RankStart) -> StageLink | None:
-    """The link of a rank that is a process."""
+    """Open the link of a rank that is a process."""
     if start.before < 0:
         return None
     is_first = start.mesh.stage(start.rank) == 0
@@ -147,7 +147,7 @@ class RankReady(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank has: some layers of a model, and some rows of their matrices."""
+    """One rank's part of a model: some of its layers, and some rows of their matrices."""
 
     config: EngineConfig
     rank: int
@@ -171,7 +171,7 @@ class RankPart:
 def load_part(
     config: EngineConfig, spec: ModelSpec, model_path: Path, rank: int, group: RankGroup, link: StageLink | None
 ) -> RankPart:
-    """One rank's part of a model, and of its KV cache."""
+    """Load one rank's part of a model, and allocate its part of the KV cache."""
     mesh = Mesh(config.parallel.tp, config.parallel.pp)
     layers = split_layers(spec, mesh.pp)[mesh.stage(rank)]
     parallel = config.parallel
@@ -329,7 +329,7 @@ class Ranks:
             when_closed(follower, partial(self._lose, rank, "is gone, or its machine"))
 
     def _lose(self, rank: int, how: str) -> None:
-        """A rank on another machine has ended: so does its group."""
+        """End the group because a rank on another machine has ended."""
         if self._is_closed:
             return
         log.error("rank %d %s: its group ends", rank, how)
@@ -446,7 +446,7 @@ def thread_groups(config: EngineConfig) -> Sequence[RankGroup]:
 
 
 def shared_file(size: int, link: str) -> int:
-    """The descriptor of a file of which nothing is left when the processes have ended that have it."""
+    """Return the descriptor of an anonymous shared file, which is freed with the last process that has it open."""
     descriptor = os.memfd_create("tokenmill-ranks", os.MFD_CLOEXEC)
     if link == "shared":
         os.ftruncate(descriptor, SharedGroup.file_bytes(size))
@@ -454,7 +454,7 @@ def shared_file(size: int, link: str) -> int:
 
 
 def join_group(config: EngineConfig, rank: int, descriptor: int) -> RankGroup:
-    """The group of a rank that is a process, with the others of its stage."""
+    """Join the group of a stage's ranks, as a process."""
     place = rank % config.parallel.tp
     if config.parallel.tp == 1:
         return Alone()

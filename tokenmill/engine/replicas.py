@@ -47,7 +47,7 @@ TOTALS = tuple(name for name in EngineStats.__struct_fields__ if name not in APA
 
 @dataclass(slots=True, eq=False)
 class RequestRun:
-    """A request that is under way."""
+    """A request in progress."""
 
     buffer: EventBuffer
     request: Request
@@ -75,7 +75,8 @@ class RequestRun:
         return request_id if self.num_placed < 2 else f"{request_id}#{self.num_placed}"
 
     def for_core(self, fetch_from: str) -> Request:
-        """The request with all that was given of it. `fetch_from`: the address of a core that may have its blocks."""
+        """Return the request with the tokens that were output so far. `fetch_from`: the address of a core that may have
+        its blocks."""
         request = self.buffer.output_processor.resumed_request()
         if self.is_prefilling:
             request = prefill_request(request, self.core_id)
@@ -103,38 +104,38 @@ class Router(Protocol):
     """The rule by which requests are given to cores, where there are several."""
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Route:
-        """One of these, all of which could take the request."""
+        """Choose one of these cores, each of which could take the request."""
         ...
 
     def note_outputs(self, replica: Replica, message: Outputs) -> None: ...
 
     def note_ready(self, replica: Replica) -> None:
-        """A core was started, or started again: it remembers nothing."""
+        """Note that a core was started or restarted, with an empty cache."""
         ...
 
     def note_end(self, run: RequestRun) -> None:
-        """A request has ended well."""
+        """Note that a request has ended without an error."""
         ...
 
 
 class FleetKeeper(Protocol):
-    """What watches the cores of a model while they run: adds and ends some as the load asks for it, lets other machines
-    join."""
+    """A background service of a fleet, started and closed with its cores: the autoscaler, the listener for other
+    machines."""
 
     async def start(self, replicas: Replicas) -> None:
-        """The cores are about to be started."""
+        """Start, before the cores are started."""
         ...
 
     def note_open(self) -> None:
-        """The first cores are ready."""
+        """Note that the first cores are ready."""
         ...
 
     async def stop(self) -> None:
-        """The cores are about to end."""
+        """Stop, before the cores are ended."""
         ...
 
     async def close(self) -> None:
-        """The cores have ended."""
+        """Close, after the cores have ended."""
         ...
 
     def allow(self, least: int, most: int) -> bool:
@@ -205,7 +206,7 @@ class Replica:
 
 
 def added(each: Sequence[EngineStats], names: Sequence[str]) -> dict[str, Any]:
-    """Some fields of several statistics, and the counts of their steps, added up."""
+    """Return the sums of some fields of several statistics, and of their step counts."""
     sums: dict[str, Any] = {name: sum(getattr(one, name) for one in each) for name in names}
     sums["step_counts"] = [sum(counts) for counts in zip_longest(*(one.step_counts for one in each), fillvalue=0)]
     return sums
@@ -338,7 +339,7 @@ class Replicas:
             replica.probation = None
 
     def _note_moved(self, run: RequestRun) -> None:
-        """A request that was moved goes on elsewhere, or has ended: it is the next one's turn."""
+        """Note that a moved request continues on another core or has ended, and move the next one."""
         replica, run.left = run.left, None
         if replica is not None:
             replica.leaving.discard(run)
@@ -376,7 +377,7 @@ class Replicas:
         return EngineStats(engine_pid=each[0].engine_pid, resumed=self.num_resumed, **sums)
 
     def described(self) -> list[dict[str, Any]]:
-        """What each core does, for people who watch them."""
+        """Return a description of each core's state, for monitoring."""
         return [
             {
                 "replica": replica.index,
@@ -472,7 +473,7 @@ class Replicas:
         return True
 
     def _block_address(self, source: Replica | None, replica: Replica) -> str:
-        """Where a core can get another one's blocks; empty: nowhere."""
+        """Return the address at which a core can fetch another one's blocks; empty: none."""
         if source is None or source is replica or not source.is_ready:
             return ""
         return self.block_route(replica.info.block_address, source.info.block_address)
@@ -546,7 +547,7 @@ class Replicas:
                 self._note_started(run, replica)
 
     def _note_prefilled(self, run: RequestRun, replica: Replica, output: SequenceOutput) -> None:
-        """A prompt is computed, or can't be: either way the request goes on to a core that answers it."""
+        """Hand a request whose prompt was computed elsewhere, or could not be, to a core that decodes."""
         if output.finish_reason is None:
             return
         self._withdraw(run, replica, tell_core=False)
@@ -555,7 +556,7 @@ class Replicas:
             self._parked.append(run)
 
     def _note_started(self, run: RequestRun, replica: Replica) -> None:
-        """The first output of a request has come: it is no suspect any more, and makes room for the next one."""
+        """Note a request's first output: it is no longer suspected of ending cores, and the next one may start."""
         run.is_starting = False
         replica.num_prefilling -= run.num_uncached
         self._note_moved(run)

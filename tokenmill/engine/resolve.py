@@ -45,7 +45,7 @@ SPECULATIONS = f"off, auto, ngram or {DRAFT_PREFIX}MODEL"
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What must be known of the machine to resolve a config."""
+    """The facts about the machine that a config is resolved with."""
 
     cores: int
     free_bytes: Mapping[str, int]  # by the name of each device that torch can use: for weights and KV cache together
@@ -72,7 +72,7 @@ def resolve_model_config(config: EngineConfig, spec: ModelSpec, path: Path) -> R
 
 
 def explain_choices(config: EngineConfig, path: Path, spec: ModelSpec) -> list[str]:
-    """What would be chosen for a model here, and why, without loading it."""
+    """Return what would be chosen for a model here, and why, without loading it."""
     resolved = resolve_model_config(config, spec, path)
     return [*resolved.reasons, resolved.backend.describe_kernels(resolved.config)]
 
@@ -154,7 +154,7 @@ def resolve(
 
 
 def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, reasons: list[str]) -> ParallelConfig:
-    """How many ranks there are and how they reach each other; what they can't do yet is refused by name."""
+    """Resolve the number of ranks and how they communicate; unsupported combinations are refused by name."""
     parallel = config.parallel
     tp, pp = parallel.tp, parallel.pp
     if parallel.lanes is not None and pp == 1:
@@ -232,7 +232,8 @@ def _require_parting(parallel: ParallelConfig, spec: ModelSpec, backend: Backend
 def _heaviest_rank(
     spec: ModelSpec, parallel: ParallelConfig, layout: KVLayout, block_size: int
 ) -> tuple[float, KVLayout]:
-    """The largest share of the weights that a rank has, and the layout of the KV cache of the rank with most of it."""
+    """Return the largest share of the weights on any rank, and the KV cache layout of the rank with the largest
+    cache."""
     stages = split_layers(spec, parallel.pp)
     share = max(stage_share(spec, layers) for layers in stages) / parallel.tp
     layouts = (layout.of_layers(layers) for layers in stages)
@@ -283,7 +284,7 @@ def _require_ranges(config: EngineConfig) -> None:
 
 
 def choose_device(ops: OpsConfig, machine: MachineFacts, backends: Sequence[Backend] = BACKENDS) -> Device:
-    """The first device that is asked for and can be used, and that a backend which is asked for computes on, if any."""
+    """Return the first requested device that is usable and that the requested backend, if any, computes on."""
     named = [device for row in backends if row.name == ops.backend for device in row.devices]
     for device in (*named, *DEVICES):
         if ops.device in ("auto", device.name) and device.name in machine.free_bytes:
@@ -298,7 +299,7 @@ def choose_device(ops: OpsConfig, machine: MachineFacts, backends: Sequence[Back
 def _choose_backend(
     config: EngineConfig, spec: ModelSpec, device: Device, backends: Sequence[Backend], reasons: list[str]
 ) -> tuple[Backend, ComputeRequest, list[str]]:
-    """The first backend of this device that can compute the model, what it is asked for, and why others can't."""
+    """Return the first backend of this device that can compute the model, its compute request, and why others can't."""
     asked = config.ops.backend
     refusals: list[str] = []
     for backend in backends:
@@ -322,7 +323,7 @@ def _choose_backend(
 
 
 def compute_request(config: EngineConfig, spec: ModelSpec, device: Device, backend: Backend) -> ComputeRequest:
-    """What a backend is asked for, with the precisions it takes by default."""
+    """Return the precisions and formats to request of a backend, with its defaults filled in."""
     model, kv_dtype = config.model, config.cache.kv_dtype
     dtype = compute_dtype(config, spec, device)
     return ComputeRequest(
@@ -418,7 +419,7 @@ def _size_pool(
     free_bytes: int,
     reasons: list[str],
 ) -> CacheConfig:
-    """As many blocks as the memory holds that weights and runner leave."""
+    """Return as many blocks as fit into the memory that weights and runner leave."""
     cache, weights, max_rows = config.cache, kept.parts.total, config.scheduler.num_rows
     fraction = cache.memory_fraction
     assert config.model.max_context is not None and fraction is not None
@@ -450,7 +451,7 @@ def _size_pool(
 def _size_states(
     cache: CacheConfig, layout: KVLayout, cache_bytes: int, max_rows: int, reasons: list[str]
 ) -> CacheConfig:
-    """As many states of recurrent layers as the memory holds that the blocks leave."""
+    """Return as many recurrent states as fit into the memory that the blocks leave."""
     if not layout.is_recurrent:
         if cache.num_states is not None:
             raise InvalidConfig("num_states is for models with recurrent layers, this one has none", param="num_states")
@@ -469,7 +470,7 @@ def _size_states(
 
 
 def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reasons: list[str]) -> ModelConfig:
-    """One sequence must fit the pool alone, or it could never finish."""
+    """Limit the context to what one sequence alone can hold in the pool, or it could never finish."""
     assert model.max_context is not None and cache.num_blocks is not None
     longest = longest_context(layout, cache, model.max_context)
     if not longest:

@@ -54,7 +54,8 @@ class EventFold:
 
     @property
     def event(self) -> Event:
-        """All text, tokens and logprobs in order; how the choice ended and what it cost, as the last event says."""
+        """Return one event with all text, tokens and logprobs in order, and the last event's finish reason and
+        usage."""
         assert self._last is not None, "no event was added"
         return self._last if self._earlier is None else self._earlier.merged_with(self._last)
 
@@ -139,7 +140,7 @@ def _joins_with(part: Part) -> tuple[type, int]:
 
 
 def reasoning_of(event: Event) -> str | None:
-    """All that was thought in an answer; None: nothing."""
+    """Return the reasoning text of an answer; None: there is none."""
     return "".join(part.text for part in event.parts or () if isinstance(part, ThoughtPart)) or None
 
 

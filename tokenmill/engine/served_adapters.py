@@ -37,7 +37,7 @@ class ServedAdapters:
         self._loading: dict[str, AdapterLoading] = {}
 
     def usable(self) -> list[LoadedAdapter]:
-        """Those that at least one core has, or would have that is stopped while all are."""
+        """Return the adapters that at least one running core has, or a stopped one where none runs."""
         wanted = (self._wanted or {}).values()
         if all(replica.is_stopped for replica in self._replicas):
             return list(wanted)
@@ -80,7 +80,7 @@ class ServedAdapters:
     # ── what cores say ─────────────────────────────────────────────────────────────────────────────────
 
     def note_ready(self, replica: Replica, info: CoreInfo) -> None:
-        """A core was started, with the adapters of the config: tell it what is different now."""
+        """Send a core that was started with the config's adapters the changes since then."""
         if self._wanted is None:
             self._wanted = {one.name: one for one in info.adapters}
         for adapter in info.adapters:

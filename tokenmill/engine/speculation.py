@@ -49,7 +49,8 @@ def make_drafter(config: EngineConfig, num_allowed: NumAllowed, load_draft: Load
 
 
 class DisableOnError:
-    """A speculation that is dropped, with its draft model, when it raises anything; the engine goes on without one."""
+    """A wrapper of a proposer that drops it, with its draft model, when it raises anything; the engine continues
+    without drafts."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation: Speculation | None = speculation

@@ -99,7 +99,7 @@ class FailedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the core has resolved while loading and its front must know."""
+    """What a core has resolved while loading, as its front needs it."""
 
     max_context: int
     num_blocks: int

@@ -124,7 +124,7 @@ class EventStream(AsyncIterator[Event]):
 
     @property
     def device_s(self) -> float:
-        """What the engine has spent on the request so far."""
+        """Return the device seconds that were spent on the request so far."""
         return self._buffer.output_processor.device_s
 
     async def __anext__(self) -> Event:

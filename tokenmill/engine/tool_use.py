@@ -47,7 +47,8 @@ _NAME = re.compile(r"[\w.:/-]+")
 
 
 class SpeechFinder:
-    """How a model speaks, with its own chat template or with one that a request brings; each is found out once."""
+    """Finds the formats of tool calls and thinking for a chat template, the model's own or a request's; cached per
+    template."""
 
     def __init__(self, tokenizer: Tokenizer | None, tool_format: str = "auto") -> None:
         """`tool_format`: the name of a call format, `none` for a model that shall call nothing, or `auto`."""
@@ -70,7 +71,7 @@ class SpeechFinder:
 
 
 def describe_speech(speech: Speech | None) -> str:
-    """One line about how a model writes calls and thoughts."""
+    """Describe in one line how a model writes calls and thoughts."""
     if speech is None:
         return "no tool calls: no chat template can be read"
     calls = "none" if speech.calls is None else speech.calls.name
@@ -120,7 +121,7 @@ def _nesting(value: Any) -> int:
 
 
 def callable_tools(asked: ChatRequest) -> list[Tool]:
-    """The tools that the answer may call."""
+    """Return the tools that the answer may call."""
     choice = asked.tool_choice
     if choice.mode == "none":
         return []
@@ -140,8 +141,8 @@ def is_off(reasoning: Reasoning) -> bool:
 
 
 def history(asked: ChatRequest, speech: Speech | None) -> list[Message]:
-    """The messages as the model's template takes them: call ids in the family's form; of what was thought only that
-    since the last question, unless all of it is wanted."""
+    """Return the messages as the model's template expects them: call ids in the family's format; reasoning only since
+    the last user message, unless all of it is wanted."""
     keeps_all = asked.reasoning.keep_history
     keeps_all = keeps_all or any(asked.template_args.get(name) is value for name, value in KEEP_HISTORY.items())
     questions = [number for number, message in enumerate(asked.messages) if message.role == "user"]
@@ -175,7 +176,7 @@ def with_described_tools(messages: list[Message], tools: Sequence[Tool], speech:
 
 
 def thinking_budget(reasoning: Reasoning) -> int | None:
-    """The most tokens that may be thought; None: as many as the model likes."""
+    """Return the largest number of thinking tokens; None: unlimited."""
     if is_off(reasoning):
         return 0
     return reasoning.budget if reasoning.budget is not None else EFFORT_BUDGETS[reasoning.effort or "max"]
@@ -185,7 +186,7 @@ def thinking_budget(reasoning: Reasoning) -> int | None:
 
 
 def answer_start(speech: Speech, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> SpeechStart:
-    """The state in which an answer begins: a prompt may have opened a think section."""
+    """Return the reader's state at the beginning of an answer: the prompt may have opened a thinking section."""
     tail = tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
     return speech.start(tail[-TAIL_CHARACTERS:])
 
@@ -239,7 +240,7 @@ def _needs_grammar(asked: ChatRequest, tools: Sequence[Tool]) -> bool:
 
 
 def _enforceable(tool: Tool, speech: Speech) -> Tool:
-    """A tool with parameters that a grammar can hold to; strict ones that can't be are refused."""
+    """Return a tool whose parameters a grammar can enforce; strict tools that can't be enforced are refused."""
     if tool.kind == "custom":
         return _custom(tool, speech)
     if tool.parameters is None or tool.strict is False:
@@ -262,7 +263,7 @@ def _reference_problem(schema: dict[str, Any]) -> str | None:
 
 
 def _loosened(tool: Tool) -> Tool:
-    """A tool whose arguments are any object; one without parameters keeps none, and a custom one its input."""
+    """Return a tool whose arguments may be any object; one without parameters keeps none, a custom one its input."""
     is_kept = tool.parameters is None or tool.kind == "custom"
     return tool if is_kept else msgspec.structs.replace(tool, parameters=ANY_OBJECT)
 

@@ -41,8 +41,8 @@ def prestart_core(verb: str, arguments: list[str], environment: Mapping[str, str
 
 
 def take_core(*, fast_start: bool) -> CoreProcess | None:
-    """The process that was started early, now the caller's to end; None where there is none, or where a setting that
-    was read later (in a TOML file) has turned fast starts off."""
+    """Hand over the process that was started early, which the caller must end; None where there is none, or where a
+    setting that was read later (in a TOML file) has turned fast starts off."""
     waiting = _waiting.get()
     if not waiting:
         return None
@@ -54,7 +54,7 @@ def take_core(*, fast_start: bool) -> CoreProcess | None:
 
 
 def _is_fast(arguments: list[str], environment: Mapping[str, str]) -> bool:
-    """The switch as far as it can be seen before anything is parsed; the last word on it is the parsed setting."""
+    """Guess the switch from the raw arguments, before anything is parsed; the parsed setting decides."""
     given = [argument for argument in arguments if argument in ("--fast-start", "--no-fast-start")]
     if given:
         return given[-1] == "--fast-start"

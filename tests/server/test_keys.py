@@ -82,7 +82,7 @@ def test_a_file_without_keys_leaves_nothing_open(tmp_path: Path) -> None:
     ("text", "word"),
     [
         ("[[key]]\nid = 'a'\n", "sha256"),
-        ("[[key]]\nid = 'a b'\nsha256 = '00'\n", "id that is none"),
+        ("[[key]]\nid = 'a b'\nsha256 = '00'\n", "invalid id"),
         ("[[key]]\nid = 'a'\nsha256 = '00'\n", "64 hexadecimal"),
         (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\nexpires = 'soon'\n", "no date"),
         (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\nwieght = 1\n", "wieght"),

@@ -37,7 +37,7 @@ CLIENT_LEFT = 499  # as nginx counts a client that disconnected; it is never sen
 
 @dataclass
 class RequestRecord:
-    """What is known of a request so far."""
+    """The facts recorded of a request so far."""
 
     request_id: str
     method: str
@@ -49,7 +49,7 @@ class RequestRecord:
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     is_generation: bool = False  # counts in the request metrics
-    is_batch_line: bool = False  # nobody waits for it now
+    is_batch_line: bool = False  # no client waits for it
     model: str | None = None  # set once the request is handed to an engine
     usage: Usage | None = None
     route: str | None = None  # which of several engine processes it went to, and why
@@ -87,7 +87,7 @@ class RequestRecord:
         self.status = CLIENT_LEFT
 
     def note_failure(self, error: TokenmillError) -> None:
-        """A stream has failed, after its status was sent."""
+        """Record that a stream failed after its status was sent."""
         self.status = error.http_status
         self.error_code = error.code
 
@@ -136,7 +136,7 @@ class Accounting:
         self._power = PowerMeter()
 
     def gaps_of(self, model: str) -> LiveHistogram:
-        """Where the times between outputs of a model are counted."""
+        """Return the histogram of times between outputs of a model."""
         return self._metrics.of(model).gaps
 
     def finish(self, record: RequestRecord) -> None:
@@ -167,7 +167,7 @@ class Accounting:
         return self._metrics.render(), CONTENT_TYPE_LATEST
 
     def values(self, names: Sequence[str]) -> dict[str, SeriesValue]:
-        """Some of the same metrics as numbers, all models together."""
+        """Return some of the metrics as numbers, summed over all models."""
         self._note_engines()
         return self._metrics.values(names)
 

@@ -4,7 +4,8 @@
     POST /v1/unload_lora_adapter    {"lora_name": "sql"}
 
 An adapter is then a model name, `sql` or `BASE:sql`. Loading one under a name that is taken needs `load_inplace`: new
-requests get the new one, those that run keep theirs. Whoever may pull models may load adapters: see --manage-models.
+requests get the new one, those that run keep theirs. Clients that may pull models may load adapters: see
+--manage-models.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
 
 def usage_endpoints(ledger: Ledger) -> list[Endpoint]:
     async def usage(request: Request) -> Response:
-        """What a client's own key has used: a key never sees another's."""
+        """Report the usage of the client's own key, never of another's."""
         groups = groups_of(request.query_params.get("group_by", "model"))
         since_s = moment_of(request.query_params.get("since", "30d"), time.time())
         rows = await ledger.usage(groups, since_s, request.state.record.key_id)

@@ -162,7 +162,8 @@ def create_app(
 
 
 def with_priorities(config: ServerConfig, *, has_keys: bool) -> ServerConfig:
-    """The settings with the smallest priority decided: among strangers nobody goes before the others."""
+    """Return the settings with the smallest priority filled in: where strangers may connect, no client goes before the
+    others."""
     if config.min_priority is None and (has_keys or config.allow_open):
         return replace(config, min_priority=0)
     return config
@@ -242,7 +243,7 @@ async def _show_routing_error(request: Request, error: Exception) -> Response:
 
 
 def _near_paths(app: Starlette, path: str) -> str:
-    """The paths of this server that resemble one that it does not have, as a hint: first those that go on from it."""
+    """Return the paths that resemble an unknown one, for a hint: first those that it is a prefix of."""
     paths = {str(route.path) for route in app.routes if isinstance(route, Route) and "{" not in route.path}
     known = sorted(paths - PAGE_PATHS)
     below = [one for one in known if one.startswith(path.rstrip("/") + "/")]
@@ -257,6 +258,6 @@ def _error_response(request: Request, error: TokenmillError, headers: dict[str, 
 
 
 async def _note_departure(request: Request, error: Exception) -> Response:
-    """The client disconnected while it was sending; the response is not read by anyone."""
+    """Record that the client disconnected while it was sending; no one reads the response."""
     request.state.record.note_departure()
     return Response(status_code=400)

@@ -3,8 +3,8 @@
     {"entry": 7, "time": "2027-01-31T12:00:00.123Z", "event": "key_added", "id": "alice", …, "previous": H6, "hash": H7}
 
 The hash of a line covers all before it in the line, and with `previous` all lines before it, so a line that was
-changed, removed or slipped in later is found by `tokenmill audit verify`. Whoever may write the file can also write all
-of it anew, or cut off its end: the log of the server tells the newest hash at its start and at its end, and `verify
+changed, removed or slipped in later is found by `tokenmill audit verify`. Someone who may write the file can also write
+all of it anew, or cut off its end: the log of the server tells the newest hash at its start and at its end, and `verify
 --contains HASH` says whether such a hash is still part of the chain.
 
 The server and `tokenmill keys` write to the same file, each line under a lock. At `ROTATE_BYTES` the file gets the
@@ -38,7 +38,7 @@ Entry = tuple[float, str, Mapping[str, Detail]]  # when, what, details
 
 
 class BrokenChain(TokenmillError):
-    """The audit log is not what was written: a line was changed, removed or added."""
+    """The audit log was altered: a line was changed, removed or added."""
 
     code = "audit_log_altered"
 
@@ -47,7 +47,8 @@ FILE_NAME = "audit.jsonl"
 
 
 def file_beside(keys_file: Path) -> Path:
-    """Where changes of a file of keys are recorded: by the commands that make them, and by the server that reads it."""
+    """Return the audit log that belongs to a file of keys, for the commands that change it and the server that reads
+    it."""
     return keys_file.with_name(FILE_NAME)
 
 
@@ -62,7 +63,7 @@ def append(path: Path, entries: Sequence[Entry]) -> None:
         with _locked(path) as file:
             number, previous = _last(path, file)
             if os.fstat(file.fileno()).st_size > ROTATE_BYTES:
-                os.rename(path, rotated_name(path, number))  # whoever comes next begins the new file
+                os.rename(path, rotated_name(path, number))  # the next writer begins the new file
             else:
                 _write(file, number, previous, entries)
                 is_written = True
@@ -107,7 +108,7 @@ def _private(name: str, flags: int) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
-    """The file, open for reading and appending, while nobody else appends; not one that was rotated meanwhile."""
+    """Open the file for reading and appending under an exclusive lock; never one that was rotated meanwhile."""
     while True:
         with open(path, "a+", opener=_private, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -160,7 +161,7 @@ def rotated_files(path: Path) -> list[Path]:
 
 
 def read_entries(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """All entries of the chain, each with where it stands; an empty one for a line that is none."""
+    """Read all entries of the chain, each with its position; an empty one for a line that can't be parsed."""
     for file in [*rotated_files(path), path]:
         try:
             lines = file.read_bytes().splitlines()
@@ -176,7 +177,7 @@ def read_entries(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 @dataclass(frozen=True)
 class ChainState:
-    """A chain that was found whole."""
+    """The result of verifying a chain that is intact."""
 
     first: int  # number of the oldest entry that is here
     last: int

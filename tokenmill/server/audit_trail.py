@@ -34,8 +34,8 @@ Records = Mapping[str, KeyRecord]
 
 
 def audit_file(config: ServerConfig, keys: KeyRing, state_folder: Path | None) -> Path | None:
-    """Where a server writes its audit log: where it was told to; else, if it has keys and a disk, beside their file, or
-    with its state."""
+    """Return the path of a server's audit log: the configured one; else, if it has keys and a disk, beside their file,
+    or with its state."""
     if config.audit_log is not None or not keys or state_folder is None:
         return config.audit_log
     if keys.path is not None and os.access(keys.path.parent, os.W_OK | os.X_OK):

@@ -65,7 +65,7 @@ def is_loopback(host: str) -> bool:
 
 
 def keys_in(headers: Headers) -> list[bytes]:
-    """All keys that a request offers, in whatever header its client uses; never one in the URL, which proxies log."""
+    """Return all keys in a request's headers; never one in the URL, which proxies log."""
     return [_key(name, headers[name]) for name in KEY_HEADERS if name in headers]
 
 

@@ -66,7 +66,7 @@ PARTS: dict[str, Callable[[], Part]] = {"gzip": GzipMember, "x-gzip": GzipMember
 
 
 def unpacker_of(encoding: str) -> Unpacker | None:
-    """What unpacks a body of this content encoding; None for one that is not compressed."""
+    """Return a decompressor for this content encoding; None where there is none."""
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return None

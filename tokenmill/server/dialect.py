@@ -30,7 +30,7 @@ from tokenmill.server.quotas import LimitHeaders, openai_limit_headers
 
 
 class RequestHead(NamedTuple):
-    """What is known of a request before its body is read."""
+    """The parts of a request that are known before its body is read."""
 
     method: str
     path: str
@@ -45,13 +45,13 @@ def head_of(scope: Scope) -> RequestHead:
 
 
 def path_only(path: str) -> RequestHead:
-    """The head of a request of which only the path is known."""
+    """Return the head of a request of which only the path is known."""
     return RequestHead("", path, Headers())
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What the outer layers need to know of a protocol."""
+    """A protocol as the outer layers see it."""
 
     name: str
     prefixes: tuple[str, ...]  # of its paths; "" is all paths that no other dialect has
@@ -94,7 +94,7 @@ class Dialects:
 
 
 def json_bytes(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A reply whose JSON is written already."""
+    """Return a reply of encoded JSON."""
     return Response(body, status, headers, "application/json")
 
 
@@ -110,15 +110,15 @@ NDJSON_HEADERS = ((b"content-type", b"application/x-ndjson"), *STREAM_HEADERS)
 
 
 def sse_frame(payload: bytes) -> bytes:
-    """One event; `payload` is JSON and so has no line break inside."""
+    """Return one server-sent event; `payload` is JSON and so has no line break inside."""
     return b"data: " + payload + b"\n\n"
 
 
 def named_sse_frame(name: str, payload: bytes) -> bytes:
-    """One event with a name, for clients that drop events without one."""
+    """Return one server-sent event with a name, for clients that drop events without one."""
     return b"event: " + name.encode() + b"\ndata: " + payload + b"\n\n"
 
 
 def ndjson_line(payload: bytes) -> bytes:
-    """One object of a stream of JSON lines. Between two there is nothing: clients parse an empty line, and fail."""
+    """Return one object of a stream of JSON lines. No empty line between two: clients would parse it, and fail."""
     return payload + b"\n"

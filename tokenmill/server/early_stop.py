@@ -14,7 +14,8 @@ import threading
 
 
 class StoppedEarly(SystemExit):
-    """What ends the process; told apart from others, since it need not be reported where Python drops it."""
+    """Ends the process on an early SIGTERM. A class of its own, so that it can be ignored where Python reports dropped
+    exceptions."""
 
 
 class EarlyStop:

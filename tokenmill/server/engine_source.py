@@ -31,7 +31,7 @@ log = get_log("server")
 
 
 class PlanRequest(NamedTuple):
-    """What a plan of a model's memory is made from."""
+    """The inputs of a plan of a model's memory."""
 
     config: EngineConfig
     path: Path
@@ -118,7 +118,7 @@ class EngineSource:
 
 
 def together(memory: ModelMemory, num_replicas: int, device_bytes: int) -> ModelMemory:
-    """What several cores take that take this much each."""
+    """Return the memory of several cores that take this much each."""
     return replace(
         memory,
         device_bytes=device_bytes,

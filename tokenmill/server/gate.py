@@ -4,7 +4,7 @@
        ▲                   └── failed: all who waited get the reason; a moment later the next one to ask tries again
        └── draining: the server stops, and new requests are refused
 
-Whoever holds a gate need not know the state. `info` is there once the model's files were read, whether it is in memory
+The holder of a gate need not know its state. `info` is there once the model's files were read, whether it is in memory
 or not; `engine` is a handle that stays the same over any number of loads. Its `prepare` waits for the model: all
 requests that wait share one load, and one whose client leaves takes nothing from the others.
 
@@ -83,7 +83,7 @@ class EngineGate:
         is_added: bool = False,
     ) -> None:
         """`is_pinned`: never unloaded to make room, nor for having been idle. `keep_alive_s`: how long the model stays
-        without a request; None: until room is needed. `is_added`: by a client, not by whoever started the server."""
+        without a request; None: until room is needed. `is_added`: by a client, not on the server's command line."""
         self.aliases = aliases
         self.is_pinned = is_pinned
         self.is_added = is_added
@@ -93,7 +93,7 @@ class EngineGate:
         self.num_waiting = 0
         self.last_used_s = self.loaded_at_s = time.monotonic()
         self.engine: ServedEngine = GatedEngine(self)
-        # Set by the loader of this gate; a gate without one is opened by whoever made it.
+        # Set by the loader of this gate; a gate without one is opened by its maker.
         self.load: Callable[[], Awaitable[None]] | None = None
         self.read: Callable[[], Awaitable[None]] | None = None
         self._name = name
@@ -106,7 +106,7 @@ class EngineGate:
 
     @property
     def name(self) -> str:
-        """The name that the model is served by; known from the start, or with its engine."""
+        """Return the name that the model is served by; known from the start, or with its engine."""
         if self._name is not None:
             return self._name
         return self.reader.info.name
@@ -138,7 +138,7 @@ class EngineGate:
 
     @property
     def known(self) -> ModelInfo | None:
-        """What is known of the model so far, whatever the state."""
+        """Return what is known of the model so far, in any state."""
         return None if self._reader is None else self._reader.info
 
     @property
@@ -149,18 +149,18 @@ class EngineGate:
     # ── states ─────────────────────────────────────────────────────────────────────────────────────────
 
     def describe(self, reader: ModelReader) -> None:
-        """The model's files are read."""
+        """Note that the model's files were read."""
         self._reader = self._engine or reader
 
     def open(self, engine: ServedEngine) -> None:
-        """The model is loaded: requests may enter."""
+        """Let requests in, because the model is loaded."""
         self._engine = self._reader = engine
         self._has_opened = True
         self.state, self.failure = "loaded", None
         self.last_used_s = self.loaded_at_s = time.monotonic()
 
     def shut(self, state: GateState = "unloaded", failure: TokenmillError | None = None) -> None:
-        """The model is not in memory. What is known of it stays."""
+        """Stop requests, because the model is not in memory. What is known of it stays."""
         self._engine = None
         self.state, self.failure = state, failure
 
@@ -208,7 +208,7 @@ class EngineGate:
 
     @property
     def has_started(self) -> bool:
-        """Return whether the model was in memory once, or may be loaded by whoever asks for it."""
+        """Return whether the model was in memory once, or may be loaded by any request for it."""
         return self._has_opened or (self.load is not None and self.state != "loading")
 
     def stats(self) -> EngineStats | None:

@@ -41,8 +41,8 @@ MAX_REPLY_LOGPROBS = 1_000_000  # in one reply that is not streamed: about 200 b
 
 @dataclass(frozen=True)
 class GenerationFacts:
-    """What is known of a generation at some moment. At the beginning of a stream that is the prompt: how many tokens it
-    has, and how many of them were cached, unless a ping went out before the first event."""
+    """A generation's counts and times at some moment. At the beginning of a stream that is the prompt: how many tokens
+    it has, and how many of them were cached, unless a ping went out before the first event."""
 
     request_id: str
     usage: Usage
@@ -54,18 +54,18 @@ class GenerationFacts:
 
     @property
     def begun_s(self) -> float:
-        """When its first token was there, or now; since the request arrived."""
+        """Return the seconds from arrival to the first token, or until now."""
         return self.elapsed_s if self.first_token_s is None else self.first_token_s
 
     @property
     def waited_s(self) -> float:
-        """How long nothing was computed of it: until it was accepted, and then in the engine's queue."""
+        """Return the seconds of waiting: until it was accepted, and then in the engine's queue."""
         return min(self.accepted_s + (self.queue_s or 0.0), self.begun_s)
 
 
 class Rendering(Protocol):
-    """How a dialect writes one reply. The whole reply is made from the same events that a stream shows, folded; it is
-    a response, so that the dialect also chooses its status, its headers and its media type."""
+    """A dialect's form of one reply. The whole reply is made from the same events that a stream shows, folded; it is a
+    response, so that the dialect also chooses its status, its headers and its media type."""
 
     stream_headers: Sequence[tuple[bytes, bytes]]
     ping: bytes  # sent when a stream is silent for long, to keep the connection open; empty: nothing is
@@ -83,7 +83,7 @@ Finish = Callable[[GenerationFacts], Awaitable[None]]
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What a dialect's parser makes of a body: engine requests, each with `num_choices` answers."""
+    """A parsed body: engine requests, each with `num_choices` answers."""
 
     engine: ServedEngine
     requests: Sequence[ClientRequest]
@@ -261,11 +261,11 @@ class GenerationRun:
             await self.job.engine.abort(request_id)
 
     def num_prompt_tokens(self) -> int:
-        """How many tokens the prompts have that the engine took so far."""
+        """Return the number of prompt tokens that the engine has accepted so far."""
         return sum(usage.prompt_tokens for usage in self._usages.values())
 
     def num_generated(self) -> int:
-        """How many tokens its requests have generated so far."""
+        """Return how many tokens its requests have generated so far."""
         finished = sum(usage.completion_tokens for one, usage in self._usages.items() if one not in self._open)
         return finished + sum(self.job.engine.num_generated(request_id) for request_id in self._open)
 
@@ -329,7 +329,7 @@ class GenerationRun:
                 yield item
 
     async def whole(self) -> Response:
-        """The reply once all is generated: the events of each choice, folded."""
+        """Return the reply once all is generated: the events of each choice, folded."""
         folds = [EventFold() for _ in range(len(self._requests) * self.job.num_choices)]
         async for index, event in self:
             if event.logprobs:
@@ -340,7 +340,7 @@ class GenerationRun:
         return reply
 
     async def finish(self) -> None:
-        """What is to be done once the answer is complete and rendered, before its end is sent."""
+        """Do what remains once the answer is complete and rendered, before its end is sent."""
         if self.job.finish is not None:
             await self.job.finish(self.facts())
 
@@ -360,7 +360,7 @@ class GenerationRun:
 
 
 def most_tokens(request: Request) -> int:
-    """How many tokens a request takes at most: its prompt, and all of its answers at full length."""
+    """Return how many tokens a request takes at most: its prompt, and all of its answers at full length."""
     return len(request.prompt_token_ids) + request.max_tokens * request.params.num_sequences
 
 

@@ -175,7 +175,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_write_timer()
 
     def _expect_reading(self) -> None:
-        """Give up a client that does not read: its answer, and what computes it, are held for nobody."""
+        """Disconnect a client that does not read, so that its answer does not hold memory and device time."""
         unsent = self.transport.get_write_buffer_size()
 
         def check() -> None:
@@ -219,7 +219,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _path(self) -> str:
-        """The path of the request whose head is being read, as far as it came."""
+        """Return the path of the request whose head is being read, as far as it was received."""
         return self.url.split(b"?")[0].decode("latin-1") if self._has_begun else ""
 
 

@@ -106,7 +106,7 @@ class KeyRing:
         self._expiry_s = {record.sha256: record.expires_s for record in records if record.expires}
 
     def find(self, offered: Sequence[bytes]) -> KeyRecord | None:
-        """The record of the first offered key that is known and has not expired."""
+        """Return the record of the first offered key that is known and has not expired."""
         found = [self._by_digest.get(_digest(key)) for key in offered]
         return next((record for record in found if record is not None and not self._is_expired(record)), None)
 
@@ -115,7 +115,7 @@ class KeyRing:
         return self._by_id.get(key_id)
 
     def records(self) -> dict[str, KeyRecord]:
-        """All records by their ids."""
+        """Return all records by their ids."""
         return self._by_id
 
     def why_not(self, offered: Sequence[bytes]) -> str:
@@ -144,7 +144,7 @@ def load_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[byt
 
 
 def key_ring(config: ServerConfig, environment: Mapping[str, str]) -> KeyRing:
-    """All keys of a server: plain ones, and records in the file that is named, or in the usual one if it is there."""
+    """Return all keys of a server: plain ones, and records in the named file, or in the default one if it exists."""
     path = config.keys_file or (usual_file() if usual_file().exists() else None)
     return KeyRing(load_keys(config, environment), path)
 
@@ -185,7 +185,7 @@ def read_keys(path: Path) -> list[KeyRecord]:
 
 def _problem(record: KeyRecord, ids: set[str]) -> str | None:
     if not _ID.fullmatch(record.id):
-        return "has an id that is none: letters, digits, dots, dashes, up to 64 of them"
+        return "has an invalid id: it must be letters, digits, dots and dashes, up to 64 of them"
     if record.id in ids:
         return f"has the id {record.id!r}, which another one has"
     if not _DIGEST.fullmatch(record.sha256):
@@ -205,7 +205,7 @@ def seconds_of(date: str) -> float:
 
 
 def new_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[str, list[KeyRecord]]:
-    """A key that nobody has, and the records with its own. `record` says all but the digest."""
+    """Make a new random key, and return it with the records, its own added. `record` has all fields but the digest."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     made = msgspec.structs.replace(
         record, sha256=_digest(key.encode()), created=datetime.now(UTC).isoformat(timespec="seconds")

@@ -13,7 +13,7 @@ from tokenmill.server.accounting import RequestRecord
 
 
 class LiveRun(Protocol):
-    """What is shown of a generation, and how it is ended from outside."""
+    """A generation in progress as it is shown, and the means to abort it."""
 
     @property
     def record(self) -> RequestRecord: ...
@@ -25,7 +25,7 @@ class LiveRun(Protocol):
 
 
 class UnknownRequest(TokenmillError):
-    """No request of this id is under way, or it belongs to another key."""
+    """No request of this id is running, or it belongs to another key."""
 
     code = "request_not_found"
     http_status = 404
@@ -58,12 +58,12 @@ class LiveRequests:
         return [run for run in self._runs.values() if key_id is None or run.record.key_id == key_id]
 
     def interactive(self) -> tuple[int, int]:
-        """How many runs are under way that somebody waits for, and how many of them have no token yet."""
+        """Return how many interactive runs are in progress, and how many of them have no token yet."""
         waited_for = [run.record for run in self._runs.values() if not run.record.is_batch_line]
         return len(waited_for), sum(record.first_token_s is None for record in waited_for)
 
     def num_generated(self) -> int:
-        """Tokens that runs under way have generated so far, whoever they belong to."""
+        """Return the tokens that all runs in progress have generated so far."""
         return sum(run.num_generated() for run in self._runs.values())
 
     def num_read(self) -> int:

@@ -10,7 +10,7 @@ served in the order in which they came. How much room there is, and what a model
 arithmetic, which is also what its engine allocates: the size of its KV pool is planned here and given to it. A server
 of one model plans nothing; its engine sizes itself.
 
-A model that was idle for longer than its keep-alive leaves too, by a clock that nobody can set.
+A model that was idle for longer than its keep-alive leaves too, by a monotonic clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RETRY_S = 5.0  # after a failed load, in which the same is said again without an
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What a model takes on its device."""
+    """The memory that a model takes on its device."""
 
     device: str
     device_bytes: int  # that it was offered; of a plan without an offer, all that the device has
@@ -50,7 +50,7 @@ class ModelMemory:
 
 
 class ModelSource(Protocol):
-    """Where a model comes from."""
+    """Reads, plans and starts one model."""
 
     async def read(self) -> ModelReader:
         """Read the model's files, without its weights."""
@@ -59,7 +59,7 @@ class ModelSource(Protocol):
         """Plan the model into so much memory, as one of several; None: all that its device has."""
 
     def held(self) -> ModelMemory:
-        """What the engine holds that was started without a plan."""
+        """Return the memory of the engine that was started without a plan."""
 
     async def start(self, memory: ModelMemory | None) -> ServedEngine: ...
 
@@ -97,7 +97,7 @@ class ModelLoader:
     ) -> None:
         """`max_loaded`: models in memory at most, those that are about to leave included. `memory_bytes`: for all of
         them together on a device; by default what is free now."""
-        # Whoever counts or records is told of every load, failed load and unload, with the last numbers of the engine.
+        # Observers (metrics, audit log) get every load, failed load and unload, with the engine's last numbers.
         self.on_load: Callable[[EngineGate, float], None] = lambda gate, seconds: None
         self.on_failure: Callable[[EngineGate, TokenmillError], None] = lambda gate, problem: None
         self.on_unload: Callable[[str, EngineStats], None] = lambda name, stats: None
@@ -126,7 +126,7 @@ class ModelLoader:
         del self._slots[gate]
 
     def memory_of(self, gate: EngineGate) -> ModelMemory | None:
-        """What a model takes, while it is in memory and known."""
+        """Return the memory of a model, while it is loaded and known."""
         slot = self._slots.get(gate)
         return None if slot is None else slot.memory
 
@@ -278,8 +278,8 @@ class ModelLoader:
         return min(idle, key=lambda gate: gate.last_used_s, default=None)
 
     def _busy_victim(self, waited_s: float) -> EngineGate | None:
-        """The model that was loaded first. It may work for as long as it took to load, and a moment at least, so that
-        loads never take more than half of the time."""
+        """Return the busy model that was loaded first. It may run for as long as it took to load, and a moment at
+        least, so that loads never take more than half of the time."""
         oldest = min(self._loaded(), key=lambda gate: gate.loaded_at_s, default=None)
         if oldest is None or waited_s < PATIENCE_S:
             return None

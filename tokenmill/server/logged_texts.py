@@ -16,7 +16,7 @@ DEFAULTS: dict[str, Any] = msgspec.to_builtins(SamplingParams())
 
 
 class LoggedTexts:
-    """What was asked, and the text that a reader sees of each answer."""
+    """The prompt of a request, and the visible text of each answer, for the request log."""
 
     def __init__(self, requests: Sequence[ClientRequest]) -> None:
         self._requests = requests

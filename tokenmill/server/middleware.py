@@ -76,7 +76,7 @@ class RequestMiddleware:
             self._finish(record)
 
     def _limits(self, record: RequestRecord, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """What is left of the limits of the request's key."""
+        """Return what is left of the limits of the request's key."""
         if record.limits is None:
             return []
         return record.limits.headers(self._dialects.of(head_of(scope)).limit_headers)

@@ -2,7 +2,7 @@
 
 Paths and names are llama.cpp's: GET /models lists, POST /models/load and /models/unload change. A pull, with its
 progress, is Ollama's /api/pull. Loading a model of the store that the server was not started with adds it to the list.
-Whoever may pull models may load them: see --manage-models.
+Clients that may pull models may load them: see --manage-models.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
 
 
 async def model_rows(context: RouteContext) -> list[dict[str, Any]]:
-    """All models with their states; those that were created from them too."""
+    """Return all models with their states, and those that were created from them."""
     await context.registry.read_all()
     unread = [gate for gate in context.registry.gates if gate.known is None]
     return [model_row(model, context) for model in (*context.registry.known(), *unread)]
@@ -154,7 +154,7 @@ def model_row(model: FoundModel, context: RouteContext) -> dict[str, Any]:
 
 
 def expires_in_s(gate: EngineGate) -> float | None:
-    """How long a model will stay if nobody asks for it; None: it is not in memory, or has no end."""
+    """Return the seconds until an unused model is unloaded; None: it is not in memory, or stays."""
     if gate.state != "loaded" or gate.is_pinned or gate.keep_alive_s is None:
         return None
     idle_s = time.monotonic() - gate.last_used_s if gate.is_idle else 0.0
@@ -170,7 +170,8 @@ def _asked_load(body: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _found(name: str, context: RouteContext) -> FoundModel | None:
-    """A model that is served under this name; `--any-model-name` is for those who ask, not for those who load."""
+    """Return the model that is served under this very name; `--any-model-name` applies to generation, not to
+    loading."""
     try:
         found = context.registry.find(name)
     except UnknownModel:

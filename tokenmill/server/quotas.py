@@ -28,7 +28,7 @@ Header = tuple[bytes, bytes]
 
 
 class Bucket:
-    """So many units in a time, filling evenly."""
+    """A token bucket: units per time, refilled evenly."""
 
     def __init__(self, limit: int, period_s: float, clock: Clock) -> None:
         self.limit = limit
@@ -39,14 +39,14 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """What is left; less than nothing where a request used more than it had reserved."""
+        """Return what is left; negative where a request used more than it had reserved."""
         now_s = self._clock()
         self._level = min(float(self.limit), self._level + (now_s - self._seen_s) * self._rate)
         self._seen_s = now_s
         return self._level
 
     def wait_s(self, amount: float) -> float:
-        """How long until so much can be taken; 0: now."""
+        """Return the seconds until `amount` can be taken; 0: now."""
         return max(0.0, (min(amount, self.limit) - self.level) / self._rate)
 
     def take(self, amount: float) -> None:
@@ -60,7 +60,7 @@ LimitHeaders = Callable[[str, Bucket], list[Header]]  # what is limited, and wha
 
 
 class KeyLimits:
-    """What one key has left."""
+    """The remaining limits of one key."""
 
     def __init__(self, record: KeyRecord, clock: Clock = time.monotonic) -> None:
         self.record = record
@@ -95,7 +95,8 @@ class KeyLimits:
                 bucket.give(num_reserved - num_used)
 
     def headers(self, write: LimitHeaders) -> list[Header]:
-        """What is left, as a dialect writes it. Of the limits on tokens the one that is nearer its end is told."""
+        """Return what is left as headers of a dialect. Of several token limits the one that is nearest its end is
+        shown."""
         tokens = [bucket for bucket in (self.tokens, self.daily_tokens) if bucket is not None]
         told = {"requests": self.requests, "tokens": min(tokens, key=lambda one: one.level / one.limit, default=None)}
         return [header for name, bucket in told.items() if bucket is not None for header in write(name, bucket)]
@@ -133,7 +134,7 @@ class Quotas:
         self._by_id: dict[str, KeyLimits] = {}
 
     def of(self, record: KeyRecord | None) -> KeyLimits | None:
-        """What a key has left; None where it has no limits. Changed limits begin anew."""
+        """Return the limits of a key; None where it has none. Changed limits start full."""
         if record is None or not record.has_limits:
             return None
         known = self._by_id.get(record.id)

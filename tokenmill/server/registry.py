@@ -60,11 +60,11 @@ class ModelRegistry:
         return [gate.name for gate in self._gates]
 
     def known(self) -> list[FoundModel]:
-        """All models whose files were read, and those that were created from them."""
+        """Return all models whose files were read, and those that were created from them."""
         return [gate for gate in self._gates if gate.known is not None] + list(self._variants())
 
     def listed(self) -> list[ModelInfo]:
-        """What `known` says of the models."""
+        """Return the descriptions of all known models."""
         return [model.info for model in self.known()]
 
     async def read_all(self) -> None:
@@ -129,14 +129,14 @@ class ModelRegistry:
         return max(fitting, key=lambda entry: len(entry[0]))[1] if fitting else None
 
     def _adapters(self) -> Iterator[tuple[EngineGate, str]]:
-        """The adapters of all models whose files were read."""
+        """Return the adapters of all models whose files were read."""
         for gate in self._gates:
             for adapter in gate.known.adapters if gate.known is not None else ():
                 if not adapter.startswith(CREATED):
                     yield gate, adapter
 
     def _variants(self) -> Iterator[Variant]:
-        """All names that answer with the engine of a served model."""
+        """Return all names that answer with the engine of a served model."""
         for gate, adapter in self._adapters():
             yield adapter_variant(gate, gate.info, adapter)
         for manifest in Store().manifests():

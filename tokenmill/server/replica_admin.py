@@ -62,7 +62,7 @@ REPLICA: Schema = object_of(
 
 
 def replica_rows(context: RouteContext) -> list[dict[str, Any]]:
-    """What each engine process of the models in memory does."""
+    """Return the state of each engine process of the models in memory."""
     return [
         {"model": gate.label, **row}
         for gate in context.registry.gates

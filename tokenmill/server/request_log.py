@@ -46,7 +46,7 @@ class RequestLog:
         self._writing: asyncio.Task[None] | None = None
 
     def begin(self, requests: Sequence[ClientRequest]) -> LoggedTexts | None:
-        """Where the texts of a new request are gathered; None: it is not logged."""
+        """Return the object that gathers the texts of a new request; None: it is not logged."""
         if self._folder is None or not requests or random.random() >= self._share:
             return None
         return LoggedTexts(requests)

@@ -3,7 +3,7 @@
 An answer depends on its tokens, parameters and seed alone where the engine computes the same bits whatever the batch
 (on CPUs, and on GPUs with `--deterministic`). Where a request is greedy or brings its seed, the same request has the
 same answer, so a hit is not like the answer that would be computed: it is that answer. The key is the request itself,
-as the engine would get it, the tenant's salt included: nobody learns by a hit what another tenant asked.
+as the engine would get it, the tenant's salt included: a hit tells a tenant nothing about what another one asked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class ResponseCache:
         self._num_bytes = 0
 
     def key_of(self, prepared: PreparedRequest, info: ModelInfo) -> bytes | None:
-        """What the answer depends on; None where the same request may have another answer the next time."""
+        """Return a digest of everything the answer depends on; None where the same request may get a different answer
+        the next time."""
         asked, request = prepared.asked, prepared.request
         if not self._max_bytes or not info.is_deterministic or isinstance(asked, EmbedRequest) or request.given:
             return None
@@ -72,7 +73,7 @@ class ResponseCache:
         return [msgspec.structs.replace(event, request_id=request_id, queue_s=0.0) for event in known.events]
 
     async def keep(self, key: bytes, events: AsyncIterator[Event], num_choices: int) -> AsyncIterator[Event]:
-        """Hand events on, and keep the answer if it comes to its end."""
+        """Forward events, and store the answer if it completes."""
         folds: dict[int, EventFold] = {}
         async for event in events:
             folds.setdefault(event.index, EventFold()).add(event)

@@ -94,13 +94,13 @@ class RouteContext:
     services: list[Service] = field(default_factory=list)  # added by endpoints: started and ended with the server
 
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:
-        """What a parser makes of the body. Wrong JSON is refused even while the model still loads."""
+        """Read and parse the body. Wrong JSON is refused even while the model still loads."""
         dialect = self.dialects.of(head_of(request.scope))
         data = await self.bodies.read(request, takes_any_type=dialect.takes_any_content_type)
         return await self.made_of(data, parse)
 
     async def made_of(self, data: bytes, parse: Callable[[dict[str, Any]], Result]) -> Result:
-        """What a parser makes of some JSON; a long one is parsed in a thread."""
+        """Parse some JSON; a long text is parsed in a thread."""
         while True:
             try:
                 return await self.workers.run(len(data), lambda: parse(parse_object(data)), long=LONG_BODY)
@@ -108,7 +108,8 @@ class RouteContext:
                 await unread.read()
 
     def job_maker(self, make_job: Callable[[dict[str, Any], str], GenerationJob]) -> MakeJob:
-        """How the body of a line of a batch becomes a job, where a parser makes it of the body and its owner."""
+        """Return a function that makes a job of a batch line's body, from a parser that takes the body and its
+        owner."""
 
         async def make(data: bytes, owner: str) -> GenerationJob:
             return await self.made_of(data, lambda body: make_job(body, owner))
@@ -210,7 +211,7 @@ def routes_of(endpoints: Sequence[Endpoint], dialects: Dialects) -> list[Route]:
 
 
 def _route_of(path: str, endpoints: list[Endpoint]) -> Route:
-    """One route for all endpoints of a path, so that a wrong method is told all right ones."""
+    """Return one route for all endpoints of a path, so that the answer to a wrong method lists the allowed ones."""
     methods: set[str] = {endpoint.method for endpoint in endpoints}
     if len(endpoints) == 1:
         return _route(path, endpoints[0].handler, methods)
@@ -227,7 +228,7 @@ def _route_of(path: str, endpoints: list[Endpoint]) -> Route:
 
 
 def get_route(path: str, handler: JsonHandler) -> Route:
-    """A route for what the description leaves out: files of pages, and the description itself."""
+    """Return a route that the OpenAPI description leaves out: files of pages, and the description itself."""
     return _route(path, handler, {"GET"})
 
 
@@ -286,7 +287,7 @@ def _responses(endpoint: Endpoint, dialect: Dialect) -> Schema:
 
 
 def object_of(**properties: Schema) -> Schema:
-    """The schema of an object that always has these fields, and perhaps more."""
+    """Return the schema of an object that always has these fields, and perhaps more."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 

@@ -117,7 +117,8 @@ def gate_of_config(model: ServedModelConfig) -> EngineGate:
 
 
 def stored_model(base: EngineConfig, plan: PlanMemory, spare: SpareCore, name: str) -> tuple[EngineGate, EngineSource]:
-    """A model of the store that the server was not started with, for a client that may add it: never a path."""
+    """Make the gate and the source of a stored model that the server was not started with, for a client that may add
+    it. Paths are refused."""
     if isinstance(parse_name(plain_name(name)), LocalModel):
         raise UnknownModel(f"no model of the store is called {shown(name)}", param="model")
     found = resolve_model(plain_name(name), allow_pull=False)

@@ -34,7 +34,7 @@ its own thoughts in another conversation, or leave them out.
 
 The keys are a file of 32 random bytes each, so that conversations go on after a restart; several servers with one
 TOKENMILL_HOME take each other's blocks. The first one signs, the others are still known: a new one written before the
-old ones changes the key without losing thoughts. Whoever has the file can read and write thoughts.
+old ones changes the key without losing thoughts. Anyone who has the file can read and write thoughts.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ThoughtSigner:
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """What one of the server's keys becomes for one owner: a key for each use."""
+    """The keys derived from one of the server's keys for one owner, one for each use."""
 
     shown: bytes
     seal: bytes
@@ -146,7 +146,7 @@ class OwnKeys:
         return nonce + mac + self._encrypted(text, mac)
 
     def opened(self, raw: bytes) -> bytes | None:
-        """The text that was sealed with these keys; None if it was not."""
+        """Return the text that was sealed with these keys; None if it was not."""
         nonce, mac, data = raw[:NONCE_BYTES], raw[NONCE_BYTES:][:MAC_BYTES], raw[NONCE_BYTES + MAC_BYTES :]
         text = self._encrypted(data, mac)
         return text if hmac.compare_digest(mac, hmac.digest(self.seal, nonce + text, "sha256")) else None
@@ -158,8 +158,8 @@ class OwnKeys:
 
 
 def load_keys(path: Path) -> tuple[bytes, ...]:
-    """The keys in a file that only its owner can read, the newest first; one is made if there is no file. Two servers
-    that start at the same moment end up with the same one."""
+    """Read the keys in a file that only its owner can read, the newest first; a key is made if there is no file. Two
+    servers that start at the same moment get the same one."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _create(path)

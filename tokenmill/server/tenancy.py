@@ -37,8 +37,8 @@ def require_allowed(job: GenerationJob, key: KeyRecord | None) -> None:
 
 
 def as_tenant(job: GenerationJob, key_id: str, key: KeyRecord | None, *, shares_cache: bool) -> GenerationJob:
-    """A job whose requests are a key's: they have its share of the engine, and share cached work with those of the same
-    key only, unless all share it."""
+    """Return a job whose requests belong to a key: they have its share of the engine, and share cached prefixes only
+    with the same key's requests, unless all keys share them."""
     tenant = Tenant(id=key_id) if key is None else Tenant(id=key_id, weight=key.weight, max_sequences=key.max_sequences)
     requests = [
         msgspec.structs.replace(

@@ -129,7 +129,7 @@ def _tgi_call(fields: BodyFields, model: FoundModel) -> TokenizeCall:
 
 
 def placed_tokens(text: str, engine: ServedEngine, adds_special_tokens: bool) -> list[dict[str, Any]]:
-    """The tokens of a text with the characters that each is made of; special tokens around it have none.
+    """Return the tokens of a text, each with its range of characters; special tokens around it have none.
 
     text    " caf" "é" (two tokens)   →   start, stop: 0 4, 4 4, 4 5: a character belongs to its last token
     """
@@ -146,7 +146,8 @@ def placed_tokens(text: str, engine: ServedEngine, adds_special_tokens: bool) ->
 
 
 def _bounds(text: str, pieces: list[bytes]) -> list[tuple[int, int]]:
-    """Where each token's characters begin and end. Tokenizers that put a space before a text have one more than it."""
+    """Return the borders of each token's characters. Tokenizers that put a space before a text have one character
+    more."""
     num_added = max(0, len(b"".join(pieces).decode("utf-8", "replace")) - len(text))
     decoder = getincrementaldecoder("utf-8")("replace")
     bounds, num_read, last = [], 0, 0

@@ -63,7 +63,7 @@ def server_span(record: RequestRecord) -> SpanDraft:
 
 
 def error_of(record: RequestRecord) -> str | None:
-    """What kind of failure a request is for its client; None: none."""
+    """Return the kind of failure of a request; None: it succeeded."""
     return (record.error_code or str(record.status)) if record.status >= 400 else None
 
 
@@ -133,7 +133,7 @@ def reply_attributes(record: RequestRecord) -> dict[str, Attribute]:
 
 
 def stages(record: RequestRecord, end_s: float) -> tuple[SpanDraft, ...]:
-    """Queue, prefill and decode; what a request did not come to is not there."""
+    """Return the spans of queue, prefill and decode; phases that a request did not reach are left out."""
     if record.first_token_s is None:
         return ()
     accepted_s, first_s = record.accepted_s, record.first_token_s

@@ -94,7 +94,7 @@ def adapter_variant(parent: EngineGate, base: ModelInfo, adapter: str) -> Varian
 
 
 def weights_of(path: Path) -> tuple[Path, ...]:
-    """The files that a model's weights are in; the same for all models that share them."""
+    """Return the files of a model's weights; the same for all models that share them."""
     return tuple(sorted(file.resolve() for file in ([path] if path.is_file() else path.glob("*.safetensors"))))
 
 

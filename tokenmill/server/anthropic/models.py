@@ -23,7 +23,7 @@ def model_card(info: ModelInfo) -> dict[str, Any]:
 
 
 def capabilities(info: ModelInfo) -> dict[str, Any]:
-    """What the API offers with a model. What no model here has is said too: clients expect every key."""
+    """Describe a model's capabilities. Those that no model here has are listed as absent: clients expect every key."""
     no, yes, thinks = {"supported": False}, {"supported": True}, {"supported": info.can_think}
     return {
         "batch": yes,

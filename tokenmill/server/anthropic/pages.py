@@ -13,7 +13,7 @@ MAX_LIMIT = 1000
 
 
 def page_of(entries: list[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """The page that a request asks for; every entry has an `id`."""
+    """Return the page that a request asks for; every entry has an `id`."""
     ids = [entry["id"] for entry in entries]
     limit = _limit(request)
     first, last = 0, len(entries)

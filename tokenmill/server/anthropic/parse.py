@@ -40,7 +40,7 @@ THINKING_TYPES = ("enabled", "adaptive", "disabled", "between_tools")
 
 @dataclass(frozen=True)
 class Thinking:
-    """How the client wants thoughts: in the model (`reasoning`) and in the reply."""
+    """The client's thinking settings: for the model (`reasoning`) and for the reply."""
 
     reasoning: Reasoning
     is_shown: bool = True
@@ -64,7 +64,7 @@ def parse_messages(body: dict[str, Any], info: ModelInfo, signer: ThoughtSigner)
 
 
 def parse_count(body: dict[str, Any], info: ModelInfo, signer: ThoughtSigner) -> ChatRequest:
-    """The request whose prompt is to be counted; `max_tokens` is not asked for."""
+    """Parse a request whose prompt is to be counted; `max_tokens` is not required."""
     request, _ = _parse(BodyFields(body), info, signer, None)
     return request
 
@@ -184,7 +184,7 @@ def _edited(fields: BodyFields, messages: list[Message], thinking: Thinking) -> 
 
 
 def _kept_turns(edit: BodyFields) -> int | None:
-    """How many turns keep their thoughts; None: all."""
+    """Return how many turns keep their thoughts; None: all."""
     if edit.get("keep") == "all":
         return None
     keep = edit.object("keep")

@@ -55,7 +55,8 @@ def error_content(error: TokenmillError, request_id: str) -> dict[str, Any]:
 
 
 def _message(error: TokenmillError) -> str:
-    """A prompt that does not fit is told in the words by which Claude Code knows that it must shorten it."""
+    """Word an error message; a prompt that is too long gets the wording by which Claude Code knows that it must shorten
+    it."""
     if isinstance(error, ContextLengthExceeded) and error.num_tokens is not None:
         return f"prompt is too long: {error.num_tokens} tokens > {error.limit} maximum"
     return str(error)

@@ -90,7 +90,7 @@ def wire_id(call_id: str) -> str:
 
 
 def native_id(wire: str) -> str:
-    """The id that `wire_id` was given."""
+    """Return the id that `wire_id` was given."""
     if not wire.startswith(PACKED):
         return wire
     packed = wire.removeprefix(PACKED)

@@ -25,7 +25,7 @@ log = get_log("server")
 
 @dataclass(frozen=True)
 class LineAnswer:
-    """What came of a line: the body of a reply, or of an error."""
+    """The result of a batch line: the body of a reply, or of an error."""
 
     request_id: str
     status: int  # of HTTP
@@ -66,7 +66,7 @@ async def answer_line(
 
 
 def failed_line(line: BatchLine, request_id: str, error: TokenmillError, context: RouteContext) -> LineAnswer:
-    """An error in the form of the dialect that the line asks in."""
+    """Return an error in the dialect of the line's endpoint."""
     dialect = context.dialects.of(path_only(line.url))
     return LineAnswer(request_id, dialect.error_status(error), dialect.error_body(error, request_id))
 

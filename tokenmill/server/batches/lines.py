@@ -26,7 +26,7 @@ MAX_FAULTS = 100  # that are told; a file of wrong lines has no end of them
 
 
 class LineFault(InvalidRequest):
-    """What is wrong with a line of a batch."""
+    """A fault of one line of a batch."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -105,7 +105,7 @@ def _bounded(file: Any) -> Iterator[bytes]:
 
 @dataclass
 class FileCheck:
-    """What the check of a whole file found."""
+    """The result of checking a whole file."""
 
     num_lines: int = 0
     model: str | None = None

@@ -37,7 +37,7 @@ LINES_AT_ONCE = 256  # read, or kept, without giving others their turn
 
 @dataclass(frozen=True)
 class BatchDialect:
-    """How a dialect writes what came of a line, and what it does when all have ended."""
+    """A dialect's form of a line's result, and what it does when all lines have ended."""
 
     answered: Callable[[BatchLine, LineAnswer], bytes]
     left: Callable[[BatchLine, Outcome], bytes]  # of a line that was not answered: canceled or expired
@@ -71,7 +71,7 @@ class LineWriter:
 
 
 class BatchRunner:
-    """All batches that this server works on."""
+    """Runs the batches that this server works on."""
 
     def __init__(self, context: RouteContext, files: StoredFiles, jobs: Mapping[str, MakeJob], max_bytes: int) -> None:
         """`jobs`: by path, how the body of a line becomes a job."""
@@ -267,7 +267,7 @@ class BatchRunner:
     # ── lines ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def _answer_lines(self, row: sqlite3.Row, is_cancelled: asyncio.Event) -> str:
-        """Answer all lines; the status that the batch comes to."""
+        """Answer all lines, and return the batch's final status."""
         if row["due_s"] < time.time():
             return "expired"
         answering = asyncio.create_task(self._answer_all(row))
@@ -302,7 +302,7 @@ class BatchRunner:
         await writer.add(EndedLine(line.number, line.custom_id, outcome, result, answer.usage))
 
     async def _open_lines(self, row: sqlite3.Row) -> AsyncIterator[BatchLine]:
-        """The lines that have no answer yet, one at a time."""
+        """Yield the lines that have no answer yet."""
         ended = await self.database.read(lambda connection: table.ended_lines(connection, row["id"]))
         for number, data in raw_lines(self.files.path(row["input"])):
             if number not in ended:

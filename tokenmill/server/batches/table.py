@@ -32,7 +32,7 @@ KEPT_S = 30 * 86_400.0  # a batch can be asked for so long
 
 @dataclass(frozen=True)
 class EndedLine:
-    """A line and what came of it."""
+    """A line and its result."""
 
     number: int
     custom_id: str
@@ -43,7 +43,7 @@ class EndedLine:
 
 @dataclass(frozen=True)
 class NewBatch:
-    """What a client asks for."""
+    """A batch as a client asks for it."""
 
     owner: str
     dialect: str
@@ -156,16 +156,16 @@ class Results:
 
 
 def abandoned(connection: sqlite3.Connection) -> list[sqlite3.Row]:
-    """Batches that have not ended, whoever works on them."""
+    """Return the batches that have not ended, of all servers."""
     return connection.execute(f"SELECT * FROM batches WHERE status IN {OPEN} ORDER BY created_s").fetchall()
 
 
 def claim(connection: sqlite3.Connection, row: sqlite3.Row, server: str) -> bool:
-    """Take over a batch that nobody works on; False if another server was faster."""
+    """Take over a batch that no server works on; False if another server was faster."""
     query = "UPDATE batches SET server = ? WHERE id = ? AND server IS ?"
     return connection.execute(query, (server, row["id"], row["server"])).rowcount == 1
 
 
 def give_up(connection: sqlite3.Connection, batch_ids: Sequence[str]) -> None:
-    """Leave batches to whoever comes next."""
+    """Give up batches, so that another server can take them over."""
     connection.executemany("UPDATE batches SET server = NULL WHERE id = ?", ((one,) for one in batch_ids))

@@ -1,11 +1,11 @@
 """How many lines of batches are under way at once in an engine: what interactive requests leave free.
 
-    nobody else is there        more than the engine computes together, so that no row is ever idle
+    no other requests           more than the engine computes together, so that no row is ever idle
     others are being answered   a quarter of the rows that they leave
     others wait                 none is begun; those under way go on, behind the others (`priority`)
 
-The requests under way are looked at some twenty times a second. A batch begins with a quarter of the rows, and gets
-all of them once there was nobody else for a moment.
+The requests under way are looked at some twenty times a second. A batch begins with a quarter of the rows, and gets all
+of them once there were no other requests for a moment.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def parse_native_completion(body: dict[str, Any], engine: ServedEngine, config: 
 
 
 def parse_infill(body: dict[str, Any], engine: ServedEngine, config: ServerConfig) -> NativeCall:
-    """What belongs between `input_prefix` (and `prompt`, the line so far) and `input_suffix`."""
+    """Parse a request for the text between `input_prefix` (and `prompt`, the line so far) and `input_suffix`."""
     fields, info = BodyFields(body), engine.info
     params = _params(fields, engine, config)
     if not info.can_fill_in:
@@ -84,7 +84,7 @@ def parse_infill(body: dict[str, Any], engine: ServedEngine, config: ServerConfi
 
 
 def _cache_salt(fields: BodyFields) -> str:
-    """Where the cache must not be used: a salt that no other request has."""
+    """Return a unique salt where the cache must not be used."""
     return "" if fields.boolean("cache_prompt", True) else new_id()
 
 
@@ -102,7 +102,7 @@ def _files(fields: BodyFields) -> list[tuple[str, str]]:
 
 
 def _is_list_of_prompts(given: Any) -> bool:
-    """A list is one prompt if it holds token ids, alone or between texts; else it is a list of prompts."""
+    """Tell whether a list is several prompts; it is one prompt if it holds token ids, alone or between texts."""
     return isinstance(given, list) and bool(given) and not any(type(item) is int for item in given)
 
 
@@ -168,7 +168,7 @@ def _repetition_penalty(fields: BodyFields) -> float:
 
 
 def _form(fields: BodyFields) -> dict[str, Any]:
-    """What the answer must follow; an empty grammar is none."""
+    """Read the grammar or schema of the answer; an empty grammar is none."""
     grammar, schema = fields.text("grammar") or None, fields.get("json_schema")
     if schema is not None and not isinstance(schema, dict):
         refuse("json_schema", f"must be an object, got {shown(schema)}")

@@ -132,7 +132,7 @@ def _ending(last: Event) -> dict[str, str]:
 
 
 def timings(usage: Usage, facts: GenerationFacts) -> dict[str, Any]:
-    """What prompt and answer took, in milliseconds; time spent waiting belongs to neither."""
+    """Return the milliseconds of prompt and answer; time spent waiting belongs to neither."""
     num_read = usage.prompt_tokens - usage.cached_tokens
     prompt_ms = max(0.001, (facts.begun_s - facts.waited_s) * 1000)
     answer_ms = max(0.001, (facts.elapsed_s - facts.begun_s) * 1000)

@@ -35,7 +35,7 @@ def full_name(name: str) -> str:
 
 
 def tag_card(info: ModelInfo) -> dict[str, Any]:
-    """One model of /api/tags."""
+    """Describe a model for /api/tags."""
     return {
         "name": full_name(info.name),
         "model": full_name(info.name),
@@ -47,7 +47,7 @@ def tag_card(info: ModelInfo) -> dict[str, Any]:
 
 
 def running_card(gate: EngineGate, memory: ModelMemory | None) -> dict[str, Any]:
-    """One model of /api/ps: until when it stays, and what it takes, where that was planned."""
+    """Describe a model for /api/ps: until when it stays, and its memory, where that was planned."""
     info, left_s = gate.info, expires_in_s(gate)
     card = tag_card(info)
     del card["modified_at"]
@@ -154,7 +154,7 @@ HIDDEN = ("general.name", "tokenizer.chat_template")
 
 
 def _short(value: Any) -> Any:
-    """A vocabulary is not worth sending: long lists are left empty, as Ollama does unless asked to be verbose."""
+    """Replace long lists (vocabularies) by empty ones, as Ollama does unless asked to be verbose."""
     return [] if isinstance(value, list) and len(value) > MAX_SHOWN_ITEMS else value
 
 
@@ -172,7 +172,7 @@ def size_bytes(info: ModelInfo) -> int:
 
 
 def digest(info: ModelInfo) -> str:
-    """An id of the model as it is: of the digests of its content where the store knows them, else of its files."""
+    """Return an id of the model's content: of its name, the store's digests, and its files' paths, sizes and times."""
     facts: list[Any] = [info.name, repr(info.manifest)]
     if info.path is not None:
         files = [info.path] if info.path.is_file() else sorted(info.path.glob("*.safetensors"))

@@ -3,8 +3,8 @@
 /api/tags lists what answers here: the served model and those created from it. A pull fetches into the store, from which
 a server can be started; it does not change what this one serves.
 
-Changing the store is for whoever administers it: the routes for that are open where the server listens on this machine
-alone, or with --manage-models. A web page can't reach them: a body from a browser must be JSON, for which it needs the
+Changing the store is for administrators: the routes for that are open where the server listens on this machine alone,
+or with --manage-models. A web page can't reach them: a body from a browser must be JSON, for which it needs the
 server's permission (CORS).
 """
 

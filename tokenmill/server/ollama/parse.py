@@ -284,7 +284,7 @@ def parse_format(fields: BodyFields) -> Guided | None:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How long a request wants its model to stay in memory after it."""
+    """A request's `keep_alive`: how long its model stays in memory after it."""
 
     seconds: float | None  # None: for ever
 
@@ -306,7 +306,7 @@ def refuse_images(fields: BodyFields) -> None:
 
 
 def truncated(request: ChatRequest, engine: ServedEngine) -> ChatRequest:
-    """Without so many of the oldest messages that the rest fits the context; system messages and the last one stay."""
+    """Drop the oldest messages until the rest fits the context; system messages and the last one stay."""
     droppable = [n for n, message in enumerate(request.messages[:-1]) if message.role != "system"]
 
     def without(num_dropped: int) -> ChatRequest:

@@ -63,7 +63,7 @@ def timestamp(time_ns: int | None = None) -> str:
 
 
 class OllamaRendering:
-    """What the replies of /api/chat and /api/generate share."""
+    """The common parts of replies of /api/chat and /api/generate."""
 
     stream_headers: Sequence[tuple[bytes, bytes]] = NDJSON_HEADERS
     ping = b""

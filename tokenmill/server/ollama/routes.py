@@ -96,7 +96,7 @@ def ollama_endpoints(context: RouteContext) -> list[Endpoint]:
 
 
 def wants_no_page(head: RequestHead) -> bool:
-    """A client that looks whether Ollama is there, not a browser."""
+    """Tell whether the client probes for Ollama and is no browser."""
     return "text/html" not in head.headers.get("accept", "")
 
 
@@ -174,7 +174,7 @@ def legacy_embedding_job(body: dict[str, Any], context: RouteContext) -> Generat
 def presence_reply(
     body: dict[str, Any], model: FoundModel, context: RouteContext, name: str, content: dict[str, Any]
 ) -> Response:
-    """A request without a prompt asks for the model to be in memory, or with a `keep_alive` of zero not to be."""
+    """Answer a request without a prompt, which loads the model, or unloads it with a `keep_alive` of zero."""
     keeping, gate = parse_keeping(BodyFields(body)), gate_of(model)
     if keeping is None or keeping.seconds != 0:
         return PresenceReply(gate.enter, lambda: loaded_reply(name, content, "load"))

@@ -33,7 +33,7 @@ SUCCESS = {"status": "success"}
 
 
 class Slots:
-    """A small number of places for work that takes long."""
+    """A limit on the number of long operations that run at once."""
 
     def __init__(self, most: int, what: str) -> None:
         self._places, self._what = threading.BoundedSemaphore(most), what
@@ -164,7 +164,7 @@ def pull_named(name: str, progress: Progress) -> Manifest:
 
 
 class CreateCall:
-    """What /api/create asks for."""
+    """A parsed body of /api/create."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         fields = BodyFields(body)

@@ -111,7 +111,7 @@ def file_endpoints(context: RouteContext, files: StoredFiles) -> list[Endpoint]:
 
 
 def parts_of(content: BinaryIO) -> Iterator[bytes]:
-    """All of a file, closed at the end. Starlette reads it in threads."""
+    """Yield the content of a file in parts, and close it at the end. Starlette reads it in threads."""
     with content:
         while data := content.read(PART_BYTES):
             yield data
@@ -133,7 +133,7 @@ def parse_form(form: Form) -> tuple[str, float | None]:
 
 
 def parse_expiry(seconds: Any, param: str) -> int:
-    """So many seconds, as a number of JSON or as the text of a form field."""
+    """Read a number of seconds, from a JSON number or the text of a form field."""
     given = int(seconds) if isinstance(seconds, str) and seconds.isascii() and seconds[:9].isdigit() else seconds
     if type(given) is not int or not MIN_EXPIRY_S <= given <= MAX_EXPIRY_S:
         refuse(param, f"must be an integer between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}")

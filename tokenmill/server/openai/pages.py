@@ -18,7 +18,7 @@ def query_integer(request: Request, name: str, default: int, low: int, high: int
 
 
 def page_after(entries: list[dict[str, Any]], request: Request, limit: int) -> dict[str, Any]:
-    """The page that a request asks for; every entry has an `id`."""
+    """Return the page that a request asks for; every entry has an `id`."""
     after = request.query_params.get("after")
     first = 0
     if after is not None:

@@ -89,7 +89,7 @@ def _build(settings: dict[str, Any], info: ModelInfo) -> SamplingParams:
 
 
 def _shared(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> dict[str, Any]:
-    """What chats and completions have in common: the fields that the body has are looked up in a table of readers."""
+    """Read the fields that chats and completions have in common, each by its reader in a table."""
     fields.refuse_any(UNSUPPORTED)
     rows = [(key, SETTINGS[key]) for key in fields.values if key in SETTINGS]  # a body has few of them
     settings = {name: read(fields, key, info) for key, (name, read) in rows}
@@ -260,7 +260,7 @@ def parse_metadata(fields: BodyFields) -> dict[str, str]:
 
 
 def guided_field(body: dict[str, Any]) -> str | None:
-    """The field of a body that says what the answer must follow."""
+    """Return the field of a body that constrains the answer (a schema, a grammar, a regex)."""
     return next((key for key in READERS if body.get(key) is not None), None)
 
 

@@ -401,7 +401,8 @@ def tiered_priority(fields: BodyFields, config: ServerConfig) -> int:
 
 
 def tier_of(fields: BodyFields, config: ServerConfig) -> str | None:
-    """The tier that a request gets, as OpenAI names it in replies: who may not have a faster one gets the usual one."""
+    """Return the service tier that a request gets, as OpenAI names it in replies: the default one where the key may not
+    have a faster one."""
     asked = fields.one_of("service_tier", tuple(SERVICE_TIERS))
     if asked is None:
         return None

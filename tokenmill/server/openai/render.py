@@ -129,7 +129,7 @@ class TextChunks:
 
 
 class OpenAIRendering:
-    """What all of OpenAI's replies share: server-sent events, and errors in them."""
+    """The common parts of OpenAI's replies: server-sent events, and errors in them."""
 
     stream_headers: Sequence[tuple[bytes, bytes]] = SSE_HEADERS
     ping = SSE_PING
@@ -419,7 +419,7 @@ def is_continued(byte: int) -> bool:
 
 
 def num_characters_begun(info: TokenInfo) -> int:
-    """How many characters begin in a token: several tokens may share one character, each shown as U+FFFD."""
+    """Return how many characters begin in a token: several tokens may share one character, each shown as U+FFFD."""
     return len(info.text) if info.raw.isascii() else sum(not is_continued(byte) for byte in info.raw)
 
 

@@ -78,7 +78,7 @@ class Database:
 
 
 def opened(path: Path | None) -> sqlite3.Connection:
-    """A connection to a file whose tables are up to date."""
+    """Open a connection to a file, and bring its tables up to date."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite gives the files beside it the same mode

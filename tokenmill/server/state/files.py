@@ -89,7 +89,7 @@ class StoredFiles:
         return self._temporary
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file is; `file_id` must come from a row."""
+        """Return the path of a file's content; `file_id` must come from a row."""
         return self.folder / file_id
 
     def writer(self) -> FileWriter:
@@ -201,7 +201,7 @@ class StoredFiles:
 
 
 def visible(connection: sqlite3.Connection, owner: str, file_id: str, param: str = "id") -> sqlite3.Row:
-    """A file that a client may see; an error (404) that blames `param` if there is none."""
+    """Return a file that a client may see; raise an error (404) that names `param` if there is none."""
     row = get(connection, "files", file_id, owner, param)
     if row["purpose"] == HIDDEN:
         raise unknown("files", file_id, param)

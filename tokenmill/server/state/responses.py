@@ -1,7 +1,7 @@
 """Stored responses and conversations: functions over a connection, to be run by the database's thread.
 
 A response keeps its own input and output items and the id of the one that it continues, so a chain of responses is kept
-once however long it grows. Whoever continues a chain has used all of it: none of its responses goes before the newest.
+once however long it grows. Continuing a chain uses all of it: none of its responses expires before the newest.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class ResponseStore:
         return _items(connection, response_id, "input")
 
     def chain(self, connection: sqlite3.Connection, response_id: str, owner: str) -> Chain:
-        """All items up to and with a response, oldest first."""
+        """Return all items up to and including a response, oldest first."""
         newest = rows.find(connection, "responses", response_id, owner)
         if newest is None:
             raise ParentNotFound(f"there is no response {shown(response_id)}", param="previous_response_id")

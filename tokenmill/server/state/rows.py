@@ -26,7 +26,7 @@ class UnknownRow(TokenmillError):
 
 
 def find(connection: sqlite3.Connection, table: Table, row_id: str, owner: str) -> sqlite3.Row | None:
-    """A row of an owner that has not expired, or None."""
+    """Return a row of an owner that has not expired, or None."""
     query = f"SELECT * FROM {table} WHERE id = ? AND owner = ? AND (expires_s IS NULL OR expires_s > ?)"
     row: sqlite3.Row | None = connection.execute(query, (row_id, owner, time.time())).fetchone()
     return row
@@ -47,7 +47,7 @@ def unknown(table: Table, row_id: str, param: str = "id") -> UnknownRow:
 
 @dataclass
 class Bound:
-    """How much of a table is kept."""
+    """The limits on a table's size."""
 
     table: Table
     max_rows: int

@@ -29,7 +29,7 @@ ERROR_KINDS = {400: "validation", 429: "overloaded", 500: "generation", 503: "ov
 
 
 def error_content(error: TokenmillError, request_id: str) -> dict[str, Any]:
-    """Without a kind clients go by the HTTP status, as for a missing key."""
+    """Return the body of an error. Where it has no kind, clients go by the HTTP status, as for a missing key."""
     kind = "overloaded" if isinstance(error, Overloaded) else ERROR_KINDS.get(error.http_status)
     return {"error": str(error), **({} if kind is None else {"error_type": kind})}
 

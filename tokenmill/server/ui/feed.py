@@ -3,9 +3,9 @@
     GET /ui/events   server-sent events: {series, replicas, requests, num_requests}
     POST /ui/abort   {"id": …} of a row of `requests`
 
-`series` are the numbers of /metrics, read from the same registry. One reading a second serves all who look, and
-nothing runs while nobody does. With API keys the list of requests holds those of the key that asks, and a key aborts
-only those, unless its record says that it sees all; the series are of the whole server, as /metrics is.
+`series` are the numbers of /metrics, read from the same registry. One reading a second serves all who look, and nothing
+runs while no page is open. With API keys the list of requests holds those of the key that asks, and a key aborts only
+those, unless its record says that it sees all; the series are of the whole server, as /metrics is.
 
 These routes are for the server's own page: a page of another origin is refused, whatever CORS allows it elsewhere.
 """

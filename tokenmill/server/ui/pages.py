@@ -64,7 +64,7 @@ def page_routes() -> list[Route]:
 
 
 def page_endpoints() -> list[Endpoint]:
-    """The page at `/`, for browsers: whoever does not ask for HTML gets what Ollama's clients look for."""
+    """The page at `/`, for browsers; other clients get what Ollama's clients look for there."""
     page = _serving(PAGES["/"])
 
     async def page_for_people(request: Request) -> Response:

@@ -1,6 +1,6 @@
 """Models that answer here or could: those that are served, in the store, in the catalog, and whether they fit.
 
-What fits is the planner's knowledge. The server does not import the planner, so whoever starts it hands that in
+What fits is the planner's knowledge. The server does not import the planner, so its caller passes that in
 (`FitFinder`); without it the page shows sizes alone. A plan takes milliseconds and the first measures the machine, so
 they are made in a thread, once a model.
 """

@@ -61,7 +61,7 @@ class BackgroundResponse:
         self._changed = asyncio.Event()
 
     async def follow(self, after: int, keep_alive_s: float) -> AsyncIterator[bytes]:
-        """All events from the one after number `after` on, as they come."""
+        """Yield all events after number `after`, as they arrive."""
         number = after + 1
         while True:
             changed = self._changed
@@ -145,7 +145,7 @@ class BackgroundResponses:
         await asyncio.gather(running.task, return_exceptions=True)
 
     def _started(self, made: ResponseJob) -> BackgroundResponse:
-        """A response that can run; raise why its key may not have it."""
+        """Start a response; raise where the limits of its key do not allow it."""
         return BackgroundResponse(made, self._run_of(made))
 
     def _run_of(self, made: ResponseJob) -> GenerationRun:
@@ -227,7 +227,8 @@ class BackgroundResponses:
 
 
 def lifecycle_frames(response: dict[str, Any]) -> list[bytes]:
-    """The stream of a response whose events were lost with the server that ran it: that it was made, and how it is."""
+    """Yield the stream of a response whose events were lost with the server that ran it: its creation and its present
+    state."""
     status = response["status"]
     name = status if status in ("completed", "incomplete", "queued", "in_progress") else "failed"
     kinds = ("response.created", f"response.{name}")

@@ -2,9 +2,10 @@
 
     body ─► what it refers to is looked up ─► parsed ─► GenerationJob ─► (streamed or whole) ─► kept, if it is stored
 
-A response is kept before its client is told that it is complete, so whoever continues it finds it. What continues a
-stored response extends the token ids of that one's prompt and answer, as far as the chat template writes the earlier
-turns as they were: the prefix cache has just these ids. (Templates that drop what was thought in earlier turns don't.)
+A response is stored before its client is told that it is complete, so a request that continues it finds it. What
+continues a stored response extends the token ids of that one's prompt and answer, as far as the chat template writes
+the earlier turns as they were: the prefix cache has just these ids. (Templates that drop what was thought in earlier
+turns don't.)
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ log = get_log("server")
 
 @dataclass
 class ResponseJob:
-    """All that belongs to one response while it is made."""
+    """The state of one response while it is generated."""
 
     owner: str
     body: dict[str, Any]
@@ -125,7 +126,7 @@ class ResponseGenerator:
         return ResponseJob(owner, body, call, model.engine, ResponseRendering(writer), self._context.workers)
 
     def job(self, made: ResponseJob) -> GenerationJob:
-        """A response as a generation whose client waits for it."""
+        """Return a response as a generation job whose client waits for it."""
         references = made.call.references
         keeps = references.is_stored or references.conversation is not None
         return GenerationJob(
@@ -206,7 +207,8 @@ def _size(body: dict[str, Any], history: KeptHistory) -> int:
 
 
 def without_oldest(request: ChatRequest, error: ContextLengthExceeded) -> ChatRequest | None:
-    """The conversation without as much of its beginning as is likely too much; None: there is nothing to leave out.
+    """Return the conversation without about as much of its beginning as exceeds the context; None: nothing can be left
+    out.
 
     Instructions stay, and so does the newest turn. A call and its outputs go together.
     """

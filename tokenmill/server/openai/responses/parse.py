@@ -61,7 +61,7 @@ MAX_LABEL = 1024  # characters of names that only mean something to the client
 
 @dataclass(frozen=True)
 class ResponseReferences:
-    """What a body refers to that is kept here, and how it wants its answer: known before anything is looked up."""
+    """The stored objects that a body refers to, and how it wants its answer: known before anything is looked up."""
 
     parent: str | None
     conversation: str | None
@@ -77,7 +77,7 @@ class ResponseReferences:
 
 @dataclass(frozen=True)
 class KeptHistory:
-    """What was found of it."""
+    """The stored items that `ResponseReferences` led to."""
 
     items: Sequence[Item] = ()  # of the conversation before this request
     referenced: dict[str, Item] | None = None

@@ -44,7 +44,7 @@ def response_endpoints(context: RouteContext) -> list[Endpoint]:
 
 
 class ResponseRoutes:
-    """What the endpoints do."""
+    """The handlers of the Responses endpoints."""
 
     def __init__(self, context: RouteContext, generator: ResponseGenerator, background: BackgroundResponses) -> None:
         self._context = context
@@ -68,7 +68,7 @@ class ResponseRoutes:
         return GenerationResponse(run, self._context.config.keep_alive_s)
 
     async def line_job(self, data: bytes, owner: str) -> GenerationJob:
-        """The response that a line of a batch asks for."""
+        """Return the job of a batch line."""
         made = await self._generator.make(parse_object(data), owner)
         if made.call.references.is_background:
             refuse("background", "is not possible in a batch, which is in the background itself")
@@ -122,7 +122,7 @@ def named(request: Request) -> tuple[str, str]:
 
 
 def replay(response: dict[str, Any], frames: list[bytes], after: int) -> Response:
-    """The stream of a response that is over."""
+    """Stream the events of a finished response."""
     if not response["background"]:
         raise InvalidRequest("only responses with background: true can be streamed again", param="stream")
     return events_response(iterate((frames or lifecycle_frames(response))[after + 1 :]))

@@ -221,7 +221,7 @@ def test_a_core_that_was_kept_for_a_suspect_works_again_when_its_client_leaves()
         replicas = engine._replicas
         left = engine.submit(PromptRequest(prompt=[40] * 10, params=SamplingParams(max_tokens=4), request_id="suspect"))
         suspect = replicas.all[0].runs["suspect"]
-        replicas._withdraw(suspect, replicas.all[0], tell_core=True)
+        replicas.withdraw(suspect, replicas.all[0], tell_core=True)
         suspect.num_deaths = 2
         replicas.submit(suspect)
         assert suspect.replica is None and replicas.all[0].is_reserved, "it waits until the core is empty"

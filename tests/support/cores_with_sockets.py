@@ -35,7 +35,7 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockTraffic, "seconds", lambda self, found: 0.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.UNKNOWN_S", 60.0)
-    monkeypatch.setattr("tokenmill.engine.replicas.MOVE_S", 60.0)
+    monkeypatch.setattr("tokenmill.engine.moves.MOVE_S", 60.0)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ import msgspec
 
 from tokenmill.engine.core_supervisor import CoreSupervisor, MakeClient
 from tokenmill.engine.messages import Abort, AdapterRead, Outputs, Submit, ToCore
+from tokenmill.engine.moves import Moves, Preparation
 from tokenmill.engine.roles import LEAST_PREFILLED, Role, may_be_prefilled, prefill_request
 from tokenmill.engine.status import CoreInfo, EngineStats, Health
 from tokenmill.engine.stream import EventBuffer
@@ -35,9 +36,6 @@ from tokenmill.types import Request, SequenceOutput
 
 SUSPECT_DEATHS = 2  # without a token in between
 MOST_DEATHS = 3
-MOVE_S = 2.0  # that a core which is to end gives its requests' blocks to others
-MOVE_CHECK_S = 0.005
-MOVED_AT_ONCE = 2  # requests with tokens that a core which is to be free gives away at a time
 ROLES: tuple[Role, ...] = ("any", "prefill", "decode")
 
 NOW = ("running", "waiting", "waiting_for_grammar", "kv_blocks_used", "kv_blocks_total")
@@ -60,6 +58,7 @@ class RequestRun:
     is_prefilling: bool = False  # its core computes the prompt alone (`roles.py`)
     was_prefilled: bool = False
     left: Replica | None = None  # the core that it was moved away from, until its next token has come
+    preparation: Preparation | None = None  # of its move to another core (`moves.py`)
     source: Replica | None = None  # the core that has computed what there is of it, and may still have its blocks
     num_placed: int = 0  # how often it was given to a core
     placed_s: float = 0.0  # when it was, the last time
@@ -158,6 +157,7 @@ class Replica:
         self.is_reserved = False  # for a suspect: it gets no other request
         self.is_kept_free = False  # as it was told: it gets no requests
         self.leaving: set[RequestRun] = set()  # moved away, and not going on elsewhere yet
+        self.preparations: dict[str, Preparation] = {}  # of requests that are about to be moved here
         self.role: Role = "any"
         self.place = ""  # the machine that its core runs on, where there are several
         self.stats = EngineStats()
@@ -200,6 +200,7 @@ class Replica:
         self.stats = EngineStats(kv_blocks_total=self.stats.kv_blocks_total)
         runs, self.runs = list(self.runs.values()), {}
         self.adapters, self.coming_adapters, self.leaving = {}, set(), set()
+        self.preparations = {}
         self.num_sequences = self.num_prefilling = 0
         self.probation, self.is_reserved = None, False
         return runs
@@ -251,6 +252,7 @@ class Replicas:
         self.block_route: Callable[[str, str], str] = lambda asking, source: source
         self._parked: list[RequestRun] = []  # without a core, in the order in which they are placed
         self._is_draining = False
+        self._moves = Moves(self)
 
     async def open(self, num_replicas: int) -> None:
         """Start the first cores and wait until they are ready; what keeps one from that is raised."""
@@ -275,7 +277,7 @@ class Replicas:
         """End a core. Its requests go on in others, or wait for one."""
         was_kept_free, replica.is_kept_free = replica.is_kept_free, True
         try:
-            await self._empty(replica)
+            await self._moves.empty(replica)
             await replica.supervisor.stop(why)
         finally:
             replica.is_kept_free = was_kept_free
@@ -287,7 +289,7 @@ class Replicas:
             starting = sorted((run for run in replica.runs.values() if run.is_starting), key=lambda run: run.placed_s)
             waiting += [(run.placed_s, replica, run) for run in starting[1:] if run is not replica.probation]
         for _, replica, run in sorted(waiting, key=lambda one: one[0]):
-            self._withdraw(run, replica, tell_core=True)
+            self.withdraw(run, replica, tell_core=True)
             self._parked.append(run)
         self.place_parked()
 
@@ -303,7 +305,10 @@ class Replicas:
         if is_kept_free and not any(one.is_ready and not one.is_kept_free for one in self.all if one is not replica):
             raise InvalidRequest("no other engine process could take its requests", param="replica")
         replica.is_kept_free = is_kept_free
-        self._move_some(replica)
+        if is_kept_free:
+            self._moves.continue_from(replica)
+        else:
+            self._moves.stay(replica)
         self.place_parked()
 
     async def restart(self, replica: Replica) -> None:
@@ -311,53 +316,11 @@ class Replicas:
         one; return once it is ready."""
         was_kept_free, replica.is_kept_free = replica.is_kept_free, True
         try:
-            await self._empty(replica)
+            await self._moves.empty(replica)
             await replica.supervisor.restart()
         finally:
             replica.is_kept_free = was_kept_free
             self.place_parked()
-
-    def _move_some(self, replica: Replica) -> None:
-        """Take requests from a core that is to be free; each goes on with its next token wherever it is placed, with
-        the blocks that this core has computed. Those that have given tokens go a few at a time, and the others go on
-        here meanwhile: moved together, each would wait for the blocks of all."""
-        if not replica.is_kept_free:
-            return
-        waiting = [run for run in replica.runs.values() if run.is_starting]
-        running = [run for run in replica.runs.values() if not run.is_starting]
-        for run in waiting + running[: MOVED_AT_ONCE - len(replica.leaving)]:
-            self._move(run, replica)
-        self.place_parked()
-
-    def _move(self, run: RequestRun, replica: Replica) -> None:
-        if not run.is_starting:
-            run.left = replica
-            replica.leaving.add(run)
-        self._withdraw(run, replica, tell_core=True)
-        self._parked.append(run)
-        if replica.probation is run:
-            replica.probation = None
-
-    def _note_moved(self, run: RequestRun) -> None:
-        """Note that a moved request continues on another core or has ended, and move the next one."""
-        replica, run.left = run.left, None
-        if replica is not None:
-            replica.leaving.discard(run)
-            self._move_some(replica)
-
-    async def _empty(self, replica: Replica) -> None:
-        """Take all requests from a core that is about to end, and wait a moment until others have their blocks; not
-        where no other core takes them."""
-        loop = asyncio.get_running_loop()
-        ends_s = loop.time() + MOVE_S
-        self._move_some(replica)
-        while (replica.runs or replica.leaving) and loop.time() < ends_s:
-            if any(run.replica is None for run in replica.leaving):
-                break
-            await asyncio.sleep(MOVE_CHECK_S)
-        for run in list(replica.runs.values()):
-            self._move(run, replica)
-        self.place_parked()
 
     @property
     def health(self) -> Health:
@@ -407,7 +370,7 @@ class Replicas:
 
     def forget(self, run: RequestRun, *, tell_core: bool) -> None:
         """Let go of a request that is over."""
-        self._note_moved(run)
+        self._moves.note_moved(run)
         replica = run.replica
         if replica is None:
             if run in self._parked:
@@ -416,14 +379,16 @@ class Replicas:
             return
         if self._router is not None and not tell_core:
             self._router.note_end(run)
-        self._withdraw(run, replica, tell_core=tell_core)
+        self.withdraw(run, replica, tell_core=tell_core)
         if replica.probation is run:
             replica.probation = None
+        self._moves.continue_from(replica)
         if self._parked:
             self.place_parked()
 
-    def _withdraw(self, run: RequestRun, replica: Replica, *, tell_core: bool) -> None:
+    def withdraw(self, run: RequestRun, replica: Replica, *, tell_core: bool) -> None:
         """Take a request from a core. What that core still says of it does not count."""
+        self._moves.forget(run)
         replica.runs.pop(run.core_id, None)
         replica.num_sequences -= run.request.params.num_sequences
         if tell_core:
@@ -458,21 +423,28 @@ class Replicas:
         route = self._route_of_suspect(run) if run.is_suspect else self._route_by_role(run)
         if route is None:
             return False
-        replica = route.replica
         if run.is_suspect:
-            replica.probation, replica.is_reserved = run, False
-        run.replica, run.why, run.is_starting = replica, route.why, True
-        run.num_uncached = route.num_uncached + run.buffer.output_processor.num_completion_tokens
+            route.replica.probation, route.replica.is_reserved = run, False
+        self.give(run, route, route.num_uncached + run.buffer.output_processor.num_completion_tokens)
+        return True
+
+    def give(self, run: RequestRun, route: Route, num_uncached: int) -> None:
+        """Give a request to a core that can take it. `num_uncached`: tokens that it has to compute there first."""
+        replica = route.replica
+        run.replica, run.why, run.is_starting, run.num_uncached = replica, route.why, True, num_uncached
         run.num_placed, run.placed_s = run.num_placed + 1, asyncio.get_running_loop().time()
         replica.num_placed[route.why] += 1
         replica.num_sequences += run.request.params.num_sequences
         replica.num_prefilling += run.num_uncached
         replica.runs[run.core_id] = run
         self.num_resumed += run.num_placed > 1 + run.was_prefilled
-        replica.send(Submit(run.for_core(self._block_address(run.source or route.source, replica))))
-        return True
+        replica.send(Submit(run.for_core(self.block_address(run.source or route.source, replica))))
 
-    def _block_address(self, source: Replica | None, replica: Replica) -> str:
+    def park(self, run: RequestRun) -> None:
+        """Let a request wait for `place_parked`."""
+        self._parked.append(run)
+
+    def block_address(self, source: Replica | None, replica: Replica) -> str:
         """Return the address at which a core can fetch another one's blocks; empty: none."""
         if source is None or source is replica or not source.is_ready:
             return ""
@@ -482,7 +454,7 @@ class Replicas:
         """A core for a request, or for its prompt alone, where it would be a long one for a core that decodes."""
         if not self._has_roles:
             return self._route(run.request)
-        route = self._route(run.request, ("any", "decode")) or self._route(run.request)
+        route = self.route_of_answer(run.request)
         if route is None or route.replica.role != "decode" or route.num_uncached < LEAST_PREFILLED:
             return route
         if run.was_prefilled or not may_be_prefilled(run.request):
@@ -493,14 +465,18 @@ class Replicas:
         run.is_prefilling = True
         return prefilling._replace(why="prefill")
 
+    def route_of_answer(self, request: Request) -> Route | None:
+        """Return a core for a request whose prompt is computed already, or is to be computed there."""
+        return self._route(request, ("any", "decode")) or self._route(request)
+
     def _route(self, request: Request, roles: tuple[Role, ...] = ROLES) -> Route | None:
         if self._router is None:
             only = self.all[0]
-            return Route(only, "only") if self._can_take(only, request) else None
-        able = [one for one in self.all if one.role in roles and self._can_take(one, request)]
+            return Route(only, "only") if self.can_take(only, request) else None
+        able = [one for one in self.all if one.role in roles and self.can_take(one, request)]
         return self._router.choose(request, able) if able else None
 
-    def _can_take(self, replica: Replica, request: Request) -> bool:
+    def can_take(self, replica: Replica, request: Request) -> bool:
         if not replica.is_ready or replica.probation is not None or replica.is_reserved or replica.is_kept_free:
             return False
         return not request.adapter or request.adapter in replica.adapters.values()
@@ -537,20 +513,24 @@ class Replicas:
         runs, deliver = replica.runs, self._deliver
         for output in message.outputs:
             run = runs.get(output.request_id)
-            if run is None:  # aborted meanwhile
-                continue
+            if run is None:
+                if output.request_id in replica.preparations:
+                    self._moves.note_prepared(replica, output)
+                continue  # else it was aborted meanwhile
             if run.is_prefilling:
                 self._note_prefilled(run, replica, output)
                 continue
             deliver(run, output)
             if run.is_starting:
                 self._note_started(run, replica)
+            elif run.preparation is not None:
+                self._moves.note_token(run, replica)
 
     def _note_prefilled(self, run: RequestRun, replica: Replica, output: SequenceOutput) -> None:
         """Hand a request whose prompt was computed elsewhere, or could not be, to a core that decodes."""
         if output.finish_reason is None:
             return
-        self._withdraw(run, replica, tell_core=False)
+        self.withdraw(run, replica, tell_core=False)
         run.was_prefilled = True
         if not self._place(run):
             self._parked.append(run)
@@ -559,21 +539,22 @@ class Replicas:
         """Note a request's first output: it is no longer suspected of ending cores, and the next one may start."""
         run.is_starting = False
         replica.num_prefilling -= run.num_uncached
-        self._note_moved(run)
+        self._moves.note_moved(run)
         if replica.probation is not run:
             return
         replica.probation, run.num_deaths = None, 1
         if any(other.is_suspect for other in self._parked):
-            self._withdraw(run, replica, tell_core=True)
+            self.withdraw(run, replica, tell_core=True)
             self._parked.append(run)
         self.place_parked()
 
     def note_death(self, replica: Replica, error: TokenmillError) -> None:
         self._on_death(replica, error)
-        runs = replica.forget_core()
+        preparations, runs = list(replica.preparations.values()), replica.forget_core()
         for run in runs:
+            self._moves.forget(run)
             run.note_death()
-            self._note_moved(run)
+            self._moves.note_moved(run)
             if replica.supervisor.is_closed:
                 self._fail(run, error)
             elif run.num_deaths >= MOST_DEATHS:
@@ -581,4 +562,5 @@ class Replicas:
                 self._fail(run, RequestFailed(f"{deaths}, the last one with nothing else to do: {error.message}"))
             else:
                 self._parked.append(run)
+        self._moves.forget_all(preparations)
         self.place_parked()

@@ -44,6 +44,15 @@ def prefill_request(request: Request, request_id: str) -> Request:
     return msgspec.structs.replace(request, request_id=request_id, params=SamplingParams(), max_tokens=0, given=[])
 
 
+def prepared_request(request: Request, request_id: str, block_size: int, fetch_from: str) -> Request:
+    """Make a request for the full blocks of another one's tokens, given ones included, and one more: the fewest that can be
+    computed."""
+    tokens = [*request.prompt_token_ids, *(token for given in request.given for token in given.token_ids)]
+    num_tokens = (len(tokens) - 1) // block_size * block_size + 1
+    blocks = msgspec.structs.replace(request, prompt_token_ids=tokens[:num_tokens], fetch_from=fetch_from)
+    return prefill_request(blocks, request_id)
+
+
 def may_be_prefilled(request: Request) -> bool:
     """Tell whether a prompt may be computed elsewhere: not where something is wanted of its every position."""
     return request.pooling is None and request.params.prompt_logprobs is None

@@ -1,0 +1,182 @@
+"""Requests that leave a core which is to be free, while their clients notice as little as possible.
+
+    old core   decodes ······································ token │ forgotten
+    new core            blocks of all but the last tokens ──► done    │ the last tokens ──► next token ······
+
+A request that has given tokens is first *prepared*: the core that is to go on with it gets a request for no tokens of
+all full blocks that there are, and takes them from the old core or computes them, while the old one decodes on. The
+move itself follows upon a token, and all that is left to compute are the few behind those blocks. Without a
+preparation (n > 1, where nothing could be prepared) a request takes its blocks along when it moves.
+
+A few are prepared together; then they move one by one, since each that arrives lengthens a step of all that run
+there. None moves while others are being prepared: it would wait behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from tokenmill.engine.messages import Abort, Submit
+from tokenmill.engine.roles import may_be_prefilled, prepared_request
+from tokenmill.types import SequenceOutput
+
+if TYPE_CHECKING:
+    from tokenmill.engine.replicas import Replica, Replicas, RequestRun, Route
+
+MOVE_S = 2.0  # that a core which is to end gives its requests' blocks to others
+MOVE_CHECK_S = 0.005
+MOVED_SHARE = 16  # of so many requests with tokens one moves at a time
+PREPARED_AT_ONCE = 4  # ... and for each of these, so many are prepared together
+FETCHED_BLOCKS = 3  # behind the prepared ones, from which on they are fetched: that takes a step, computing does not
+
+_numbers = count(1)
+
+
+@dataclass(slots=True, eq=False)
+class Preparation:
+    """Blocks of a request that a core gets before the request itself."""
+
+    run: RequestRun
+    route: Route
+    core_id: str
+    num_tokens: int  # of the request that will be there
+    is_done: bool = False
+
+
+class Moves:
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def continue_from(self, replica: Replica) -> None:
+        """Let requests leave a core, if it is to be free. Those without a token go at once."""
+        if not replica.is_kept_free:
+            return
+        runs = list(replica.runs.values())
+        room = max(1, len(runs) // MOVED_SHARE)
+        may_prepare = not replica.leaving and not any(run.preparation is not None for run in runs)
+        num_prepared = 0
+        for run in runs:
+            if run.is_starting:
+                self.move(run, replica)
+            elif run is replica.probation or not self._may_be_prepared(run):
+                if len(replica.leaving) < 2 * room:
+                    self.move(run, replica)
+            elif may_prepare and num_prepared < PREPARED_AT_ONCE * room:
+                if self._prepare(run, replica):
+                    num_prepared += 1
+                else:
+                    self.move(run, replica)
+        self._replicas.place_parked()
+
+    def stay(self, replica: Replica) -> None:
+        """Let requests stay that have not left yet."""
+        for run in replica.runs.values():
+            self.forget(run)
+
+    def move(self, run: RequestRun, replica: Replica) -> None:
+        """Take a request from a core; it goes on with its next token wherever it is placed."""
+        self._note_leaving(run, replica)
+        self._replicas.withdraw(run, replica, tell_core=True)
+        self._replicas.park(run)
+
+    async def empty(self, replica: Replica) -> None:
+        """Take all requests from a core that is about to end, and wait a moment until others have their blocks; not
+        where no other core takes them."""
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + MOVE_S
+        self.continue_from(replica)
+        while (replica.runs or replica.leaving) and loop.time() < ends_s:
+            if any(run.replica is None for run in replica.leaving):
+                break
+            await asyncio.sleep(MOVE_CHECK_S)
+        for run in list(replica.runs.values()):
+            self.move(run, replica)
+        self._replicas.place_parked()
+
+    def _note_leaving(self, run: RequestRun, replica: Replica) -> None:
+        if not run.is_starting:
+            run.left = replica
+            replica.leaving.add(run)
+        if replica.probation is run:
+            replica.probation = None
+
+    def note_moved(self, run: RequestRun) -> None:
+        """Note that a moved request continues on another core or has ended, and move the next one."""
+        replica, run.left = run.left, None
+        if replica is not None:
+            replica.leaving.discard(run)
+            self.continue_from(replica)
+
+    # ── preparations ───────────────────────────────────────────────────────────────────────────────────
+
+    def _may_be_prepared(self, run: RequestRun) -> bool:
+        """Tell whether the blocks of a request are those of one sequence."""
+        params = run.request.params
+        return may_be_prefilled(run.request) and params.num_sequences == 1 and params.beam is None
+
+    def _prepare(self, run: RequestRun, replica: Replica) -> bool:
+        """Begin to prepare a request on another core; False: none can take it."""
+        request = run.buffer.output_processor.resumed_request()
+        route = self._replicas.route_of_answer(request)
+        if route is None:
+            return False
+        target = route.replica
+        core_id = f"{request.request_id}#prepared{next(_numbers)}"
+        asked = prepared_request(
+            request, core_id, target.info.block_size, self._replicas.block_address(replica, target)
+        )
+        run.preparation = Preparation(run, route, core_id, len(asked.prompt_token_ids))
+        target.preparations[core_id] = run.preparation
+        target.send(Submit(asked))
+        return True
+
+    def note_prepared(self, replica: Replica, output: SequenceOutput) -> None:
+        """Take in what a core says of a preparation. One that failed has prepared nothing."""
+        if output.finish_reason is None:
+            return
+        preparation = replica.preparations.pop(output.request_id)
+        preparation.is_done = True
+        if output.finish_reason == "error":
+            preparation.num_tokens = 0
+
+    def note_token(self, run: RequestRun, replica: Replica) -> None:
+        """Move a request that has got a token, if it and all others of its batch are prepared."""
+        preparation = run.preparation
+        room = max(1, len(replica.runs) // MOVED_SHARE)
+        if preparation is None or len(replica.leaving) >= room:
+            return
+        if not all(one.preparation is None or one.preparation.is_done for one in replica.runs.values()):
+            return
+        self._note_leaving(run, replica)
+        self._replicas.withdraw(run, replica, tell_core=True)
+        processor = run.buffer.output_processor
+        num_left = len(run.request.prompt_token_ids) + processor.num_completion_tokens - preparation.num_tokens
+        target = preparation.route.replica
+        if num_left < FETCHED_BLOCKS * target.info.block_size:
+            run.source = None
+        if self._replicas.can_take(target, run.request):
+            self._replicas.give(run, preparation.route, num_left)
+        else:
+            self._replicas.park(run)
+            self._replicas.place_parked()
+
+    def forget(self, run: RequestRun) -> None:
+        """Let go of a preparation whose request stays, has ended, or goes elsewhere."""
+        preparation, run.preparation = run.preparation, None
+        if preparation is None or preparation.is_done:
+            return
+        target = preparation.route.replica
+        if target.preparations.pop(preparation.core_id, None) is not None:
+            target.send(Abort(preparation.core_id))
+
+    def forget_all(self, preparations: list[Preparation]) -> None:
+        """Let go of what a dead core was preparing; prepare it elsewhere."""
+        for preparation in preparations:
+            run = preparation.run
+            if run.preparation is preparation:
+                run.preparation = None
+                if run.replica is not None:
+                    self.continue_from(run.replica)

@@ -45,8 +45,8 @@ def prefill_request(request: Request, request_id: str) -> Request:
 
 
 def prepared_request(request: Request, request_id: str, block_size: int, fetch_from: str) -> Request:
-    """Make a request for the full blocks of another one's tokens, given ones included, and one more: the fewest that can be
-    computed."""
+    """Make a request for all full blocks of another one's tokens, given ones included, and one token more: a request
+    must have one to compute."""
     tokens = [*request.prompt_token_ids, *(token for given in request.given for token in given.token_ids)]
     num_tokens = (len(tokens) - 1) // block_size * block_size + 1
     blocks = msgspec.structs.replace(request, prompt_token_ids=tokens[:num_tokens], fetch_from=fetch_from)

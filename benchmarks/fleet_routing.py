@@ -19,7 +19,8 @@ from typing import Any
 
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.engine.messages import Outputs
-from tokenmill.engine.replicas import Replica, RequestRun, Route, Router
+from tokenmill.engine.replica import Replica, RequestRun, Route
+from tokenmill.engine.replicas import Router
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.fleet.virtual import END_TOKEN, FIRST_TOKEN, VirtualDevice, run_virtually, virtual_engine
 from tokenmill.types import PromptRequest, Request

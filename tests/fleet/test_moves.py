@@ -11,7 +11,7 @@ import pytest
 from tests.fleet.test_virtual_fleet import ask, prompt
 from tokenmill import AsyncEngine
 from tokenmill.engine.moves import FETCHED_BLOCKS, Moves
-from tokenmill.engine.replicas import Replica
+from tokenmill.engine.replica import Replica
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.fleet.virtual import VirtualDevice, run_virtually, virtual_engine
 from tokenmill.types import SequenceOutput

@@ -27,7 +27,8 @@ from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor, PreparedRequest
 from tokenmill.engine.messages import Abort, AdapterRead
 from tokenmill.engine.model_text import ModelText
-from tokenmill.engine.replicas import FleetKeeper, Replica, Replicas, RequestRun, Router
+from tokenmill.engine.replica import Replica, RequestRun
+from tokenmill.engine.replicas import FleetKeeper, Replicas, Router
 from tokenmill.engine.roles import Role
 from tokenmill.engine.served_adapters import ServedAdapters
 from tokenmill.engine.startup.spare_core import SpareCore

@@ -15,16 +15,13 @@ there. None moves while others are being prepared: it would wait behind them.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tokenmill.engine.messages import Abort, Submit
+from tokenmill.engine.replica import Preparation, Replica, RequestRun, Route
 from tokenmill.engine.roles import may_be_prefilled, prepared_request
-from tokenmill.types import SequenceOutput
-
-if TYPE_CHECKING:
-    from tokenmill.engine.replicas import Replica, Replicas, RequestRun, Route
+from tokenmill.types import Request, SequenceOutput
 
 MOVE_S = 2.0  # that a core which is to end gives its requests' blocks to others
 MOVE_CHECK_S = 0.005
@@ -35,19 +32,26 @@ FETCHED_BLOCKS = 3  # behind the prepared ones, from which on they are fetched: 
 _numbers = count(1)
 
 
-@dataclass(slots=True, eq=False)
-class Preparation:
-    """Blocks of a request that a core gets before the request itself."""
+class Placement(Protocol):
+    """What gives requests to cores."""
 
-    run: RequestRun
-    route: Route
-    core_id: str
-    num_tokens: int  # of the request that will be there
-    is_done: bool = False
+    def withdraw(self, run: RequestRun, replica: Replica, *, tell_core: bool) -> None: ...
+
+    def park(self, run: RequestRun) -> None: ...
+
+    def place_parked(self) -> None: ...
+
+    def can_take(self, replica: Replica, request: Request) -> bool: ...
+
+    def give(self, run: RequestRun, route: Route, num_uncached: int) -> None: ...
+
+    def route_of_answer(self, request: Request) -> Route | None: ...
+
+    def block_address(self, source: Replica | None, replica: Replica) -> str: ...
 
 
 class Moves:
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Placement) -> None:
         self._replicas = replicas
 
     def continue_from(self, replica: Replica) -> None:

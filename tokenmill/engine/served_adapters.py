@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenmill.config.adapters import require_adapter_name
 from tokenmill.engine.messages import AdapterRead, LoadAdapter, UnloadAdapter
-from tokenmill.engine.replicas import Replica
+from tokenmill.engine.replica import Replica
 from tokenmill.engine.status import CoreInfo, FailedAdapter, LoadedAdapter
 from tokenmill.errors import InvalidRequest, TokenmillError, UnknownModel, error_with_code
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenmill.config.promises import ServiceLevel
-from tokenmill.engine.replicas import Replica, Replicas, RequestRun, Route
+from tokenmill.engine.replica import Replica, RequestRun, Route
+from tokenmill.engine.replicas import Replicas
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.fleet.step_rate import StepSeconds

@@ -26,7 +26,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from tokenmill.engine.messages import Outputs, WatchBlocks
-from tokenmill.engine.replicas import Replica, RequestRun, Route
+from tokenmill.engine.replica import Replica, RequestRun, Route
 from tokenmill.fleet.block_index import BlockIndex
 from tokenmill.fleet.step_rate import StepRate, StepSeconds, common_rates, usual_rate
 from tokenmill.kv.blocks import HashChain

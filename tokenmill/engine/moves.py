@@ -32,7 +32,7 @@ FETCHED_BLOCKS = 3  # behind the prepared ones, from which on they are fetched: 
 _numbers = count(1)
 
 
-class Placement(Protocol):
+class RequestPlacement(Protocol):
     """What gives requests to cores."""
 
     def withdraw(self, run: RequestRun, replica: Replica, *, tell_core: bool) -> None: ...
@@ -51,7 +51,7 @@ class Placement(Protocol):
 
 
 class Moves:
-    def __init__(self, replicas: Placement) -> None:
+    def __init__(self, replicas: RequestPlacement) -> None:
         self._replicas = replicas
 
     def continue_from(self, replica: Replica) -> None:

@@ -26,7 +26,7 @@ def join(kind: str, rank: int, descriptor: int) -> RankGroup:
 
 
 def play(group: RankGroup | None, link: StageLink | None, *, is_first: bool) -> Callable[[torch.Tensor], None]:
-    """One exchange of a matrix: gathered by both, or sent there and back."""
+    """Exchange a matrix once: gathered by both sides, or sent there and back."""
 
     def exchange(sent: torch.Tensor) -> None:
         if group is not None:

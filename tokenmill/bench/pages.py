@@ -35,7 +35,7 @@ LEGEND = '<p class="soft">▲ better, ▼ worse, = within 1 %, each against the 
 
 
 def html_report(runs: Sequence[ReportRun]) -> str:
-    """One run, or several side by side."""
+    """Return the HTML page of one run, or of several side by side."""
     is_compared = len(runs) > 1
     parts = [*_differences(runs), *_errors(runs), "<h2>Throughput</h2>", matrix(*throughput_matrix(runs))]
     parts += ["<h2>Latency</h2>", matrix(*latency_matrix(runs)), *([LEGEND] if is_compared else [])]
@@ -176,7 +176,7 @@ def tokens_per_second(records: Sequence[BenchRecord], num_bins: int = 60) -> lis
 
 
 def _against_concurrency(runs: Sequence[ReportRun]) -> str:
-    """How fast pieces came while so many requests were running: throughput against concurrency, from one run."""
+    """Draw throughput against the number of running requests, from one run."""
     lines = [Series(run.name, throughput_by_concurrency(run.records)) for run in runs]
     return line_chart("Throughput against concurrency", Axis("requests running"), Axis("pieces/s"), lines)
 
@@ -295,7 +295,8 @@ class GrowthRow:
 
 
 def html_growth(subjects: Sequence[tuple[str, Sequence[GrowthRow]]], command: str) -> str:
-    """How figures developed from one recorded measurement to the next, a section for each subject."""
+    """Return the HTML page of how figures changed from one recorded measurement to the next, a section for each
+    subject."""
     sections = []
     for title, rows in subjects:
         sections.append(f"<h2>{html.escape(title)}</h2>")

@@ -96,7 +96,7 @@ def matrix_rows(groups: Sequence[Group]) -> list[list[str]]:
 
 
 def different_settings(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]:
-    """What the runs were asked differently: a setting a row, a run a column."""
+    """Return the settings that differ between runs: a row for each setting, a column for each run."""
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     rows = [[name, *[_setting(run.settings.get(name)) for run in runs]] for name in names]
     return ["setting", *[run.name for run in runs]], [row for row in rows if len(set(row[1:])) > 1]
@@ -126,7 +126,8 @@ def curve_titles(trials: Sequence[Trial]) -> list[str]:
 
 
 def sentence(verdict: Verdict, what: str) -> str:
-    """What a search knows: which level held, which failed, and how sure the limit between them is."""
+    """Say in a sentence which level a search found to pass, which to fail, and how certain the limit between them
+    is."""
     low, high = verdict.likely
     spread = f", likely between {low:g} and {high:g}" if low != high else ""
     cut = "; cut short" if verdict.was_cut_short else ""

@@ -146,7 +146,7 @@ class SearchSettings:
         return float(math.floor(edge)) if self.is_whole else float(f"{edge:.3g}")
 
     def same(self, edge: float) -> tuple[float, float]:
-        """From where to where an edge would count as this one."""
+        """Return the range of limits that count as the same as this one."""
         level = self.level(edge)
         if not self.is_whole:
             return level * (1 - self.resolution), level * (1 + self.resolution)
@@ -226,7 +226,7 @@ def _double(log: _Log, settings: SearchSettings) -> tuple[float | None, float | 
 
 
 def _go_down(log: _Log, settings: SearchSettings, failing: float) -> tuple[float | None, float | None]:
-    """From a first level that failed to one that passes."""
+    """Search downwards from a first level that failed to one that passes."""
     while failing > settings.lowest:
         level = max(failing // 2 if settings.is_whole else failing / 2, settings.lowest)
         if log.passes(level):
@@ -241,7 +241,7 @@ def _halve(log: _Log, settings: SearchSettings, low: float, high: float) -> None
 
 
 class _Log:
-    """All trials, and what they say together."""
+    """All trials, and the belief about the limit that follows from them."""
 
     def __init__(self, try_level: Try, settings: SearchSettings, trials: list[Trial]) -> None:
         self._try, self._settings, self.trials = try_level, settings, trials
@@ -251,7 +251,8 @@ class _Log:
         self.trials.append(self._try(level))
 
     def passes(self, level: float) -> bool:
-        """By the trials there are, or a first one; by what is believed where no more may be made."""
+        """Tell whether a level passes: by its trials, or a first one; by the current belief where no more trials are
+        allowed."""
         at = [trial.passed for trial in self.trials if trial.level == level]
         if at:
             return 2 * sum(at) > len(at)
@@ -273,9 +274,9 @@ class _Log:
         return self.confidence(believed) >= self._settings.confidence and not (highest >= lowest and is_short)
 
     def level_in_doubt(self, believed: Belief) -> float:
-        """Where another trial tells most: at an edge drawn from what is believed, so close by where trials agree and
-        further away where they do not; of integers the one below or the one above it. No further up than twice
-        what passed: a server far beyond its edge takes long to show it."""
+        """Return the level at which another trial is most informative: a limit sampled from the current belief, so near
+        the estimate where trials agree and further away where they do not; of integers the one below or the one above
+        it. No further up than twice what passed: a server far beyond its edge takes long to show it."""
         settings = self._settings
         level = settings.level(believed.sample(self._drawing))
         if settings.is_whole:
@@ -295,7 +296,8 @@ class _Log:
         return Verdict(best, above, confidence, likely, self.trials)
 
     def verdict_so_far(self, believed: Belief) -> Verdict:
-        """Where all trials ended alike nothing bounds the edge on one side: what is known is about their last level."""
+        """Return the verdict after the trials so far. Where all of them ended alike, the limit is bounded on one side
+        only, and the verdict is about the last level."""
         highest, lowest = self._highest_passed(), self._lowest_failed()
         if highest and math.isfinite(lowest):
             return self.verdict(believed)
@@ -309,7 +311,8 @@ class _Log:
         return belief_of(outcomes, self._settings.lowest, self._settings.most)
 
     def confidence(self, believed: Belief) -> float:
-        """All edges below the lowest level are one answer, and all above the highest."""
+        """Return the confidence of a verdict. All limits below the lowest level count as one answer, and all above the
+        highest."""
         low, high = self._settings.same(self._middle(believed))
         low = min(low, self._settings.most) if low >= self._settings.lowest else 0.0
         return believed.between(low, high if high < self._settings.most else math.inf)

@@ -116,7 +116,7 @@ class TraceRow:
 
 @dataclass(frozen=True)
 class TraceScale:
-    """How a trace is scaled to fit a smaller machine."""
+    """The factors by which a trace is scaled to fit a smaller machine."""
 
     time: float = 1.0  # 2: twice as slow
     length: float = 1.0
@@ -174,7 +174,8 @@ def _read_mooncake(path: Path) -> list[TraceRow]:
 
 
 def _messages(row: dict[str, Any]) -> tuple[Message, ...]:
-    """What a line of a request log asked; nothing for a line of another trace, or where it was token ids."""
+    """Return the messages of a line of a request log; none for a line of another trace, or where the prompt was token
+    ids."""
     if "messages" in row:
         told = [(str(one["role"]), str(one["content"])) for one in row["messages"] if one.get("content")]
         return tuple({"role": role, "content": text} for role, text in told)

@@ -33,7 +33,7 @@ def has_colours(out: TextIO) -> bool:
 
 
 def width_of(text: str) -> int:
-    """The columns that a text takes: none for marks that stand above others, two for wide characters."""
+    """Return the columns that a text takes: none for combining marks, two for wide characters."""
     if text.isascii():
         return len(text)
     wide = sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
@@ -99,7 +99,8 @@ class AnswerScreen:
     # ── blocks of code ─────────────────────────────────────────────────────────────────────────────────
 
     def _code(self, character: str) -> None:
-        """A block's text goes out at once, but the beginning of a line may be the end of the block."""
+        """Print the text of a code block at once, except for the beginning of a line, which may be the end of the
+        block."""
         if self._is_line_start and FENCE.startswith((self._word + character).lstrip()):
             self._word += character
             return

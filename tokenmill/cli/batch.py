@@ -111,7 +111,7 @@ def say(line: str) -> None:
 
 
 class RowAsker:
-    """What a row that is no request asks for."""
+    """Makes requests of rows that are plain prompts or messages."""
 
     def __init__(
         self, prompt_field: str, template: str | None, system: str | None, params: SamplingParams, raw: bool
@@ -186,7 +186,7 @@ class AnsweredRow:
 
 @dataclass
 class OfflineBatch:
-    """All rows of a file through one engine, as many at a time as keep it busy."""
+    """Runs all rows of a file through one engine, as many at a time as keep it busy."""
 
     source: Path
     answers: AnswerFile
@@ -277,7 +277,7 @@ class RowAnswers:
         self._jobs = app.state.batch_jobs
 
     async def answer(self, number: int, data: bytes) -> AnsweredRow:
-        """What came of a row; one that is wrong or fails is an answer too, with an error."""
+        """Return the answer of a row; one that is invalid or fails has an answer with an error."""
         from tokenmill.server.batches.lines import MAX_LINE_BYTES, LineFault, parse_json_line
 
         row: dict[str, Any] | None = None

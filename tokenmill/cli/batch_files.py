@@ -28,7 +28,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def num_lines(path: Path) -> int:
-    """How many lines a file has, blank ones at its end included."""
+    """Count the lines of a file, blank ones at its end included."""
     count, last = 0, b"\n"
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):

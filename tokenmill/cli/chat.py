@@ -223,7 +223,7 @@ class Conversation:
         print(f"({len(self.messages) // 2} turns)")
 
     def _change_model(self, name: str) -> None:
-        """The conversation goes on with another model; with the old one, where the other can't be opened."""
+        """Continue the conversation with another model; with the old one, where the other can't be opened."""
         if not name:
             print(f"({self.name})")
             return

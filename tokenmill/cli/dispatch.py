@@ -136,7 +136,7 @@ def add_verb(app: App, verb: str) -> None:
 
 
 def whole_app() -> App:
-    """All verbs in one parser, as a shell's completion knows them; a command needs only its own."""
+    """Return a parser of all verbs, for shell completion; a command needs only its own."""
     app = App(name="tokenmill", version_flags=["--version"])
     for verb in VERBS:
         add_verb(app, verb)

@@ -110,7 +110,7 @@ def unproven_rows() -> list[Row]:
 
 
 def _gpu_for(device: str | None) -> Capabilities:
-    """The GPU that is asked about, or else the first one here, or else an H200."""
+    """Return the GPU that is asked about, or else the first one here, or else an H200."""
     from tokenmill.ops.triton.launch.capabilities import TUNED, describe_gpu, known_tunings, named_gpu
 
     if device is not None:
@@ -168,7 +168,8 @@ def store_rows(store: Store, manifests: list[Manifest]) -> list[Row]:
 
 
 def choice_rows(store: Store, manifests: list[Manifest]) -> tuple[list[Row], str | None]:
-    """What the engine would settle on for the default model, or for the first in the store, and why it can't if so."""
+    """Return what the engine would choose for the default model, or for the first in the store, or why it can't run
+    it."""
     if not manifests:
         return [("", f"nothing yet: `tokenmill pull` fetches {DEFAULT_MODEL}")], None
     manifest = next((m for m in manifests if m.name == DEFAULT_MODEL), manifests[0])
@@ -185,7 +186,7 @@ def _reasons(store: Store, manifest: Manifest) -> list[str]:
 
 
 def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[list[str], list[str]]:
-    """What keeps Tokenmill from working, and what would make it better."""
+    """Return what keeps Tokenmill from working, and what would make it better."""
     damaged = sorted(set(store.names()) - {manifest.name for manifest in manifests})
     must = [f"{name} is damaged: tokenmill rm {name}, then tokenmill pull {name}" for name in damaged]
     if _version("torch") is None:

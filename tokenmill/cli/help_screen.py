@@ -36,7 +36,7 @@ NARROWEST, WIDEST = 60, 110
 
 
 def wanted_help(verb: str, arguments: list[str]) -> tuple[str, bool] | None:
-    """The command whose help is asked for, and whether all of it is; None where none is."""
+    """Return the command whose help is asked for, and whether in full; None where none is."""
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if not {"--help", "-h", "--help-all"} & set(before):
         return None
@@ -68,7 +68,7 @@ def _line(name: str, text: str, column: int, width: int) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """As much of a sentence as there is room for: whole, or up to the end of a clause, or of a word."""
+    """Cut a sentence to a width: whole, or up to the end of a clause, or of a word."""
     if len(text) <= width:
         return text
     for mark in ("; ", ": "):
@@ -96,7 +96,8 @@ def _sentence(text: str) -> str:
 
 
 def _value(argument: Any) -> str:
-    """What a flag takes: nothing for a switch, its choices where they are few, else the kind of value."""
+    """Return the placeholder of a flag's value: none for a switch, its choices where they are few, else the kind of
+    value."""
     hint = argument.hint
     kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
     if bool in kinds:

@@ -100,7 +100,7 @@ def count(number: float) -> str:
 
 
 def print_facts(rows: list[tuple[str, str]]) -> None:
-    """Two columns, aligned; plain text, so that it reads the same in a pipe."""
+    """Print two aligned columns; plain text, so that it reads the same in a pipe."""
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
         print(f"{label:{width}}  {text}" if text else label)
@@ -136,7 +136,7 @@ def print_result(facts: dict[str, Any], *, as_json: bool) -> None:
 
 
 def print_json_line(facts: dict[str, Any]) -> None:
-    """One object on one line; NaN and infinities, which are no JSON, become null."""
+    """Print an object on one line; NaN and infinities, which are not JSON, become null."""
     print(msgspec.json.encode(finite(facts)).decode(), flush=True)
 
 

@@ -166,7 +166,7 @@ class _OpenReply:
         self._socket = connection.sock  # the connection forgets it where the reply ends with the connection
 
     def break_off(self) -> None:
-        """Let whoever reads meet the end at once; may be called by a signal handler."""
+        """End the stream for its reader at once; may be called by a signal handler."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -94,7 +94,7 @@ def command(
 
 
 def tell_apart(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-    """One argument is the model if it could be one, else the prompt for the default model."""
+    """Tell the arguments apart: a single one is the model if it could be one, else the prompt for the default model."""
     if model is not None and prompt is None and not is_model_name(model) and find_created(model, Store()) is None:
         return None, model
     return model, prompt

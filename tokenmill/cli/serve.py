@@ -72,7 +72,7 @@ def named_as(model: ServedModelConfig, found: ResolvedModel) -> ServedModelConfi
 
 
 def planned_memory(request: PlanRequest) -> ModelMemory:
-    """What a model takes as one of several, by the planner; a script has no weights, only a process."""
+    """Plan the memory of a model as one of several; a scripted model has no weights, only a process."""
     from tokenmill.hardware.memory import probe_memory
     from tokenmill.planner.memory import CPU_RUNTIME_BYTES
     from tokenmill.planner.serving import serving_memory

@@ -72,7 +72,7 @@ def open_model(config: EngineConfig) -> ChatModel:
 
 @contextmanager
 def loading_sign(name: str, out: TextIO = sys.stderr) -> Generator[None, None, None]:
-    """On a terminal, say what is waited for, if it takes a while; the line is gone afterwards."""
+    """Show on a terminal what is being waited for, if it takes a while; the line is erased afterwards."""
     if not has_colours(out):
         yield
         return
@@ -235,7 +235,7 @@ class Answer:
 
     @property
     def usage(self) -> Usage | None:
-        """What the answer took so far; of one that was stopped, the tokens that came are counted."""
+        """Return the usage of the answer so far; for a stopped one the received tokens are counted."""
         if self._told is None or self.finish_reason is not None:
             return self._told
         return msgspec.structs.replace(
@@ -244,13 +244,13 @@ class Answer:
 
     @property
     def ending(self) -> str:
-        """What to tell about the end of the answer; nothing where the model ended it."""
+        """Return a note about the end of the answer; empty where the model ended it."""
         if self.was_stopped:
             return "(stopped)"
         return "(cut off: the answer reached its longest length)" if self.finish_reason == "length" else ""
 
     def stats(self) -> str:
-        """One line: tokens and speed of the prompt and of the answer."""
+        """Return one line with tokens and speed of the prompt and of the answer."""
         usage = self.usage
         if self.first_s is None:
             return f"no tokens, {duration(self.total_s)}"
@@ -314,7 +314,7 @@ def without_echo() -> Generator[None, None, None]:
 
 
 class ThoughtScreen:
-    """What a model thinks, dimmed, on a terminal; nothing where there is none."""
+    """Shows a model's thoughts, dimmed, on a terminal; nothing where there is none."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

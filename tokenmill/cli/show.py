@@ -120,7 +120,7 @@ def license_of(resolved: ResolvedModel) -> str | None:
 
 
 def speed_here(resolved: ResolvedModel) -> dict[str, Any] | None:
-    """What the planner expects of this machine; None where there are no weights to run."""
+    """Return the speed that the planner expects on this machine; None where there are no weights to run."""
     from tokenmill.planner.serving import serving_plan
 
     if resolved.path.suffix == ".json":
@@ -137,7 +137,8 @@ def _speed_in_words(speed: dict[str, Any]) -> str:
 
 
 def kernels_for(spec: ModelSpec) -> dict[str, str]:
-    """What computes a model on each kind of device; with the reason where it is torch's reference, which is slow."""
+    """Return the kernels that compute a model on each kind of device; with the reason where it is torch's reference,
+    which is slow."""
     dtype = TRITON.devices[0].compute_dtype(spec, False)
     cpu = native_kernels.unsupported_reason(ComputeRequest(spec, "cpu", "float32", default_kv_dtype(spec, NATIVE)))
     gpu = triton_kernels.unsupported_reason(ComputeRequest(spec, "cuda", dtype, default_kv_dtype(spec, TRITON)))
@@ -149,7 +150,7 @@ def kernels_for(spec: ModelSpec) -> dict[str, str]:
 
 
 def describe_planned(resolved: ResolvedModel, error: UnsupportedModel) -> dict[str, Any]:
-    """What can be said of a model that the engine does not run: what is missing, and what it would cost."""
+    """Describe a model that the engine does not run: what is missing, and what it would cost."""
     config = resolved.path if resolved.path.suffix == ".json" else resolved.path / "config.json"
     facts: dict[str, Any] = {"name": resolved.name, "path": str(resolved.path), "runs": False}
     if not config.is_file():
@@ -211,7 +212,7 @@ def stored_weights(path: Path) -> tuple[int, dict[str, int]]:
 
 
 def quantised_as(path: Path) -> str | None:
-    """How a checkpoint's config says that its matrices are quantised; None: not at all, or a GGUF file."""
+    """Return the quantisation that a checkpoint's config declares; None: none, or a GGUF file."""
     described = path if path.suffix == ".json" else path / "config.json"
     config = quantization_config(described) if described.is_file() else None
     return read_quantization(config).method if config else None
@@ -230,7 +231,7 @@ def chat_template(path: Path) -> str | None:
 
 
 def _kv_dtypes(spec: ModelSpec) -> list[str]:
-    """What a CPU and a GPU take by themselves, and what may be asked for"""
+    """Return the default KV cache types of a CPU and a GPU, and those that may be asked for"""
     return list(dict.fromkeys((default_kv_dtype(spec, NATIVE), default_kv_dtype(spec, TRITON), ROUNDED)))
 
 

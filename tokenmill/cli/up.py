@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group with what was chosen for it."""
+    """A group with the settings chosen for it."""
 
     group: GroupConfig
     engine: EngineConfig  # of each of its replicas
@@ -172,7 +172,7 @@ def topologies_of(
     device: PlanDevice,
     num_devices: int,
 ) -> list[Topology]:
-    """Every topology of a group on so many devices, the best first."""
+    """Return every topology of a group on this many devices, the best first."""
     from tokenmill.planner.topologies import Asked, topologies
 
     here = cluster.most if virtual else cluster.num_local
@@ -281,7 +281,7 @@ def run_here(cluster: ClusterConfig, planned: Sequence[PlannedGroup], base: Engi
 
 
 async def listener(hosts: HostsConfig, key: bytes, places: Places, base: EngineConfig, path: Path) -> JoinListener:
-    """What other machines join at."""
+    """Return the listener that other machines join at."""
     from tokenmill.fleet.host import model_digest
     from tokenmill.fleet.join import JoinListener
 

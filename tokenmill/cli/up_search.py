@@ -39,7 +39,7 @@ TITLES = ("replicas", "tp", "planned requests/s", "measured", "at concurrency", 
 
 @dataclass(frozen=True)
 class HeldLoad:
-    """What a topology holds within the promised latencies."""
+    """The load that a topology sustains within the promised latencies."""
 
     topology: Topology
     requests_s: float | None  # None: not even one request at a time
@@ -110,7 +110,7 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str, path: Path) -> No
 
 
 def held_by(one: Topology, url: str, load: ExpectedLoad, slo: str | None, num_trials: int) -> HeldLoad:
-    """What `tokenmill bench search` finds."""
+    """Measure a topology with `tokenmill bench search`."""
     asked = [
         *("bench", "search", "--url", url, "--json", "--trials", str(num_trials), "--noisy-s", "0"),
         *("--input-len", str(load.input_len), "--output-len", str(load.output_len)),

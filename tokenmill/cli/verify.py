@@ -57,7 +57,7 @@ def _chosen(store: Store, names: tuple[str, ...]) -> Iterator[Manifest]:
 
 
 def stored_files(store: Store, manifest: Manifest) -> Iterator[Finding]:
-    """The files of a model against the digests that they were stored with."""
+    """Check the files of a model against the digests that they were stored with."""
     for file in manifest.files:
         with store.blob_path(file.sha256).open("rb") as content:
             is_same = hashlib.file_digest(content, "sha256").hexdigest() == file.sha256

@@ -50,7 +50,7 @@ def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any])
 
 
 def settings_signature() -> Signature:
-    """What `LLM(...)` takes, each setting by its name: for tab completion and `help`."""
+    """Return the signature of `LLM(...)` with each setting by its name: for tab completion and `help`."""
     model = Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, default=ModelConfig().model)
     named = [
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)

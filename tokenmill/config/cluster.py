@@ -4,7 +4,7 @@
     slo = "ttft=1s,tpot=50ms"             # what clients are promised: topology and number of replicas follow it
 
     [[group]]                             # one or more
-    replicas = "2..6"                     # or one number; "0..6" ends the last one too when nobody asks
+    replicas = "2..6"                     # or one number; "0..6" ends the last one too when there are no requests
     tp = "auto"                           # ranks of a replica; auto: the planner's choice
     role = "any"                          # or "prefill", "decode": as with `serve --roles`
 
@@ -129,7 +129,7 @@ def settings_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_cluster(path: Path) -> ClusterConfig:
-    """What a cluster's file says of replicas, load and machines; InvalidConfig names what can't be read."""
+    """Read the replicas, load and machines of a cluster's file; InvalidConfig names what can't be read."""
     tables = read_tables(path)
     groups = tables.get("group", [{}])
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):

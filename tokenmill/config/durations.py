@@ -23,5 +23,6 @@ def seconds_of(given: object) -> float | None:
 
 
 def keep_alive_of(seconds: float) -> float | None:
-    """How long a model stays without a request; None for ever, which anything below zero means, and a hundred years."""
+    """Return how many seconds a model stays without a request; None: for ever, which below zero and over a hundred
+    years mean."""
     return seconds if 0 <= seconds < FOREVER_S else None

@@ -1,8 +1,8 @@
 """Settings by the names that other engines have for them: vLLM, SGLang, llama.cpp's server and Ollama.
 
 A name that means the same is taken (on the command line with a note that says what it is called here); a value that
-asks for what is done anyway is dropped; everything else is refused with what to use instead. Nothing here leads to a
-setting that opens the server: whoever wants that has to write our own name.
+asks for what is done anyway is dropped; everything else is refused with what to use instead. No setting that opens the
+server to others has a name here: it must be written by our own name.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from tokenmill.errors import InvalidConfig
 
 @dataclass(frozen=True)
 class ServiceLevel:
-    """How long a client waits at most; None: nothing is promised."""
+    """Promised latencies; None: nothing is promised."""
 
     ttft_s: float | None = None  # for the first token
     tpot_s: float | None = None  # for each further one

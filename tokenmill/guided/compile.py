@@ -95,7 +95,7 @@ class Compilation:
 
     @property
     def is_kept_waiting(self) -> bool:
-        """No worker had time for it: others compile."""
+        """Return whether it has waited for a worker for too long."""
         return not self.begun_s and not self.future.done() and time.monotonic() - self.asked_s > MAX_WAIT_S
 
     @property
@@ -246,7 +246,8 @@ def as_invalid_request(error: BaseException) -> InvalidRequest:
 
 
 def thread_clock() -> Callable[[], float]:
-    """A clock of this thread's processor time that other threads can read; of elapsed time where there is none."""
+    """Return a clock of this thread's processor time that other threads can read; of elapsed time where there is
+    none."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     clock = time.pthread_getcpuclockid(threading.get_ident())

@@ -179,7 +179,7 @@ class RegexRules:
 
 
 def _class(pattern: str, start: int) -> str:
-    """The class that begins here, with its brackets; classes may be nested."""
+    """Return the character class that begins here, with its brackets; classes may be nested."""
     depth, position = 0, start
     while position < len(pattern):
         char = pattern[position]
@@ -197,7 +197,8 @@ def _class(pattern: str, start: int) -> str:
 
 
 def _character(atom: str, *, dot_takes_all: bool) -> str:
-    """One character of a regex: a literal, or a class with escapes for those of its characters that JSON escapes."""
+    """Return one character of a regex: a literal, or a class with escapes for those of its characters that JSON
+    escapes."""
     if re.fullmatch(r"\\[bBAzZG]", atom):
         raise _unfit(f"the boundary {atom}")
     if len(atom) == 1 and atom != ".":

@@ -30,7 +30,7 @@ def memory_limit_bytes(root: Path = ROOT, membership: str | None = None) -> int 
 
 
 def memory_used_bytes(root: Path = ROOT, membership: str | None = None) -> int | None:
-    """What our group uses now, page cache that can be given back not counted."""
+    """Return the memory that our group uses now, without reclaimable page cache."""
     for folder in _folders(root, "memory", membership):
         used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
         if used.isdigit():

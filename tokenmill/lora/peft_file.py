@@ -39,7 +39,7 @@ SAVED_TOLERANCE = 0.05  # of a saved embedding's mean size: what quantising the 
 
 @dataclass
 class Module:
-    """What the file has of one module."""
+    """The tensors of one module in the file."""
 
     name: str
     parts: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -62,14 +62,14 @@ class ExpertsTarget:
 
 @dataclass(frozen=True)
 class Targets:
-    """All that an adapter may change of a model, by the names that its file has."""
+    """The matrices of a model that an adapter may change, by their names in its file."""
 
     modules: Mapping[str, tuple[AdapterTarget, ...]]
     experts: Mapping[str, tuple[ExpertsTarget, ...]]  # by the module that has them
 
 
 def peft_targets(spec: ModelSpec) -> Targets:
-    """By the names of transformers' modules, with every prefix that a family's checkpoints have."""
+    """Return the targets by the names of transformers' modules, with every prefix that a family's checkpoints have."""
     family = BY_NAME[spec.family]
     modules: dict[str, tuple[AdapterTarget, ...]] = {}
     experts: dict[str, tuple[ExpertsTarget, ...]] = {}
@@ -135,7 +135,7 @@ def _module(theirs: str) -> str:
 
 
 def _stacked(name: str, shape: tuple[int, ...], source: TensorSource, *, is_gated: bool) -> tuple[str, AdapterTarget]:
-    """One of our tensors of all experts [experts, rows, columns] as a part of the parameter that transformers has."""
+    """Return the target of a tensor of all experts [experts, rows, columns], as a part of transformers' parameter."""
     _, rows, columns = shape
     own = name.rpartition(".")[2]
     parameter = f"{own}_proj" if own == "down" or not is_gated else "gate_up_proj"

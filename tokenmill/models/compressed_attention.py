@@ -78,7 +78,7 @@ def _entry_weights(name: str, load: Loader) -> EntryWeights:
 
 
 def _joined(parts: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    """What entries are made of: values and gates of each token"""
+    """Return the inputs of compressed entries: values and gates of each token"""
     if f"{name}_values" not in parts:
         return None
     return torch.cat((parts[f"{name}_values"], parts[f"{name}_gates"]), dim=1)

@@ -104,7 +104,7 @@ class Decoder:
         return ends.finish(stream, self.final_norm)
 
     def _last_regions(self, step: ForwardContext, *, is_whole: bool) -> Regions:
-        """How the tokens are computed whose results are wanted."""
+        """Return the regions for the tokens whose results are wanted."""
         if step.adapted is None:
             return self.layers[-1].regions[step.batch_class if is_whole else step.gathering[1]]
         return step.adapted.regions if is_whole else step.adapted.gathered_regions

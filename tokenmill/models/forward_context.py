@@ -18,7 +18,7 @@ from tokenmill.ops.interface import BatchClass, Ops, Regions
 
 @dataclass(frozen=True)
 class PositionTables:
-    """What of a model depends on positions alone: the same for every step"""
+    """Tables of a model that depend on positions alone: the same for every step"""
 
     ropes: dict[RopeSpec, RopeTable]
     growths: tuple[QueryGrowth, ...]
@@ -36,7 +36,7 @@ class PositionTables:
 
 @dataclass(frozen=True)
 class AdaptedStep:
-    """How layers compute a step in which some tokens use adapters"""
+    """The adapter plan and the regions of a step in which some tokens use adapters"""
 
     plan: Any  # see `LowRankOps.plan`
     regions: Regions
@@ -99,8 +99,7 @@ def _adapted(ops: Ops, batch: ForwardBatch, slots: torch.Tensor) -> AdaptedStep:
 
 
 def _plan(ops: Ops, batch: ForwardBatch, number: int, groups: tuple[CacheGroup, ...], chunked: frozenset[int]) -> Any:
-    """What the mixers of a cache group read, worked out once a step; recurrent ones find theirs at the group of
-    states."""
+    """Plan what the mixers of a cache group read, once a step; recurrent ones find theirs at the group of states."""
     group = groups[number]
     if group.kind == "cells":
         return None

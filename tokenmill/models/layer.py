@@ -112,14 +112,15 @@ class Layer:
         return stream if feed is None else _fed(regions, stream, feed)
 
     def regions_before(self, step: ForwardContext, output_rows: torch.Tensor | None) -> Regions:
-        """How everything up to the mixer is computed."""
+        """Return the regions up to the mixer."""
         before = step.batch_class if output_rows is None else step.gathering[0]
         return self.regions[before] if step.adapted is None else step.adapted.regions
 
     def _mixed(
         self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, Stream, Regions]:
-        """What the mixers make of the tokens whose results are wanted, their stream, and how the rest is computed"""
+        """Return the mixers' outputs for the tokens whose results are wanted, their residual stream, and the regions
+        that follow"""
         weights, regions = self.weights, self.regions_before(step, output_rows)
         projected, stream = regions.norm_project(stream, weights.norm, weights.project_in)
         mixed, beside = self._attended(projected, step, regions)

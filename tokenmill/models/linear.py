@@ -125,7 +125,7 @@ class Loader:
         return replace(made, inputs=shard.gather_inputs(names[0]), outputs=shard.gather_outputs(names))
 
     def embedding(self, name: str) -> Projection:
-        """A matrix whose rows are looked up; tied models multiply by it too."""
+        """Make a projection whose rows are looked up; tied models multiply by it too."""
         weight = self.ops.pack_embedding(self.source.get(f"{name}.weight"), self.dense)
         # What adapters add to the rows that are looked up has as many numbers as those have.
         adapters = self._adapters((name,), [weight.columns], weight.rows, True)
@@ -175,7 +175,7 @@ class AdapterSlots:
     held_experts: list[tuple[tuple[str | None, str, str], int, HeldExperts]] = field(default_factory=list)
 
     def names(self) -> set[str]:
-        """The matrices that adapters may change."""
+        """Return the names of the matrices that adapters may change."""
         found = {name for names, _ in self.held for name in names}
         for names, count, _ in self.held_experts:
             found |= {f"{name}.{expert}" for name in names if name for expert in range(count)}
@@ -200,7 +200,7 @@ class AdapterSlots:
 
 
 def form_of(weights: Any) -> Hashable:
-    """All that kernels depend on in weights of any kind: two that differ in their numbers only have the same form."""
+    """Return everything that kernels depend on in a weight except its values: shapes, types, packing."""
     if isinstance(weights, torch.Tensor):
         return weights.dtype, weights.shape, weights.stride(), weights.data_ptr() % 16
     if isinstance(weights, tuple):

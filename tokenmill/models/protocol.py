@@ -52,17 +52,17 @@ class Model(Protocol):
 
     @property
     def best_logits(self) -> BestLogits | None:
-        """None: the model has no faster way to its best tokens than all its logits."""
+        """Return a faster way to the most likely tokens than all logits; None: there is none."""
         ...
 
     @property
     def direct(self) -> DirectModel | None:
-        """None: the model takes tensors only."""
+        """Return the call that takes rows as plain lists; None: the model takes tensors only."""
         ...
 
     @property
     def adapter_slots(self) -> HeldAdapters | None:
-        """None: it can't have adapters."""
+        """Return the model's adapter slots; None: it can't have adapters."""
         ...
 
 
@@ -76,7 +76,7 @@ class StagedModel(Model, Protocol):
 
 
 class HeldAdapters(Protocol):
-    """Where a model holds its adapters."""
+    """The adapter slots of a model."""
 
     @property
     def number(self) -> int:
@@ -89,7 +89,7 @@ class HeldAdapters(Protocol):
         ...
 
     def names(self) -> set[str]:
-        """The matrices that adapters may change."""
+        """Return the names of the matrices that adapters may change."""
         ...
 
     def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:

@@ -52,7 +52,7 @@ def make_rope_table(spec: RopeSpec, max_context: int, device: torch.device) -> R
 
 
 def query_growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
-    """What queries at these positions are multiplied by, float32 [T]"""
+    """Return the factors of queries at these positions, float32 [T]"""
     stretches = torch.floor((positions.float() + growth.first) / growth.length)
     return 1.0 + growth.beta * torch.log1p(stretches)
 
@@ -85,7 +85,7 @@ def _scaled_frequencies(spec: RopeSpec, max_context: int) -> torch.Tensor:
 
 
 def _magnitude(spec: RopeSpec) -> float:
-    """What cos and sin are multiplied by."""
+    """Return the factor of cos and sin."""
     return spec.scaling.mscale if isinstance(spec.scaling, LongRopeScaling | YarnScaling) else 1.0
 
 

@@ -79,7 +79,7 @@ def load_altup(altup: AltUp, name: str, norm_eps: float, load: Loader) -> AltUpW
 
 @dataclass(frozen=True)
 class StreamLayer:
-    """What a layer over several streams has of the layer inside it."""
+    """A layer over several residual streams, around the layer that computes on one of them."""
 
     layer: Layer
 
@@ -271,7 +271,7 @@ def _product(x: torch.Tensor, matrix: Projection, regions: Regions) -> torch.Ten
 
 
 def _as_long(x: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Each row of x as long as the model's"""
+    """Scale each row of x to the norm of the model's row"""
     wanted = model.float().square().mean(-1, keepdim=True).sqrt()
     found = x.float().square().mean(-1, keepdim=True).clamp(min=MIN_SQUARE).sqrt()
     return (x * (wanted / found)).to(x.dtype)

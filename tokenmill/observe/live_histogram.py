@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 
 class LiveHistogram:
-    """How many values fell into each bucket, and their sum; the last bucket is for what is above all bounds."""
+    """Counts of values per bucket, and their sum; the last bucket is for values above all bounds."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -44,8 +44,8 @@ def shown(value: Value) -> str:
 
 
 def detail_level() -> int:
-    """The level of what a start has to tell beside the few lines that say what runs where and how fast: on a terminal
-    `--log-level debug` shows it, in the logs of a service it is always there."""
+    """Return the log level of details of a start: debug on a terminal, where a few lines say what runs where, and info
+    in the logs of a service."""
     return logging.DEBUG if sys.stderr.isatty() else logging.INFO
 
 

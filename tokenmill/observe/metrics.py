@@ -78,7 +78,7 @@ class RequestTimes:
 
     @property
     def prefill_s(self) -> float | None:
-        """From being scheduled to the first token."""
+        """Return the seconds from being scheduled to the first token."""
         if self.first_token_s is None or self.queue_s is None:
             return None
         return max(0.0, self.first_token_s - self.accepted_s - self.queue_s)
@@ -86,7 +86,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class RequestSize:
-    """How large a finished request was, and how large it could have been."""
+    """Token counts of a finished request, and its limit."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0

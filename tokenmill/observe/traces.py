@@ -97,7 +97,7 @@ class Tracer:
         self._error, self._fine = StatusCode.ERROR, Status(StatusCode.UNSET)
 
     def begin(self, headers: Mapping[str, str]) -> RequestTrace | None:
-        """The trace of a request that has just arrived; None: it is not sampled."""
+        """Begin the trace of a request that has just arrived; None: it is not sampled."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

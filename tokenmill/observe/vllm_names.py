@@ -47,7 +47,7 @@ UNKNOWN_THERE = {"outcome": ("rejected",)}  # values of labels that vLLM does no
 
 
 class NamedSeries:
-    """A registry as Prometheus is to see it: under our names, under vLLM's, or under both."""
+    """A registry that exports series under our names, under vLLM's, or under both."""
 
     def __init__(self, registry: CollectorRegistry, names: str) -> None:
         self._registry = registry

@@ -51,7 +51,7 @@ class PlanDevice:
 
     @property
     def link(self) -> Link:
-        """How several of them reach each other: as asked, or as they usually do."""
+        """Return the link between several of these devices: the requested one, or the usual one."""
         if self.linked_by is not None:
             return self.linked_by
         if self.is_cpu:

@@ -51,7 +51,7 @@ class FitHere:
         return this_machine(use_gpu=self._config.ops.device != "cpu", threads=self._config.ops.threads)
 
     def of_files(self, name: str, path: Path) -> dict[str, Any] | None:
-        """The plan of a model that is here; None if it can't be planned."""
+        """Plan a model whose files are here; None if it can't be planned."""
         try:
             plan = serving_plan(self._config, path, name, self._machine)
         except (TokenmillError, OSError):

@@ -34,13 +34,13 @@ class Link:
     bytes_s: float
 
     def sum_s(self, num_bytes: float, ranks: int) -> float:
-        """The time until all ranks have the sum of all ranks' numbers."""
+        """Return the seconds of an all-reduce: until all ranks have the sum of all ranks' values."""
         if ranks == 1:
             return 0.0
         return self.latency_s * ceil(log2(ranks)) + 2 * (ranks - 1) / ranks * num_bytes / self.bytes_s
 
     def gather_s(self, num_bytes: float, ranks: int) -> float:
-        """The time until all ranks have all of `num_bytes`, of which each has a part."""
+        """Return the seconds of an all-gather: until all ranks have all of `num_bytes`, of which each has a part."""
         if ranks == 1:
             return 0.0
         return self.latency_s * ceil(log2(ranks)) + (ranks - 1) / ranks * num_bytes / self.bytes_s

@@ -171,7 +171,7 @@ _DTYPES = {
 
 
 def quantised_dtype(config: dict[str, Any]) -> str:
-    """The type that most matrices have."""
+    """Return the data type of most matrices."""
     try:
         schemes = [scheme for _, scheme in read_quantization(config).schemes]
     except UnsupportedModel:

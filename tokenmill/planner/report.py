@@ -17,7 +17,7 @@ GB = 1e9
 
 
 def verdict(plan: Plan) -> str:
-    """One sentence for whoever must decide."""
+    """Return the conclusion in one sentence."""
     best, price, where = plan.best, plan.price, f"{_times(plan)}{plan.device.name}"
     if not plan.memory.fits:
         return f"No: {where} does not hold {plan.model.name}: {plan.why_not().removeprefix('does not fit: ')}."
@@ -165,7 +165,7 @@ def label(plan: Plan) -> str:
 
 
 def short_labels(plans: Sequence[Plan]) -> list[str]:
-    """What tells the plans apart: those parts of their labels that differ; the device where nothing does."""
+    """Return short labels of plans: the parts of their labels that differ; the device where none does."""
     parts = [(p.model.name, f"{_times(p)}{p.device.name}", p.weight_dtype, f"KV {p.kv_dtype}") for p in plans]
     differing = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
     return [", ".join(row) for row in zip(*differing, strict=True)] if differing else [part[1] for part in parts]

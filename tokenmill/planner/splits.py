@@ -24,7 +24,7 @@ MUCH = 0.1  # of a step: what is worth a word
 
 @dataclass(frozen=True)
 class SplitOption:
-    """One way; without a load, why it can't be."""
+    """One way to divide a model among devices; without a load, the reason why it is impossible."""
 
     split: Split
     replicas: int
@@ -47,7 +47,7 @@ class SplitOption:
 
     @property
     def reason(self) -> str:
-        """What it wins and what it pays, in words."""
+        """Return the gain and the cost of a way, in words."""
         plan = self.plan
         if plan is None or plan.best is None:
             return self.why_not
@@ -69,7 +69,7 @@ class SplitOption:
 
 
 def splits_of(devices: int) -> list[tuple[Split, int]]:
-    """All ways to use that many devices, with the number of replicas."""
+    """Return all ways to use this many devices, each with its number of replicas."""
     found = []
     for tensor in range(1, devices + 1):
         for pipeline in range(1, devices // tensor + 1):
@@ -80,7 +80,7 @@ def splits_of(devices: int) -> list[tuple[Split, int]]:
 
 
 def rank_splits(model: PlannedModel, device: PlanDevice, question: Question, devices: int) -> list[SplitOption]:
-    """All of them, the best first; the price of a plan is that of all its replicas' devices."""
+    """Return all ways, the best first; the price of a plan is that of all its replicas' devices."""
     found = []
     for split, replicas in splits_of(devices):
         try:
@@ -116,7 +116,7 @@ def _row(option: SplitOption) -> tuple[str, ...]:
 
 
 def verdict(options: Sequence[SplitOption]) -> str:
-    """One sentence: what to take."""
+    """Return a recommendation in one sentence."""
     best = options[0]
     if best.plan is None:
         return "No way to put this model on these devices meets the limits."

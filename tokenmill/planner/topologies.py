@@ -28,13 +28,13 @@ from tokenmill.report.units import counted, duration
 TPS = (1, 2, 4, 8, 16)
 DEVICES = re.compile(r"(?P<name>.+?)(?:x(?P<number>\d{1,4}))?")
 START_S = 2.0  # of an engine process, besides its weights
-LOAD_BYTES_S = 8e9  # at which weights come to a device
+LOAD_BYTES_S = 8e9  # speed at which weights are loaded onto a device
 TOP_BATCH = 64  # up to which a virtual device's steps follow the roofline
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a fleet must do."""
+    """The requirements on a fleet: load and latencies."""
 
     least: int  # replicas
     most: int
@@ -120,7 +120,8 @@ def named_topology(name: str, found: Sequence[Topology]) -> Topology:
 def topologies(
     model: PlannedModel, device: PlanDevice, num_devices: int, question: Question, asked: Asked
 ) -> list[Topology]:
-    """Every topology of these devices, the best first. `num_devices`: of a processor, the threads to share out."""
+    """Return every topology of these devices, the best first. `num_devices`: of a processor, the threads to share
+    out."""
     found = [
         Topology(num_replicas, tp, make_plan(model, share, replace(question, split=Split(tp))), asked)
         for num_replicas, tp, share in _candidates(model, device, num_devices, asked)

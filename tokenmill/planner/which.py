@@ -24,7 +24,7 @@ SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Option:
-    """What one kind of device would give; without a plan, why it can't."""
+    """The plan on one kind of device; without a plan, the reason why it is impossible."""
 
     device: str
     plan: Plan | None = None
@@ -43,7 +43,7 @@ class Option:
 
 
 def rank_devices(model: PlannedModel, question: Question, names: Sequence[str] = ()) -> list[Option]:
-    """One option a device, the best first."""
+    """Return one option for each device, the best first."""
     devices = [plan_device(name) for name in names or [device.name for device in DEVICES]]
     return sorted((_option(model, device, question) for device in devices), key=lambda option: option.order)
 
@@ -90,7 +90,7 @@ def _row(option: Option) -> tuple[str, ...]:
 
 
 def verdict(options: Sequence[Option]) -> str:
-    """One sentence: what to take."""
+    """Return a recommendation in one sentence."""
     best = options[0]
     if best.plan is None or best.plan.best is None:
         return "No known device holds this model within the limits, not even eight of one kind."

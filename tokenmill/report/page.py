@@ -72,7 +72,7 @@ WIDE_COLUMNS = 6  # a table with more of them is a list of lists on a phone
 
 @dataclass(frozen=True)
 class Heading:
-    """What a page is about; `facts` are pairs of a name and a value, empty values are left out."""
+    """The heading of a page; `facts` are pairs of a name and a value, empty values are left out."""
 
     title: str
     facts: Sequence[tuple[str, str]] = ()
@@ -157,7 +157,7 @@ def _cell(cell: Cell) -> str:
 
 
 def change_of(first: float | None, value: float | None, *, more_is_better: bool | None) -> tuple[str, bool | None]:
-    """How a value compares with the first one: in words, and whether that is better. Less than one percent is equal."""
+    """Compare a value with the first one: in words, and whether it is better. Less than one percent is equal."""
     if not first or value is None:
         return "", None
     ratio = value / first

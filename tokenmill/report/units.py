@@ -22,5 +22,5 @@ def duration(seconds: float | None) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """So many of a thing, in the singular where it is one."""
+    """Return a count with its noun, in the singular for one."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"

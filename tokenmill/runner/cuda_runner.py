@@ -213,8 +213,8 @@ class CudaRunner:
         return "greedy" if new.params.is_greedy and not steps_used(new.params) else "sample"
 
     def _kind(self, plans: Sequence[RowPlan]) -> Kind:
-        """How the rows of one batch draw: one that samples makes it a batch of samples, where greedy rows take the most
-        likely token."""
+        """Return the sampling kind of a batch: "sample" if any row samples, where greedy rows take the most likely
+        token."""
         return "sample" if any(self._kinds[plan.row] == "sample" for plan in plans) else "greedy"
 
     def _sort(self, plans: Sequence[RowPlan]) -> tuple[list[RowPlan], list[RowPlan], list[RowPlan]]:
@@ -320,7 +320,7 @@ class CudaRunner:
 
 
 def _decode_inputs(plans: list[RowPlan]) -> DecodeInputs:
-    """What rows feed that feed one token each."""
+    """Return the inputs of rows that feed one token each."""
     return DecodeInputs(
         rows=[plan.row for plan in plans],
         positions=[plan.start for plan in plans],

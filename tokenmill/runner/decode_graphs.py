@@ -63,7 +63,7 @@ class DecodeGraph:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What the rows of a step feed."""
+    """The inputs of a step's rows."""
 
     rows: list[int]
     positions: list[int]
@@ -145,8 +145,8 @@ class DecodeGraphs:
         return tokens, graph.result
 
     def _adapter_version(self) -> int:
-        """What graphs with adapters depend on: which products an adapter has ever added to. Those of before are let
-        go."""
+        """Return what graphs with adapters depend on: the set of products that adapters have ever changed. Graphs of an
+        earlier set are freed."""
         slots = self._model.adapter_slots
         assert slots is not None, "rows have adapters where the model has slots"
         for key in [key for key in self._captured if key[2] not in (NO_ADAPTERS, slots.version)]:

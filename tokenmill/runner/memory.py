@@ -49,7 +49,7 @@ MAX_ROW_EDITS, EDIT_BYTES = 512, 12  # changes of single logits that a row keeps
 
 @dataclass(frozen=True)
 class RunnerLimits:
-    """What bounds a step: see the config fields of the same names."""
+    """The limits of a step: see the config fields of the same names."""
 
     max_running: int
     token_budget: int
@@ -163,8 +163,8 @@ NOTHING_STORED: Formats = {}
 def gpu_weight_parts(
     spec: ModelSpec, value_bytes: int, quantization: str = "none", stored: Formats = NOTHING_STORED
 ) -> WeightParts:
-    """As the Triton kernels keep them: vectors in float32, matrices as a file has them quantised (`stored`), as
-    computed, or quantised while they load."""
+    """Return the bytes of weights as the Triton kernels hold them: vectors in float32, matrices in the file's quantised
+    format (`stored`), in the compute type, or quantised while they load."""
     kept = {
         name: kept_bytes(tensor, value_bytes, quantization, stored.get(name))
         for name, tensor in tensors_of(spec).items()
@@ -224,8 +224,8 @@ def num_blocks_that_fit(
     max_rows: int,
     max_chunk: int,
 ) -> int:
-    """As many blocks as the share of free memory holds, but no more than `max_rows` full contexts can use. Where the
-    model has recurrent layers, half of that memory is theirs.
+    """Return as many blocks as the share of free memory holds, but no more than `max_rows` full contexts can use. Where
+    the model has recurrent layers, half of that memory is theirs.
 
     The first block is the null block: tables point to it where a window has passed.
     """
@@ -262,8 +262,9 @@ def cells_for_states(layout: KVLayout, num_states: int, block_size: int, max_row
 def num_states_that_fit(
     layout: KVLayout, *, free_bytes: int, block_size: int, num_blocks: int, max_rows: int, share: float = 1.0
 ) -> int:
-    """As many states as the memory behind the blocks holds, but no more than can be of use: two for each row and one
-    for every chunk of tokens in the pool of blocks. The first one is the null block. 0: the model has none."""
+    """Return as many recurrent states as the memory left by the blocks holds, but no more than are useful: two for each
+    row and one for every chunk of tokens in the pool of blocks. The first one is the null block. 0: the model has
+    none."""
     if not layout.is_recurrent:
         return 0
     most = 1 + 2 * max_rows + num_blocks * block_size // CHUNK

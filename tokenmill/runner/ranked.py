@@ -91,7 +91,7 @@ def decode_plan(data: bytes) -> StepPlan:
 
 
 def adapter_messages(plan: StepPlan, adapters: Mapping[str, Adapter]) -> Iterator[bytes]:
-    """What other ranks must have before they can run a plan."""
+    """Return the adapters that other ranks must receive before they can run a plan."""
     for _, digest in plan.adapter_loads:
         yield ADAPTER + _encoder.encode(SentAdapter.of(adapters[digest]))
 

@@ -41,7 +41,7 @@ NOT_FINITE = "the model computed NaN or infinite values for this sequence (in fl
 
 
 class RowSampler(Protocol):
-    """What the runner needs of a sampler (`sampling/sampler.py`)."""
+    """The methods of a sampler that the runner uses (`sampling/sampler.py`)."""
 
     def add_row(self, new_row: RowInit) -> None: ...
 
@@ -60,7 +60,7 @@ class RowSampler(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """What the runner remembers of a live sequence between steps."""
+    """The state of a live sequence that the runner keeps between steps."""
 
     prompt_token_ids: list[int]
     pooler: Pooler | None  # set when a vector is wanted, not tokens
@@ -249,7 +249,7 @@ class ModelRunner:
         return RowsForward(tasks, self.model.forward(batch, self.storage))
 
     def prepare_rows(self, plans: Sequence[RowPlan]) -> tuple[list[RowTask], ForwardBatch]:
-        """What is wanted of each row, and the inputs of their forward pass."""
+        """Return the tasks of the rows, and the inputs of their forward pass."""
         tasks = [self._task(plan) for plan in plans]
         wanted = [task.wanted for task in tasks]
         adapters = self.rows.adapters(plans)
@@ -262,7 +262,7 @@ class ModelRunner:
         return None if self._part is None else [self.rows[plan.row].part for plan in plans]
 
     def _own_copies(self, copies: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """The pairs of blocks that are kept here, as they are counted here."""
+        """Return the block copies that concern this rank, in its own numbering."""
         if self._part is None:
             return copies
         first, number = 1 + self._part * (self.storage.num_blocks - 1), self.storage.num_blocks - 1
@@ -310,7 +310,7 @@ class ModelRunner:
         return greedy_from_argmax(*best_logits(hidden, adapters=self._line_slots(plans, slots)))
 
     def adapted_logits(self, hidden: torch.Tensor, plans: Sequence[RowPlan], slots: list[int]) -> torch.Tensor:
-        """The logits of rows of which some have adapters."""
+        """Compute the logits of rows of which some have adapters."""
         return self.model.logits(hidden, adapters=self._line_slots(plans, slots))
 
     def _line_slots(self, plans: Sequence[RowPlan], slots: list[int]) -> torch.Tensor:
@@ -403,7 +403,7 @@ def score_prompt(
 
 
 class SlicedSampler:
-    """A sampler that takes so many logits at a time that its copies of them stay within the planned memory."""
+    """A sampler that works on slices of the logits, so that its copies stay within the planned memory."""
 
     def __init__(self, sampler: RowSampler, vocab_size: int) -> None:
         self._sampler = sampler

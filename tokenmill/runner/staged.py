@@ -123,7 +123,7 @@ class PipelineRunner:
 
 
 def run_message(runner: StageRunner, message: bytes) -> bytes | None:
-    """What rank 0 asks of another rank, and the answer, if it wants one."""
+    """Carry out a message of rank 0 on another rank, and return the answer, if there is one."""
     if take_adapter(runner.rows, message):
         return None
     if message[:1] == PLAN:

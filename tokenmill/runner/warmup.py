@@ -97,7 +97,7 @@ class WarmUp:
         yield self._graphs.ask_for_kernels
 
     def _load_products(self) -> None:
-        """The library of large products takes a fifth of a second to load, in which Triton gets ready."""
+        """Load cuBLAS, which takes a fifth of a second, while Triton prepares its kernels."""
         any_matrix = torch.zeros(64, 64, dtype=torch.bfloat16, device=self._storage.device)
         torch.mm(any_matrix, any_matrix)
 

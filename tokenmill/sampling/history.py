@@ -25,7 +25,7 @@ STEPS_READING_TOKENS = ("watermark", "processors")  # steps that need the token 
 
 @dataclass
 class History:
-    """What one row remembers of its tokens; a part is None where no step of the row uses it."""
+    """The token history of one row; a part is None where no sampler step of the row uses it."""
 
     num_tokens: int  # of prompt and output
     prompt_len: int

@@ -60,7 +60,7 @@ class Depth(Protocol):
 
 
 class ThresholdDepth:
-    """Every draft token that is likely enough, whatever it costs."""
+    """Takes every draft token that is likely enough, regardless of its cost."""
 
     def __init__(self, least_chance: float = MIN_CHANCE) -> None:
         self._least = least_chance
@@ -73,7 +73,7 @@ class ThresholdDepth:
 
 
 class CostModelDepth:
-    """As many draft tokens as raise the tokens per second, by the measured cost of steps."""
+    """Takes as many draft tokens as raise the tokens per second, by the measured cost of steps."""
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost

@@ -194,7 +194,7 @@ def new_row(request: DraftRequest) -> RowInit:
 
 
 def without_history(params: SamplingParams) -> SamplingParams:
-    """Only the parameters that depend on nothing but the logits."""
+    """Return only the parameters that depend on nothing but the logits."""
     return SamplingParams(**{name: getattr(params, name) for name in DISTRIBUTION_PARAMS})
 
 

@@ -197,7 +197,7 @@ class AcceptanceRates:
 
 
 class RequestAcceptance:
-    """How one request's draft tokens do, compared with the rates of all requests."""
+    """The acceptance rate of one request's draft tokens, relative to the rates of all requests."""
 
     __slots__ = ("_expected", "_right", "_seen")
 
@@ -222,7 +222,7 @@ class RequestAcceptance:
 
 
 class DraftPosition(NamedTuple):
-    """Where a proposal was read from."""
+    """The position in the history that a proposal was read from."""
 
     outputs: Sequence[int] | None  # recent outputs of other requests; None: the sequence itself
     start: int

@@ -71,7 +71,7 @@ class NgramLookup:
             self._recent.add(draft_state.salt, tokens[max(0, prompt_len - KEPT_PROMPT_TOKENS) :])
 
     def _find(self, draft_state: DraftState, tokens: list[int]) -> tuple[DraftPosition | None, int]:
-        """Where to read the next proposal, and the length of the match before it."""
+        """Return the position to read the next proposal from, and the length of the match before it."""
         own = draft_state.index.find(tokens, tokens)
         outputs = self._recent.of(draft_state.salt)
         other = outputs.find(tokens) if outputs is not None else None

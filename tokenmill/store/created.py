@@ -33,13 +33,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3
 
 
 def plain_name(name: str) -> str:
-    """A name without what it may leave out: the tag `latest`, and the hub's host."""
+    """Return a name without its optional parts: the tag `latest`, and the hub's host."""
     name = name.removesuffix(LATEST)
     return next((name.removeprefix(host) for host in HUB_HOSTS if name.startswith(host)), name)
 
 
 def require_new_name(name: str) -> str:
-    """The plain form of a name that a created model may have; names of the catalog keep their meaning."""
+    """Check a created model's name, and return its plain form; names of the catalog are refused."""
     plain = plain_name(name)
     if not _NAME.fullmatch(plain):
         raise InvalidRequest(f"{shown(name)} can't be the name of a model", param="model")
@@ -59,7 +59,8 @@ def find_created(name: str, store: Store) -> Manifest | None:
 
 
 def combined(base: Customization | None, own: Customization) -> Customization:
-    """What a model made from a created model adds: its own words, and where it has none those of the other."""
+    """Combine the customization of a model made from a created model: its own values, and the other's where it has
+    none."""
     if base is None:
         return own
     return Customization(

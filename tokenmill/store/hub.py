@@ -122,12 +122,12 @@ def choose_files(listing: Listing, wanted: str | None) -> list[RemoteFile]:
 
 
 def _is_taken(path: str) -> bool:
-    """Beside the weights a repository may hold anything: what can't be kept under its name is left there."""
+    """Tell whether a file of a repository is fetched: not one whose name can't be stored."""
     return path.endswith(".safetensors") or is_file_name(path)
 
 
 def _without_second_weights(paths: list[str]) -> list[str]:
-    """Some repositories hold the same weights twice; a loader opens those called model*.safetensors."""
+    """Drop a second copy of the weights, which some repositories have; a loader opens model*.safetensors."""
     usual = [path for path in paths if path.startswith("model") and path.endswith(".safetensors")]
     return [path for path in paths if not usual or path in usual or not path.endswith(".safetensors")]
 

@@ -43,7 +43,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class Customization(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a created model adds to the model it was made from; `parameters` by Ollama's names."""
+    """The changes of a created model to the model it was made from; `parameters` by Ollama's names."""
 
     system: str = ""
     template: str = ""  # a chat template in Jinja

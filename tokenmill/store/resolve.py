@@ -48,12 +48,13 @@ def _resolved(manifest: Manifest, store: Store) -> ResolvedModel:
 
 
 def _base_name(manifest: Manifest) -> str:
-    """A created model runs as the one it was made from; made from a path, as a model of that path would be called."""
+    """Return the name of the model that a created one runs as; if it was made from a path, the name of a model of that
+    path."""
     return _path_name(Path(manifest.weights)) if manifest.weights else manifest.parent or manifest.name
 
 
 def resolve_base(name: str, store: Store, progress: PullProgress) -> Manifest:
-    """The model that a new one is made from, as a manifest; it is pulled if it is not here."""
+    """Return the manifest of the model that a new one is made from; it is pulled if it is not here."""
     model = parse_name(name) if (created := find_created(name, store)) is None else created
     if isinstance(model, ScriptFile):
         raise InvalidConfig("a model can't be made from a scripted one", param="from")

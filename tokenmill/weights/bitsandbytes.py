@@ -50,7 +50,7 @@ def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[s
 
 @dataclass(frozen=True)
 class _State:
-    """What a matrix says of itself."""
+    """The quantisation state that is stored with a matrix."""
 
     shape: tuple[int, ...]
     blocksize: int

@@ -34,7 +34,7 @@ class Checkpoint(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor in it."""
+        """Return the shapes of all tensors in the file."""
         ...
 
     def load(self, name: str) -> RawTensor:
@@ -146,7 +146,7 @@ class SafetensorsCheckpoint:
         return RawTensor(name, tuple(data.shape), data)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As the file has it, of whatever dtype."""
+        """Return a tensor as it is stored, of any dtype."""
         path = self._files[name]
         try:
             found: torch.Tensor = self._open[path].get_tensor(name)

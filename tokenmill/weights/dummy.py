@@ -85,7 +85,7 @@ def dummy_weights(
 
 
 def _make_generators_possible() -> None:
-    """From torch 2.13 on they need a module that torch may have been imported without, to start sooner."""
+    """Import the module that generators need from torch 2.13 on, which a fast start leaves out."""
     try:
         torch.Generator()
     except RuntimeError:

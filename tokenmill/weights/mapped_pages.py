@@ -12,7 +12,7 @@ import torch
 
 
 def read_no_page_ahead(mapped: torch.Tensor) -> None:
-    """From now on only pages of this memory are read that are touched or fetched."""
+    """Turn off read-ahead for this mapped memory: only pages that are touched or fetched are read."""
     _advise(mapped, mmap.MADV_RANDOM)
 
 

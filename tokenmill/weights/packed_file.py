@@ -168,7 +168,7 @@ def require_written_out(record: PackedFileRecord, mode: int) -> None:
 
 
 def require_sums(path: Path, *, always: bool = False) -> None:
-    """Refuse a settled file with a byte that has changed. It is read through where nobody has since the machine's
+    """Refuse a settled file with a byte that has changed. It is read through where no process has since the machine's
     start, or `always`."""
     sums = read_sums(path)
     if sums is None:

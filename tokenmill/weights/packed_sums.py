@@ -47,7 +47,7 @@ def digests(path: Path) -> list[str]:
 
 
 def read_sums(path: Path) -> PackedSums | None:
-    """What is noted beside a file; None where there is nothing that can be read."""
+    """Read the checksums noted beside a file; None where there are none that can be read."""
     try:
         return msgspec.json.decode(sums_path(path).read_bytes(), type=PackedSums)
     except (OSError, msgspec.DecodeError):

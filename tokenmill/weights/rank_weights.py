@@ -21,7 +21,7 @@ class RankWeights:
 
     @property
     def recipe(self) -> str:
-        """A text that changes whenever what this rank has does."""
+        """Return a text that identifies this rank's part of the weights."""
         return f"{self.cuts.recipe} {self.layers}"
 
     def names(self) -> list[str]:

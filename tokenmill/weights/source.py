@@ -153,12 +153,12 @@ class CheckpointWeights:
         return transformed(raw, source, rows, fetched=self.checkpoint.reads_parts)
 
     def _product(self, name: str, left: RawTensor, theirs: str, shape: tuple[int, int]) -> RawTensor:
-        """Two matrices with nothing between them, as one"""
+        """Multiply two consecutive matrices into one"""
         right = self._part(theirs, TensorSource((theirs,), shape))
         return RawTensor(name, (left.shape[0], shape[1]), dequantize(left) @ dequantize(right))
 
     def _by_heads(self, name: str, keys: RawTensor, theirs: str, shape: tuple[int, ...]) -> RawTensor:
-        """Each head's keys, which lie transposed, and its values"""
+        """Put each head's keys, which are stored transposed, and its values into one matrix"""
         values = dequantize(self._part(theirs, TensorSource((theirs,), shape)))
         heads = torch.cat((dequantize(keys).transpose(1, 2), values), dim=1)
         return RawTensor(name, (heads.shape[0] * heads.shape[1], heads.shape[2]), heads.flatten(0, 1))

@@ -27,7 +27,7 @@ def arguments(model: str, threads: int, asked: dict[str, int]) -> list[str]:
 
 
 def figures(output: str, asked: dict[str, int]) -> dict[str, float]:
-    """Both speeds, from the table's row for what was asked."""
+    """Return both speeds from the table's row for the requested shape."""
     titles: list[str] = []
     for line in output.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]

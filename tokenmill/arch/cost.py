@@ -59,7 +59,8 @@ def num_active_parameters(model: Model) -> int:
 
 
 def weight_bytes(model: Model, dtype: str, *, vector_dtype: str | None = None) -> int:
-    """All weights stored in `dtype`; norms and biases in `vector_dtype` where it differs (float32 in GGUF files)."""
+    """Return the bytes of all weights stored in `dtype`; norms and biases in `vector_dtype` where it differs (float32
+    in GGUF files)."""
     outline = outline_of(model)
     vectors = outline.end_vectors + sum(layer.vectors for layer in outline.layers)
     matrices = num_parameters(outline) - vectors
@@ -123,7 +124,7 @@ def prefill_flops(model: Model, num_tokens: int, *, start: int = 0, num_logits: 
 
 
 def decode_flops(model: Model, context: int) -> int:
-    """One token, the last of a context of `context` tokens."""
+    """Return the operations of one token, the last of a context of `context` tokens."""
     return prefill_flops(model, 1, start=context - 1)
 
 
@@ -183,7 +184,7 @@ def gguf_weight_parts(gguf: GGUFFile) -> WeightParts:
 
 
 def weights_read_bytes(model: Model, parts: WeightParts, num_tokens: int) -> int:
-    """By one step of `num_tokens` tokens."""
+    """Return the weight bytes that one step of `num_tokens` tokens reads."""
     head = parts.embedding if model.tied_head else 0
     return head + parts.rest + int(parts.experts * share_of_experts(model, num_tokens))
 
@@ -199,7 +200,7 @@ def share_of_experts(model: Model, num_tokens: int) -> float:
 
 
 def decode_step_bytes(model: Model, parts: WeightParts, kv_dtype: str, batch: int, context: int) -> int:
-    """One token for each of `batch` sequences of `context` tokens."""
+    """Return the bytes of a decoding step: one token for each of `batch` sequences of `context` tokens."""
     return weights_read_bytes(model, parts, batch) + batch * kv_bytes(model, kv_dtype, context)
 
 

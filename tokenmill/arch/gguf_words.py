@@ -40,7 +40,7 @@ EXPERTS = {
 
 @dataclass(frozen=True)
 class ConfigWords:
-    """How a family's config.json says what a GGUF file has."""
+    """The names in a family's config.json of what a GGUF file's metadata has."""
 
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json → of the metadata, beside COMMON
     tensors: Mapping[str, str] = field(default_factory=dict)  # of config.json → the tensor whose presence makes it true

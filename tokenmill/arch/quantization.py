@@ -33,7 +33,7 @@ _REPEATS = re.compile(r"[*+{]")
 
 @dataclass(frozen=True)
 class Scheme:
-    """The way some matrices are stored."""
+    """The storage format of some matrices."""
 
     quant: str  # the block format that they become (`block_formats.py`), if its scales can be kept
     group: int = ROW  # columns that have a scale in common
@@ -43,7 +43,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a checkpoint's config says of its quantised matrices."""
+    """The quantisation of a checkpoint's matrices, from its config."""
 
     method: str  # in words, for people
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # (patterns of modules, how they are stored); the first counts

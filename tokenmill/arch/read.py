@@ -43,8 +43,8 @@ def _read_config(config: Path, generation: dict[str, Any] | None = None) -> Mode
 
 
 def quantization_config(config: Path) -> dict[str, Any]:
-    """How the matrices beside a config.json are quantised: as it says itself, or the hf_quant_config.json beside it, in
-    which ModelOpt describes them; empty where they are not."""
+    """Return the quantisation of the matrices beside a config.json: from it, or from ModelOpt's hf_quant_config.json
+    beside it; empty where they are not quantised."""
     whole = read_json(config)
     text = whole.get("text_config")
     found = whole.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)

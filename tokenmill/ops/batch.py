@@ -24,7 +24,7 @@ costs the host much is worth it only where it is launched once and replayed ofte
 
 @dataclass(frozen=True)
 class GroupTables:
-    """Where the layers of one KV group find their blocks. Entries outside a window may point to block 0."""
+    """The block tables of one cache group. Entries outside a window may point to block 0."""
 
     block_tables: torch.Tensor  # int32 [R, max_blocks]
     slots: torch.Tensor  # int64 [T]: block * block_size + offset, where each token's k and v go
@@ -62,7 +62,7 @@ class DrawingRows(NamedTuple):
 
 
 class DrawParams(NamedTuple):
-    """How tokens are drawn from logits; one entry a line."""
+    """Sampling parameters, one entry a row of logits."""
 
     temperatures: list[float]  # 0: the logits stay as they are
     top_ks: list[int]  # 0: all

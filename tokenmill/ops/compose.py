@@ -181,7 +181,7 @@ class ComposedRegions:
         return PlainStream(stream.residual, delta if stream.delta is None else stream.delta + delta)
 
     def after(self, result: torch.Tensor, post_norm: Norm | None, scale: float = 1.0) -> torch.Tensor:
-        """What is added to the stream of a result"""
+        """Return what is added of a result to the residual stream"""
         if post_norm is not None:
             result = self.norm(result, post_norm)
         return result if scale == 1.0 else result * scale
@@ -318,7 +318,7 @@ class BatchClasses:
 def choose_regions(
     ops: Ops, layers: Sequence[LayerWeights], classes: BatchClasses
 ) -> list[Mapping[BatchClass, Regions]]:
-    """For each layer its regions for every class of batches"""
+    """Return each layer's regions for every class of batches"""
     found: list[dict[BatchClass, Regions]] = [{} for _ in layers]
     for batch in classes.every():
         for table, regions in zip(found, ops.choose_regions(ops, layers, batch), strict=True):

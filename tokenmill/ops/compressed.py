@@ -14,7 +14,7 @@ from tokenmill.ops.batch import ForwardBatch, GroupTables
 
 @dataclass(frozen=True)
 class EntryWeights:
-    """How entries are made of tokens, float32"""
+    """The weights that make compressed entries of tokens, float32"""
 
     bias: torch.Tensor  # [rate, series * dim], added to gates
     norm: torch.Tensor  # [dim]

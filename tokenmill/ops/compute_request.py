@@ -34,7 +34,7 @@ class ComputeRequest:
 
     @property
     def for_reference_only(self) -> str | None:
-        """What of the model no GPU's kernels but torch's compute so far; None: nothing"""
+        """Return the part of the model that only torch's reference computes on a GPU so far; None: there is none"""
         for layer in self.spec.layers:
             if isinstance(layer.mixer, WindowedMqa):
                 return "attention over compressed entries"

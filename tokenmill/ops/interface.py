@@ -61,7 +61,7 @@ class ExpertsWeight:
 
 
 class Routing(NamedTuple):
-    """How experts are chosen and weighted; see `RoutingSpec`."""
+    """The rule by which experts are chosen and weighted; see `RoutingSpec`."""
 
     num_active: int
     spec: RoutingSpec = RoutingSpec()
@@ -78,7 +78,7 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionArgs:
-    """What distinguishes one layer's attention from another's, beside its tensors."""
+    """Parameters of one layer's attention, beside its tensors."""
 
     scale: float
     window: int | None = None
@@ -101,7 +101,7 @@ class Norm(NamedTuple):
 
 
 class ProjectionWeights(Protocol):
-    """What a region sees of a `Projection` of models."""
+    """The attributes of a `Projection` (`models/linear.py`) that regions use."""
 
     @property
     def weight(self) -> LinearWeight: ...
@@ -227,7 +227,7 @@ class BatchClass(NamedTuple):
 
 
 class AttendInputs(NamedTuple):
-    """What attention of one layer is computed from"""
+    """The inputs of one layer's attention"""
 
     qkv: torch.Tensor  # [T, (heads + 2 kv_heads) * D]; without keys and values where another layer's are read
     cache: LayerCache
@@ -242,7 +242,7 @@ class AttendInputs(NamedTuple):
 
 
 class LatentInputs(NamedTuple):
-    """What latent attention of one layer is computed from; `rank` is the width of a token's latent vector"""
+    """The inputs of one layer's latent attention; `rank` is the width of a token's latent vector"""
 
     queries: torch.Tensor  # [T, heads * (nope + rope)]
     entries: torch.Tensor  # [T, rank + rope]: a latent, not yet normed, and a key, not yet rotated
@@ -258,7 +258,7 @@ class LatentInputs(NamedTuple):
 
 
 class IndexInputs(NamedTuple):
-    """What an indexer (`arch/indexer.py`) chooses entries of latent attention from"""
+    """The inputs of an indexer (`arch/indexer.py`), which chooses entries of latent attention"""
 
     queries: torch.Tensor  # [T, index heads * dim]
     keys: torch.Tensor  # [T, dim], neither normed nor rotated yet
@@ -290,7 +290,7 @@ class ProjectAndAdd(Protocol):
 
 @dataclass(frozen=True)
 class Regions:
-    """How one layer computes batches of one class. A stream given to a region is used up by it."""
+    """The functions that compute one layer for batches of one class. A region may overwrite the stream it is given."""
 
     begin: Callable[[torch.Tensor], Stream]
     """[T, H] → the stream that begins with it"""
@@ -326,7 +326,7 @@ class Regions:
 
 class ChooseRegions(Protocol):
     def __call__(self, ops: Ops, layers: Sequence[LayerWeights], batch: BatchClass) -> list[Regions]:
-        """One for each layer. Called when a model is loaded, for every class of batches."""
+        """Return the regions of each layer. Called when a model is loaded, for every class of batches."""
         ...
 
 
@@ -357,7 +357,7 @@ class ShortConvolve(Protocol):
 
 class PlanAttention(Protocol):
     def __call__(self, batch: ForwardBatch, group: int, window: int | None, *, is_chunked: bool = False) -> Any:
-        """What `attention` of the layers of a cache group reads"""
+        """Return what `attention` of the layers of a cache group reads"""
         ...
 
 

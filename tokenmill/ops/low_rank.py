@@ -21,7 +21,7 @@ from tokenmill.arch.spec import Activation
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a matrix [rows, columns]."""
+    """The low-rank update that an adapter adds to a matrix [rows, columns]."""
 
     a: torch.Tensor  # [rank, columns]
     b: torch.Tensor  # [rows, rank]
@@ -54,7 +54,7 @@ class HeldLowRank(Protocol):
         ...
 
     def matrix(self, weight: Any, plan: Any) -> Any:
-        """What x is to be multiplied by for `add`: the projection's matrix, perhaps with more rows below."""
+        """Return the matrix to multiply x by for `add`: the projection's, perhaps with more rows below."""
         ...
 
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: Any) -> torch.Tensor:
@@ -83,12 +83,12 @@ class HeldExperts(Protocol):
     def run(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any, activation: Activation, plan: Any
     ) -> torch.Tensor:
-        """What `Ops.experts` does, with what each token's adapter adds."""
+        """Compute `Ops.experts` with the update of each token's adapter."""
         ...
 
 
 class LowRankOps(Protocol):
-    """How a backend computes adapters."""
+    """A backend's functions for adapters."""
 
     def plan(self, slots: torch.Tensor) -> Any:
         """int32 [T], each token's slot → what `add` reads; once a step."""

@@ -25,9 +25,9 @@ class RecurrentWeights:
 
 @dataclass(frozen=True)
 class RecurrentCache:
-    """What a layer keeps: cells [num_cells, ...] of a block of tokens each, states [num_states, ...].
+    """The cache of a recurrent layer: cells [num_cells, ...] of a block of tokens each, states [num_states, ...].
 
-    Cells are written where the table has a block (0: nobody will read them), states likewise.
+    Cells are written where the table has a block (0: no later token reads them), states likewise.
     """
 
     conv_inputs: torch.Tensor  # [blocks, block_size, channels]

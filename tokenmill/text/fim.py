@@ -58,7 +58,7 @@ class FimTokens:
     def prompt_ids(
         self, prefix: str | Sequence[int], suffix: str, files: Sequence[tuple[str, str]] = (), *, with_bos: bool = True
     ) -> list[int]:
-        """The prompt whose answer is what belongs between. `files`: other files of the project, as (name, text)."""
+        """Return the prompt whose answer is the middle. `files`: other files of the project, as (name, text)."""
         before = self._ids(prefix) if isinstance(prefix, str) else list(prefix)
         after = self._ids(suffix)
         if self.middle_id is None:
@@ -87,7 +87,7 @@ class FimTokens:
 
 
 def find_fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
-    """The markers that a vocabulary has; None: the model was not trained to fill in."""
+    """Return the fill-in-the-middle markers of a vocabulary; None: the model was not trained for it."""
     for family in FAMILIES:
         prefix, suffix = tokenizer.token_id(family.prefix), tokenizer.token_id(family.suffix)
         middle = None if family.middle is None else tokenizer.token_id(family.middle)

@@ -88,7 +88,8 @@ def _listed_id(text: str, entry: Any, folder: Path) -> int:
 def _frame(
     backend: tokenizers.Tokenizer, config: dict[str, Any], bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What to put around a text so that `add_bos_token` and `add_eos_token` hold, where they are given.
+    """Return the tokens to put around a text so that `add_bos_token` and `add_eos_token` are obeyed, where they are
+    given.
 
     A tokenizer.json has its own idea of both; an explicit setting wins, as in transformers.
     """
@@ -113,7 +114,7 @@ def _id_of(backend: tokenizers.Tokenizer, text: str | None) -> int | None:
 
 
 def _token_text(entry: Any) -> str | None:
-    """A token is written as its text, or as an object that holds it."""
+    """Return the text of a token that is written as its text, or as an object that holds it."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) and text else None
 

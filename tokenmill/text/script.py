@@ -176,7 +176,7 @@ def _is_piece(piece: Any) -> bool:
 
 @dataclass(frozen=True)
 class ScriptAnswer:
-    """What to say to one prompt: token ids, and the same as atoms with the atom at which each token begins."""
+    """The answer to one prompt: token ids, and the same as atoms with the atom at which each token begins."""
 
     rule: ScriptRule
     atoms: tuple[int, ...]
@@ -195,7 +195,7 @@ class Speaker:
         self._silence = ScriptAnswer(ScriptRule(("",)), (), {})  # to a prompt that no rule is for: it ends at once
 
     def answer_to(self, prompt_ids: Sequence[int]) -> ScriptAnswer:
-        """The first answer whose rule is for this prompt."""
+        """Return the first answer whose rule matches this prompt."""
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
         return next((answer for answer in self._answers if self._is_for(answer.rule, prompt)), self._silence)
 
@@ -261,7 +261,7 @@ class Speaker:
         return [256 + token_id] if token_id in self._control else list(self.tokenizer.token_bytes(token_id))
 
     def token_for(self, atoms: Sequence[int]) -> int:
-        """The longest token that begins these atoms."""
+        """Return the longest token that begins these atoms."""
         if atoms[0] == FAIL or atoms[0] >= 256:
             return atoms[0] if atoms[0] == FAIL else atoms[0] - 256
         for length in range(min(len(atoms), self._longest), 0, -1):
@@ -300,7 +300,7 @@ class Recital:
             self._positions.append(self._after(self._positions[-1], token_id))
 
     def next_token(self, index: int) -> int:
-        """The token that the model wants as number `index` of its answer."""
+        """Return token number `index` of the model's answer."""
         position, atoms = self._positions[index], self.answer.atoms
         if position == LOST or not atoms:
             return self._speaker.eos_token_id

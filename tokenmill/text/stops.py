@@ -82,7 +82,8 @@ class StopStrings:
         self._whole[state] = stop
 
     def _linked(self) -> list[int]:
-        """For each state the state of its longest proper end that also begins a stop string, breadth first."""
+        """Return, for each state, the state of its longest proper suffix that is also a prefix of a stop string,
+        breadth first."""
         fallback = [0] * len(self._next)
         waiting = deque(self._next[0].values())
         while waiting:
@@ -183,8 +184,8 @@ class Automaton:
 
 @dataclass(frozen=True)
 class Move:
-    """What a character makes of threads: their new states, from which thread each comes (-1: begins anew), and
-    the thread that completed a match, with the pattern's number."""
+    """The effect of a character on the threads: their new states, the thread each comes from (-1: a new one), and the
+    thread that completed a match, with the pattern's number."""
 
     states: tuple[int, ...]
     sources: tuple[int, ...]
@@ -244,7 +245,7 @@ def stop_patterns(patterns: tuple[str, ...]) -> StopPatterns:
 
 
 class StopRegexes:
-    """One stream. The same three words as `StopStrings`: push, flush, matched."""
+    """Stop patterns of one stream, with the interface of `StopStrings`: push, flush, matched."""
 
     def __init__(self, patterns: StopPatterns, include_stop: bool = False) -> None:
         self._patterns = patterns
@@ -290,7 +291,7 @@ class StopRegexes:
         return sent
 
     def _give_up_before(self, oldest: int, place: int) -> None:
-        """What such threads stood in front of, a match that begins here, gets its turn."""
+        """Drop threads that began earlier, so that a match that begins here can win."""
         old = sum(begun < oldest for begun in self._begun)
         young = self._states[old:]
         anew = tuple(state for state in self._patterns.beginning if state not in young)
@@ -310,11 +311,12 @@ class Stops:
 
     @property
     def matched(self) -> str | None:
-        """The stop string or the pattern that was met; of both, what stands first in the text."""
+        """Return the stop string or pattern that was met; of both, the first in the text."""
         return (self._regexes.matched if self._regexes else None) or self._strings.matched
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """What of the text may be sent now, and what was met, if anything. After a match all is dropped."""
+        """Return the text that may be sent now, and the stop that was met, if any. After a match all text is
+        dropped."""
         if self.matched is not None:
             return "", self.matched
         sent, matched = self._strings.push(text)
@@ -326,7 +328,7 @@ class Stops:
         return sent, self.matched
 
     def flush(self) -> str:
-        """The text is over: what was held back, unless a stop was met in it."""
+        """End the text: return what was held back, unless a stop was met in it."""
         rest = self._strings.flush()
         if self._regexes is None:
             return rest

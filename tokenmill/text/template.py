@@ -94,7 +94,8 @@ def _plain_tool(tool: Tool) -> dict[str, Any]:
 
 
 def renditions(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """As given; with arguments as text; with "" for null contents; with both. What changes nothing is left out."""
+    """Yield forms of the messages: as given; with arguments as text; with "" for null contents; with both. Equal ones
+    are left out."""
     given = list(messages)
     yield given  # nearly always the only one that is asked for
     with_text = [_with_written_calls(message) for message in given]
@@ -174,7 +175,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """All names that the template reads and nothing defines but its caller."""
+        """Return all names that the template reads and expects its caller to define."""
         return frozenset(jinja2.meta.find_undeclared_variables(_sandbox().parse(self.source)))
 
     def render(
@@ -212,7 +213,8 @@ class ChatTemplate:
         return self._first_rendered({**variables, "messages": with_one_system(variables["messages"])})
 
     def _first_rendered(self, variables: dict[str, Any]) -> str:
-        """By the first rendition that the template can do with; the first fault where there is none."""
+        """Render the first form of the messages that the template accepts; raise the first error where there is
+        none."""
         faults: list[Exception] = []
         for messages in renditions(variables["messages"]):
             try:
@@ -250,7 +252,7 @@ class ChatTemplate:
         return "".join(chunks)
 
     def _blamed(self, fault: Exception) -> InvalidRequest | ModelError:
-        """The conversation is at fault if a simpler one renders, the template if none does."""
+        """Return the error to blame: the conversation's if a simpler one renders, the template's if none does."""
         said = f"{type(fault).__name__}: {fault}"
         try:
             self._run({**self._special_tokens, "messages": _SIMPLEST, "add_generation_prompt": True, "tools": None})

@@ -59,7 +59,7 @@ class OutOfBounds(TemplateError):
 
 
 class Budget:
-    """What one rendering has left. `given`: the variables of the rendering."""
+    """The time and size that one rendering has left. `given`: the variables of the rendering."""
 
     def __init__(self, bounds: Bounds, given: Any = None) -> None:
         self.bounds = bounds

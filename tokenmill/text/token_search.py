@@ -43,7 +43,7 @@ class TokenSearch:
         return sorted(single), longer
 
     def stop_pieces(self, stops: Iterable[str], *, skip_special_tokens: bool) -> dict[int, bytes]:
-        """By token its bytes; none for tokens that are not shown."""
+        """Return the bytes of each token; none for tokens that are not shown."""
         pieces = {token_id: piece for stop in stops for token_id, piece in self._pieces(stop).items()}
         hidden = self._tokenizer.special_ids if skip_special_tokens else ()
         return pieces | {token_id: b"" for token_id in hidden if token_id < len(self._words)}
@@ -79,6 +79,7 @@ _LOOK_TOKENS = 4096  # of a prompt's end: an open section begins near it
 
 
 def is_open_at_end(tokenizer: Tokenizer, prompt_ids: Sequence[int], start: str, end: str) -> bool:
-    """A prompt may open a section for the model. Told by the text: tokens may join a marker and what follows it."""
+    """Tell whether the prompt ends inside a section that it opened. Decided by the text: a token may join a marker and
+    what follows it."""
     text = tokenizer.decode(prompt_ids[-_LOOK_TOKENS:], skip_special_tokens=False)
     return text.rfind(start) > text.rfind(end)

@@ -75,7 +75,7 @@ def wordpiece_bytes(piece: str) -> bytes:
 
 @dataclass(frozen=True)
 class Spelling:
-    """How pieces become bytes. `drops_first_space`: the first space of a whole text is not part of it."""
+    """The rule by which pieces become bytes. `drops_first_space`: the first space of a whole text is not part of it."""
 
     piece_bytes: Callable[[str], bytes]
     drops_first_space: bool = False
@@ -132,7 +132,7 @@ _LONG_TEXT = 4096  # characters: tokenised without the GIL
 
 @dataclass(frozen=True)
 class Traits:
-    """What a vocabulary's file says beside the vocabulary itself."""
+    """Properties of a vocabulary's file beside the vocabulary itself."""
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # every id that ends a generation
@@ -372,7 +372,7 @@ class _SpelledText:
 
 
 def _unfinished_character(tail: bytes) -> bytes:
-    """The bytes at the end that begin a character and do not finish it."""
+    """Return the bytes at the end that begin a character and do not finish it."""
     for length in range(1, min(len(tail), _LONGEST_CHARACTER - 1) + 1):
         lead = tail[-length]
         if lead >= 0xC0:

@@ -51,7 +51,7 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
 
 
 def _mixer_reason(mixer: MixerSpec) -> str | None:
-    """What of a mixer the native kernels don't have."""
+    """Return what the native kernels lack for a mixer."""
     if isinstance(mixer, ShortConv) and mixer.kernel > MAX_CONV_KERNEL:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
     if isinstance(mixer, Recurrent) and (mixer.key_dim % 16 or mixer.value_dim % 16):
@@ -83,5 +83,5 @@ def instruction_set() -> str:
 
 
 def instruction_sets() -> list[str]:
-    """All variants this processor can run, best first."""
+    """Return all variants this processor can run, best first."""
     return list(native().instruction_sets())

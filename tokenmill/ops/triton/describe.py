@@ -42,7 +42,7 @@ Answer = TypeVar("Answer")
 
 
 class PlannedWeights(NamedTuple):
-    """How a model's weights are stored and computed with."""
+    """The stored and the computed formats of a model's weights."""
 
     dtype: torch.dtype  # of activations
     quantization: str = "none"  # of plain weights, while they are loaded
@@ -74,7 +74,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Section:
-    """What is chosen for one part of a model."""
+    """The kernels chosen for one part of a model."""
 
     title: str
     unit: str  # what is counted: rows, tokens
@@ -244,7 +244,7 @@ def _runs(answers: Iterable[tuple[int, Answer]]) -> Iterator[tuple[int, int, Ans
 
 
 def describe_kernels(spec: ModelSpec, weights: PlannedWeights, context: int, gpu: Capabilities) -> list[Section]:
-    """What would compute a model, part by part; layers that are alike are described once."""
+    """Return the kernels that would compute a model, part by part; equal layers are described once."""
     sections = [product_section(kind, gpu) for kind in matrix_kinds(spec, weights)]
     for mixer in dict.fromkeys(spec.attentions):
         sections += attention_sections(mixer, weights, context, gpu)

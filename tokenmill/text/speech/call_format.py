@@ -85,7 +85,7 @@ class CallFormat:
 
     @cached_property
     def object_keys(self) -> ObjectKeys | None:
-        """Where a call is one JSON object, its keys; None for all other shapes."""
+        """Return the keys of a call that is one JSON object; None for all other shapes."""
         return _object_keys(self.call) if self.arg is None else None
 
     @property

@@ -270,7 +270,7 @@ class CallReader:
 
 
 class _Found:
-    """What is known of a call that is one JSON object."""
+    """The parts found so far of a call that is one JSON object."""
 
     def __init__(self) -> None:
         self.name: str | None = None

@@ -64,7 +64,7 @@ class SpeechReader:
         return self.push(self._reading.alphabet.char_of_id[token_id])
 
     def finish(self) -> list[Part]:
-        """The answer is over: return the rest, with calls completed and ended."""
+        """End the answer: return the rest, with calls completed and ended."""
         if not self._tape.is_over:
             self._tape.is_over = True
             self._advance()
@@ -285,7 +285,7 @@ class PartWriter:
         self._parts.append(CallEnd(self._index))
 
     def finish(self) -> None:
-        """The answer is over. White space is an answer only where there is nothing else."""
+        """End the answer. White space is returned only where there is nothing else."""
         if not self._has_output and self._pending and not self.is_thinking:
             self._add(TextPart, "".join(self._pending))
             self._pending.clear()

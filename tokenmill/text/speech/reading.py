@@ -133,7 +133,7 @@ class Reading:
 
     @property
     def key_mark(self) -> str:
-        """What stands between a field's key and its value."""
+        """Return the text between a field's key and its value."""
         return "=" if self.calls is not None and self.calls.values == "python" else ":"
 
     def entry_of(self, marker: str) -> Entry | None:
@@ -153,7 +153,7 @@ class Reading:
 
     @cached_property
     def text_markers(self) -> MarkerSearch:
-        """What is looked for in text once it has begun."""
+        """Return the markers to look for in text that has begun."""
         openers = [entry.opener for entry in self.entries]
         led = [self.lead + opener for opener in openers if self.lead]
         control = [text for text in (self.think_opener, *self.ignored) if self.is_control(text)]
@@ -161,7 +161,7 @@ class Reading:
 
     @cached_property
     def first_markers(self) -> MarkerSearch:
-        """What is looked for where text has not begun."""
+        """Return the markers to look for before text has begun."""
         ours = [*self.text_markers.markers, self.think_opener, *self.ignored]
         return MarkerSearch([*(marker.strip() for marker in ours), *self.bare_entries])
 

@@ -23,7 +23,7 @@ class End(Exception):
 
 
 class Tape:
-    """The text that is not read yet is `text[position:]`."""
+    """A reader over growing text; `text[position:]` is not read yet."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -37,7 +37,7 @@ def escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class Notation:
-    """How a language writes values."""
+    """The notation of values in a language."""
 
     quotes: tuple[str, ...] = ('"',)  # what begins a string, and ends it
     escapes: str = "json"  # "json", "python", or "none": what stands in a string is meant literally
@@ -64,7 +64,7 @@ class Container:
 
 
 class Transcoder:
-    """One value on its way into JSON. `take_output` returns what was written since the last call."""
+    """Translates one value into JSON, incrementally. `take_output` returns what was written since the last call."""
 
     def __init__(self, notation: Notation, fields_end: str = "", key_mark: str = ":") -> None:
         """`fields_end`: the value is an object whose opening bracket was read before; this closes it."""

@@ -260,7 +260,8 @@ def choices(
     has_bias: bool = False,
     max_rows: int = 4096,
 ) -> Iterator[tuple[int, Choice | None]]:
-    """The rows from which on another kernel is chosen, from 1 to `max_rows`, and that kernel"""
+    """Return (number of rows, kernel) for each number of rows from 1 to `max_rows` at which the chosen kernel
+    changes"""
     before: str | None = ""
     for m in range(1, max_rows + 1):
         choice = choose(m, n, k, form, capabilities, mode, epilogue, has_bias)

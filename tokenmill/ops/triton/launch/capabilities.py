@@ -71,7 +71,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, eq=False)  # compared by identity: one for each device, looked up for every product
 class Capabilities:
-    """What kernel selection knows of a GPU."""
+    """The properties of a GPU that kernel selection uses."""
 
     device: str
     compute_capability: tuple[int, int]
@@ -164,8 +164,8 @@ def assume_capabilities(capabilities: Capabilities) -> Iterator[None]:
 
 
 def probe_capabilities(device: torch.device) -> Capabilities:
-    """What a device can do. Where it is no GPU, kernels run in Triton's interpreter: they are chosen as for an H200,
-    without what only its hardware has."""
+    """Return the capabilities of a device. Where it is no GPU, kernels run in Triton's interpreter: they are chosen as
+    for an H200, without what only its hardware has."""
     if device.type != "cuda" or not torch.cuda.is_available():
         row = next(row for row in built_in_tunings() if row.name == TUNED)
         return Capabilities(str(device), row.compute_capability, False, False, row, f"{row.name}: interpreted")
@@ -177,12 +177,12 @@ def probe_capabilities(device: torch.device) -> Capabilities:
 
 
 def known_tunings() -> tuple[Tuning, ...]:
-    """All rows, those that were measured on this machine first"""
+    """Return all tuning rows, those that were measured on this machine first"""
     return *measured_tunings(tuning_path()), *built_in_tunings()
 
 
 def tuning_path() -> Path:
-    """Where `tokenmill tune` writes what it measured on this machine."""
+    """Return the path to which `tokenmill tune` writes its measurements."""
     from tokenmill.store.layout import store_root
 
     return store_root() / "tuning.toml"

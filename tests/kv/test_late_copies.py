@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tokenmill.kv.layout import CacheGroup, KVLayout
 from tokenmill.kv.names import BlockName, ExpectedBlock, Fetch
 from tokenmill.kv.records import DeviceRecords
 from tokenmill.kv.storage import KVStorage
+from tokenmill.kv.tiers.disk import DiskTier
 from tokenmill.kv.tiers.host import HostTier
 from tokenmill.kv.traffic import BlockTraffic
 
@@ -72,7 +74,8 @@ def name_of(number: int) -> BlockName:
 class Scene:
     """A scheduler's part: blocks are taken, written by steps, registered, read by steps; some are brought back."""
 
-    def __init__(self, device: LateDevice, seed: int) -> None:
+    def __init__(self, device: LateDevice, seed: int, folder: Path | None = None) -> None:
+        """`folder`: blocks are kept there too."""
         self.device = device
         self.storage = KVStorage(LAYOUT, NUM_BLOCKS, 4, torch.device("cpu"))
         self.planes = [tensor.view(torch.uint8).view(3, NUM_BLOCKS, -1).numpy() for tensor in self.storage.regions[0]]
@@ -80,7 +83,8 @@ class Scene:
         self.index = PrefixIndex(1)
         records = DeviceRecords(self.storage, device)
         self.tier = HostTier(records.empty, records.sizes, [0], NUM_SLOTS * self.size)
-        self.traffic = BlockTraffic(lambda: DeviceRecords(self.storage, device), self.index, [0], [self.tier])
+        disk = [] if folder is None else [DiskTier(folder, bytes(32), 1 << 30)]
+        self.traffic = BlockTraffic(lambda: DeviceRecords(self.storage, device), self.index, [0], disk, self.tier)
         self.rng = random.Random(seed)
         self.num_wrong = self.num_brought = 0
 
@@ -141,12 +145,13 @@ class Scene:
         self.traffic.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_late_device_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_a_late_device_changes_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill.kv.records.STAGED_BYTES", 1 if seed == 2 else 1 << 20)
-    scene = Scene(LateDevice(seed), seed)
+    scene = Scene(LateDevice(seed), seed, tmp_path if seed == 3 else None)
     scene.play()
     assert scene.num_brought > 0 and scene.num_wrong == 0
+    assert seed < 3 or len([path for path in tmp_path.rglob("*") if path.is_file()]) > 2 * NUM_SLOTS
 
 
 def test_copies_before_their_steps_are_noticed() -> None:

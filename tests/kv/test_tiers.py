@@ -208,13 +208,27 @@ def test_host_memory_keeps_what_was_used_last() -> None:
     def empty(region: int, number: int) -> list[torch.Tensor]:
         return list(torch.zeros((number, 1000), dtype=torch.uint8))
 
+    def keep(number: int) -> int:
+        (slot,) = tier.take_slots([name_of(number)])
+        if slot is None:
+            return 0
+        slot.copy_(record_of(number))
+        return tier.put_slot(name_of(number), slot, is_whole=True)
+
     tier = HostTier(empty, [1000], [0, 0], 3000)
     for number in (1, 2, 3):
-        assert tier.keep(name_of(number), record_of(number)) == 1000
+        assert keep(number) == 1000 and keep(number) == 0
     with tier.records([name_of(1), name_of(9)], []) as (first, absent):
         assert first is not None and absent is None
-        tier.keep(name_of(4), record_of(4))
-        tier.keep(name_of(5), record_of(5))
-        assert tier.keep(name_of(6), record_of(6)) == 1000, "the oldest that nobody copies from makes room"
+        assert keep(4) == keep(5) == 1000
+        assert keep(6) == 1000, "the oldest that nobody copies from makes room"
         assert torch.equal(first, record_of(1)), "a block stays as it is while it is copied"
     assert tier.find([name_of(number) for number in range(1, 7)]) == [True, False, False, False, True, True]
+    with tier.records([name_of(1)], []):
+        slots = tier.take_slots([name_of(number) for number in (7, 8, 9)])
+        assert [slot is None for slot in slots] == [False, False, True], "one is copied from"
+        assert slots[0] is not None and slots[1] is not None
+        assert tier.put_slot(name_of(7), slots[0], is_whole=False) == 0, "it was overwritten meanwhile"
+        assert tier.put_slot(name_of(8), slots[1], is_whole=True) == 1000
+    assert tier.find([name_of(number) for number in (1, 7, 8)]) == [True, False, True] and keep(9) == 1000
+    assert tier.find([name_of(number) for number in (1, 8, 9)]) == [True, True, True], "the slot was given back"

@@ -78,14 +78,15 @@ def block_traffic(
         return HostRecords(storage) if steps is None else DeviceRecords(storage, GpuCopyStream(steps))
 
     tiers: list[KeepingTier] = []
+    host: HostTier | None = None
     if settings.kv_host_gb:
         records = make_records()
-        tiers.append(HostTier(records.empty, records.sizes, regions, int(settings.kv_host_gb * GB)))
+        host = HostTier(records.empty, records.sizes, regions, int(settings.kv_host_gb * GB))
     if settings.kv_disk or settings.kv_disk_gb:
         folder = Path(settings.kv_disk).expanduser() if settings.kv_disk else store_root() / "kv"
         tiers.append(DiskTier(folder, digest(True), int((settings.kv_disk_gb or DEFAULT_DISK_GB) * GB)))
-    if not tiers and not (address and cache.prefix_caching):
+    if host is None and not tiers and not (address and cache.prefix_caching):
         return None
     between_cores = functools.partial(digest, False)
     address = address if cache.prefix_caching else ""
-    return BlockTraffic(make_records, cache.prefix, regions, tiers, between_cores, address)
+    return BlockTraffic(make_records, cache.prefix, regions, tiers, host, between_cores, address)

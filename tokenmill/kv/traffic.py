@@ -1,6 +1,7 @@
 """Threads that copy blocks between the pool and the tiers (`kv/tiers/`) while steps run.
 
-    saver     each block that is registered is copied out, behind the step that computed it, and kept by every tier
+    saver     each block that is registered is copied out, behind the step that computed it, and kept by every tier;
+              all that were registered meanwhile together, since each copy waits for the steps in flight
     loaders   fetches: who has which blocks, then their records into blocks of the pool
 
 Registered blocks are never written, and a block that is taken for other contents is unregistered first. So the saver
@@ -25,11 +26,13 @@ from typing import Protocol, TypeVar
 from tokenmill.kv.blocks import PrefixIndex
 from tokenmill.kv.names import BlockName, ExpectedBlock, Fetch
 from tokenmill.kv.records import BlockRecords, Record
+from tokenmill.kv.tiers.host import HostTier
 from tokenmill.kv.tiers.peer import BlockServer, PeerTier, tier_name
 
 log = logging.getLogger(__name__)
 
 SAVED_AT_ONCE = 16
+SAVED_IN_SLOTS = 512  # at once, where host memory takes them without a copy in between
 SCRATCH_BYTES = 32 << 20  # of records that are saved, or brought, at a time; at least one
 CLOSE_S = 1.5  # for what is still to be saved when a core ends
 STEADINESS = 0.3  # weight of the newest fetch in what a tier's bytes take
@@ -83,15 +86,19 @@ class BlockTraffic:
         index: PrefixIndex,
         regions: Sequence[int],
         tiers: Sequence[KeepingTier] = (),
+        host: HostTier | None = None,
         digest: Callable[[], bytes] = bytes,
         address: str = "",
     ) -> None:
-        """`make_records`: copies for one thread; `regions`: of the pool, by cache group. `digest`: of all that blocks
-        depend on beside their names; `address`: the socket at which other cores may ask for them, empty: none."""
+        """`make_records`: copies for one thread; `regions`: of the pool, by cache group. `host`: the tier in host
+        memory, which is searched before the others. `digest`: of all that blocks depend on beside their names;
+        `address`: the socket at which other cores may ask for them, empty: none."""
         self._index = index
         self._regions = regions
-        self._tiers: Mapping[str, KeepingTier] = {tier.name: tier for tier in tiers}
-        self.has_tiers = bool(tiers)
+        self._host, self._keeping = host, tiers
+        all_tiers: list[HostTier | KeepingTier] = [*([host] if host is not None else []), *tiers]
+        self._tiers: Mapping[str, HostTier | KeepingTier] = {tier.name: tier for tier in all_tiers}
+        self.has_tiers = bool(all_tiers)
         self.counts = TrafficCounts()
         self._byte_s: dict[str, float] = {}  # by tier
         self._changed = threading.Event()
@@ -107,7 +114,7 @@ class BlockTraffic:
         self._fetches: queue.SimpleQueue[FetchTask | None] = queue.SimpleQueue()
         self._pulls: queue.SimpleQueue[FetchTask | None] = queue.SimpleQueue()  # those that ask other cores too
         self._has_pullers = False
-        if tiers:
+        if self.has_tiers:
             saves = self._saves
             index.save = lambda block, registration: saves.put((block, registration))
             start_thread("kv-saver", self, self._saves, BlockTraffic._save)
@@ -244,7 +251,7 @@ class BlockTraffic:
             log.exception("blocks could not be kept")
 
     def _queued_saves(self) -> Iterator[Registered]:
-        for _ in range(SAVED_AT_ONCE - 1):
+        for _ in range((SAVED_AT_ONCE if self._keeping else SAVED_IN_SLOTS) - 1):
             try:
                 queued = self._saves.get_nowait()
             except queue.Empty:
@@ -260,21 +267,34 @@ class BlockTraffic:
             if self._is_wanted(block, registration):
                 by_region.setdefault(self._regions[registration[0]], []).append((block, registration))
         for region, wanted in by_region.items():
-            room = self._room(region)
-            for some in parts(wanted, len(room)):
-                self._records().read(region, [block for block, _ in some], room[: len(some)])
-                for (block, registration), record in zip(some, room, strict=False):
-                    if self._index.registration(block) is registration:  # it was not overwritten meanwhile
-                        self._keep(BlockName(*registration), record)
+            for some in parts(wanted, self._num_saved_at_once(region)):
+                self._save_part(region, some)
+
+    def _num_saved_at_once(self, region: int) -> int:
+        if self._host is None or self._keeping:
+            return len(self._room(region))
+        return max(1, min(SAVED_IN_SLOTS, self._host.num_slots(region) // 2))
+
+    def _save_part(self, region: int, wanted: Sequence[Registered]) -> None:
+        """Copy blocks into slots of host memory, or into this thread's room where there is no slot for them and another
+        tier keeps them."""
+        names = [BlockName(*registration) for _, registration in wanted]
+        slots = self._host.take_slots(names) if self._host is not None else [None] * len(names)
+        room: Sequence[Record | None] = self._room(region) if self._keeping else [None] * len(names)
+        places = [slot if slot is not None else record for slot, record in zip(slots, room, strict=False)]
+        copied = [(block, place) for (block, _), place in zip(wanted, places, strict=True) if place is not None]
+        self._records().read(region, [block for block, _ in copied], [place for _, place in copied])
+        for (block, registration), name, slot, place in zip(wanted, names, slots, places, strict=True):
+            is_whole = self._index.registration(block) is registration  # it was not overwritten meanwhile
+            if self._host is not None and slot is not None:
+                self.counts.saved_bytes += self._host.put_slot(name, slot, is_whole=is_whole)
+            if is_whole and place is not None:
+                self.counts.saved_bytes += sum(tier.keep(name, place) for tier in self._keeping)
 
     def _is_wanted(self, block: int, registration: tuple[int, bytes]) -> bool:
         if self._index.registration(block) is not registration:
             return False
         return not all(tier.has(BlockName(*registration)) for tier in self._tiers.values())
-
-    def _keep(self, name: BlockName, record: Record) -> None:
-        for tier in self._tiers.values():
-            self.counts.saved_bytes += tier.keep(name, record)
 
     def note_saved(self) -> None:
         """Note that the saver has ended, with nothing left to save."""

@@ -1,7 +1,7 @@
 """Blocks in host memory beside a GPU: pinned, so that the copy engine moves them at the bus's full speed.
 
 The memory is taken once, as slots of one record each. A new block takes the least recently used slot that no thread is
-copying from.
+copying from; the GPU writes into it directly.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class HostTier:
         for region in used:
             self._slots[region] = empty(region, max(1, max_bytes // per_set))[::-1]  # taken in the order of memory
             self._kept[region] = OrderedDict()
+        self._num_slots = {region: len(slots) for region, slots in self._slots.items()}
+
+    def num_slots(self, region: int) -> int:
+        return self._num_slots[region]
 
     def has(self, name: BlockName) -> bool:
         return name in self._kept[self._regions[name.group]]
@@ -60,19 +64,29 @@ class HostTier:
                 self._copied.subtract(held)
                 self._copied += Counter()  # forget those at zero
 
-    def keep(self, name: BlockName, record: Record) -> int:
-        """Copy a record into a slot; its bytes, 0 where it is there already, or no slot can be had."""
+    def take_slots(self, names: Sequence[BlockName]) -> list[Record | None]:
+        """Take slots for some blocks, which belong to the caller until they are put back; None for a block that is
+        there already, and where no slot can be had."""
+        with self._lock:
+            return [self._take_slot(name) for name in names]
+
+    def _take_slot(self, name: BlockName) -> Record | None:
         kept, slots = self._kept[self._regions[name.group]], self._slots[self._regions[name.group]]
+        if name in kept:
+            return None
+        if not slots:
+            oldest = next((one for one in kept if not self._copied[one]), None)
+            if oldest is None:
+                return None
+            slots.append(kept.pop(oldest))
+        return slots.pop()
+
+    def put_slot(self, name: BlockName, slot: Record, *, is_whole: bool) -> int:
+        """Keep a slot that was written, or free it; return the bytes that are kept."""
+        region = self._regions[name.group]
         with self._lock:
-            if name in kept:
+            if not is_whole or name in self._kept[region]:
+                self._slots[region].append(slot)
                 return 0
-            if not slots:
-                oldest = next((one for one in kept if not self._copied[one]), None)
-                if oldest is None:
-                    return 0
-                slots.append(kept.pop(oldest))
-            slot = slots.pop()
-        slot.copy_(record)
-        with self._lock:
-            kept[name] = slot
+            self._kept[region][name] = slot
         return slot.numel()

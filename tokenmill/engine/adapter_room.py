@@ -14,7 +14,6 @@ from tokenmill.lora.sizes import adapter_size, slot_values
 
 MAX_AUTO_SLOTS = 8
 DEFAULT_RANK = 64
-MAX_RANK = 1024
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from tokenmill.config.setting_types import EngineSettings
 from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, ThreadCoreClient, own_core_process
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.core_supervisor import MakeClient
-from tokenmill.engine.frontend import ModelFrontend, load_frontend
+from tokenmill.engine.frontend import ModelFrontend, ModelText, load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor, PreparedRequest
 from tokenmill.engine.messages import Abort, AdapterRead
-from tokenmill.engine.model_text import ModelText
 from tokenmill.engine.replica import Replica, RequestRun
 from tokenmill.engine.replicas import FleetKeeper, Replicas, Router
 from tokenmill.engine.roles import Role

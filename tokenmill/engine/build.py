@@ -36,9 +36,9 @@ from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.parted_cache import PartedKVCache
 from tokenmill.kv.storage import KVStorage
-from tokenmill.lora.adapter import MAX_RANK
 from tokenmill.lora.peft_file import BaseWeight
 from tokenmill.lora.read import read_adapter
+from tokenmill.lora.sizes import MAX_RANK
 from tokenmill.models.protocol import Model
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler

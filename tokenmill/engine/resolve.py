@@ -18,12 +18,13 @@ from tokenmill.arch.packed_formats import drawable_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT, Link
-from tokenmill.engine.adapter_room import MAX_RANK, resolve_adapters
+from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWeights, StoredWeights
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.lora.sizes import MAX_RANK
 from tokenmill.ops import cpu as native_kernels
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.parallel.cuts import cut_spec, parting_limits

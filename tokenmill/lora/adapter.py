@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from tokenmill.ops.low_rank import LowRank
 
-MAX_RANK = 1024
-
 
 @dataclass(frozen=True)
 class Adapter:

@@ -18,8 +18,8 @@ import torch
 from tokenmill.arch.gguf_file import read_gguf
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import DamagedFile, UnsupportedModel
-from tokenmill.lora.adapter import MAX_RANK
 from tokenmill.lora.peft_file import scaled
+from tokenmill.lora.sizes import MAX_RANK
 from tokenmill.lora.targets import EXPERTS, AdapterTarget, gguf_targets
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.weights.checkpoint import GGUFCheckpoint

@@ -20,9 +20,8 @@ import torch
 
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import DamagedFile, UnsupportedModel
-from tokenmill.lora.adapter import MAX_RANK
-from tokenmill.lora.dora import row_factors
 from tokenmill.lora.peft_config import PeftConfig
+from tokenmill.lora.sizes import MAX_RANK
 from tokenmill.lora.targets import EXPERTS, AdapterTarget, ExpertsTarget, Targets, peft_targets
 from tokenmill.ops.low_rank import LowRank
 
@@ -34,6 +33,7 @@ _KEY = re.compile(
     r"(\.default)?(\.weight)?"
 )
 _SAVED_BASE = re.compile(r"base_model\.model\.(?P<module>.+?)(\.base_layer)?\.weight")
+DORA_ROWS_AT_ONCE = 4096  # of a matrix, whose sum with the adapter is held in memory
 SAVED_TOLERANCE = 0.05  # of a saved embedding's mean size: what quantising the base model may have changed
 
 
@@ -212,3 +212,25 @@ def _sorted(tensors: Mapping[str, torch.Tensor], place: str) -> tuple[dict[str, 
         else:
             raise UnsupportedModel(f"{place}: tensor {name!r} is not implemented")
     return modules, saved
+
+
+def row_factors(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude: torch.Tensor
+) -> torch.Tensor:
+    """Return m / |W + scale * b a| by rows, float32 [rows]; weight [rows, columns], magnitude m [rows].
+
+    DoRA: an adapted matrix keeps its direction from W + scale * b a, and has its rows' lengths from a trained vector m:
+
+        y = m / |W + scale * b a| * ((W + scale * b a) x)          lengths and m by rows
+
+    The factor does not depend on x: it is computed once, from the base model's weights.
+    """
+    lengths = [
+        torch.linalg.vector_norm(
+            weight[first : first + DORA_ROWS_AT_ONCE].float()
+            + scale * (b[first : first + DORA_ROWS_AT_ONCE].float() @ a.float()),
+            dim=1,
+        )
+        for first in range(0, weight.shape[0], DORA_ROWS_AT_ONCE)
+    ]
+    return magnitude.float() / torch.cat(lengths)

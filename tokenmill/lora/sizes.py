@@ -17,6 +17,7 @@ from tokenmill.errors import DamagedFile, ModelError
 
 WEIGHTS = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_RANK = 1024
 PANEL = 16  # ranks that kernels take at a time
 
 

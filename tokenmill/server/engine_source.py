@@ -17,8 +17,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.config.adapters import named_adapters
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
 from tokenmill.engine.async_engine import AsyncEngine
-from tokenmill.engine.frontend import ModelFrontend, load_frontend
-from tokenmill.engine.model_text import ModelText
+from tokenmill.engine.frontend import ModelFrontend, ModelText, load_frontend
 from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import InvalidConfig

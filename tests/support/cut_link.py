@@ -68,6 +68,7 @@ class CutLink:
                 self._num_back = 0
                 self.num_cuts += 1
                 loop.call_soon(self.cut)
+        loop.call_later(self._delay_s, writer.close)  # who closes a connection waits until the other side has too
 
     @staticmethod
     def _write(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -113,8 +113,6 @@ def refuse_idle_settings(server: ServerConfig, base: EngineConfig, virtual: str,
         raise InvalidConfig("the file's [[group]] says how many ranks a replica has", param="tp")
     if virtual and (is_scripted(base.model.model) or cluster.hosts.listen or cluster.hosts.ray):
         raise InvalidConfig("--virtual is for a real model on virtual devices of its own", param="virtual")
-    if virtual and cluster.has_roles:
-        raise InvalidConfig("virtual devices have no KV blocks to give each other: no roles", param="virtual")
 
 
 # ── planning ─────────────────────────────────────────────────────────────────────────────────────────
@@ -310,6 +308,7 @@ def run_virtual(cluster: ClusterConfig, planned: Sequence[PlannedGroup], server:
     from tokenmill.fleet.elastic import start_cluster
     from tokenmill.fleet.places import CountedPlace, Places
     from tokenmill.fleet.virtual import VirtualCoreClient, frontend_without_weights
+    from tokenmill.fleet.virtual_blocks import VirtualBlocks
     from tokenmill.planner.topologies import virtual_device
 
     devices: dict[EngineConfig, VirtualDevice] = {
@@ -323,13 +322,17 @@ def run_virtual(cluster: ClusterConfig, planned: Sequence[PlannedGroup], server:
     async def start() -> AsyncEngine:
         frontend, words = frontend_without_weights(first, devices[first], cluster.load.output_len)
 
+        blocks = VirtualBlocks()
+
         def make_client(config: EngineConfig) -> CoreClient:
-            return VirtualCoreClient(devices[config], words)
+            return VirtualCoreClient(devices[config], words, blocks)
 
         places = Places(CountedPlace("virtual", len(slots), make_client))
         return await start_cluster(
-            frontend, slots, places, allowed(cluster, planned), idle_s=cluster.idle_s, num_started=num_needed(planned)
-        )
+            frontend, slots, places, allowed(cluster, planned), idle_s=cluster.idle_s,
+            num_started=num_needed(planned), roles=roles_of(planned),
+            num_kept=cluster.least if cluster.has_roles else 0,
+        )  # fmt: skip
 
     return run_front(start, server)
 

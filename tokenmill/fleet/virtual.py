@@ -26,8 +26,10 @@ from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.loop import handle_message
 from tokenmill.engine.messages import Failed, FromCore, Outputs, Ready, Shutdown, ToCore
 from tokenmill.engine.replicas import FleetKeeper, Router
+from tokenmill.engine.roles import Role
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import UnknownModel
+from tokenmill.fleet.virtual_blocks import VirtualBlocks, VirtualFetcher
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.cache import KVCache
 from tokenmill.sampling.rng import mix
@@ -56,6 +58,7 @@ class VirtualDevice:
     token_budget: int = 2048
     max_context: int = 131_072
     start_s: float = 0.0  # from the start of a core until it is ready
+    block_s: float = 0.0  # that a KV block takes from one core to another, where they give each other blocks
     slo: str | None = None  # that its scheduler keeps
 
     def seconds(self, plan: StepPlan) -> float:
@@ -151,15 +154,23 @@ class VirtualRunner:
     def next_idle_task(self) -> bool:
         return False
 
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass without a step."""
+        self.ahead_s += seconds
+
 
 class VirtualCoreClient:
     """The client of a simulated core, whose steps take time of the loop's clock."""
 
-    def __init__(self, device: VirtualDevice, words: VirtualWords | None = None) -> None:
+    def __init__(
+        self, device: VirtualDevice, words: VirtualWords | None = None, blocks: VirtualBlocks | None = None
+    ) -> None:
+        """`blocks`: those of all cores; None: cores give each other none."""
         self._device = device
         self._loop = asyncio.get_running_loop()
         self._runner = VirtualRunner(device, words or VirtualWords())
-        self.core = virtual_core(device, self._runner, lambda: self._loop.time() + self._runner.ahead_s)
+        self._blocks = blocks
+        self.core = virtual_core(device, self._runner, lambda: self._loop.time() + self._runner.ahead_s, blocks)
         self._inbox: list[ToCore] = []
         self._receive: Receive | None = None
         self._is_busy = False
@@ -182,10 +193,15 @@ class VirtualCoreClient:
         """End the core in the middle of a step, whose result is lost."""
         if not self._is_dead:
             self._deliver(Failed("the virtual core was killed"))
-            self._is_dead = True
+            self._end()
 
     async def close(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._is_dead = True
+        if self._blocks is not None:
+            self._blocks.remove(self.core.info.block_address)
 
     def _deliver(self, message: FromCore) -> None:
         if not self._is_dead and self._receive is not None:
@@ -207,10 +223,17 @@ class VirtualCoreClient:
             self._turn()
 
 
-def virtual_core(device: VirtualDevice, runner: VirtualRunner, clock: Callable[[], float]) -> EngineCore:
+def virtual_core(
+    device: VirtualDevice, runner: VirtualRunner, clock: Callable[[], float], blocks: VirtualBlocks | None = None
+) -> EngineCore:
     cache = KVCache(windows=(None,), num_blocks=device.num_blocks + 1, block_size=device.block_size)
+    fetcher = None if blocks is None else VirtualFetcher(blocks, device.block_s, runner.pass_time)
     scheduler = Scheduler(
-        config=virtual_config(device).scheduler, cache=cache, max_rows=device.max_running, clock=clock
+        config=virtual_config(device).scheduler,
+        cache=cache,
+        max_rows=device.max_running,
+        clock=clock,
+        fetcher=fetcher,
     )
     info = CoreInfo(
         max_context=device.max_context,
@@ -218,6 +241,7 @@ def virtual_core(device: VirtualDevice, runner: VirtualRunner, clock: Callable[[
         block_size=device.block_size,
         max_running=device.max_running,
         device="virtual",
+        block_address="" if blocks is None else blocks.add(cache.prefix),
     )
     return EngineCore(scheduler, runner, info, clock=clock)
 
@@ -256,11 +280,16 @@ def virtual_engine(
     *,
     keepers: Sequence[FleetKeeper] = (),
     num_started: int | None = None,
+    roles: Sequence[Role] = (),
+    gives_blocks: bool = False,
 ) -> AsyncEngine:
     """Return an engine over virtual cores, to be opened in a `VirtualLoop`, or in any other loop, where its cores sleep
-    in real time."""
-    makers = [lambda: VirtualCoreClient(device)] * num_replicas
-    return AsyncEngine(virtual_frontend(device), makers, router=router, keepers=keepers, num_started=num_started)
+    in real time. `gives_blocks`: whether cores fetch KV blocks from each other."""
+    blocks = VirtualBlocks() if gives_blocks else None
+    makers = [lambda: VirtualCoreClient(device, blocks=blocks)] * num_replicas
+    return AsyncEngine(
+        virtual_frontend(device), makers, router=router, keepers=keepers, num_started=num_started, roles=roles
+    )
 
 
 SAMPLE = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while under an old tree near the river."

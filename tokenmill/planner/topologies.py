@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from tokenmill.arch.cost import kv_bytes_per_token
 from tokenmill.errors import InvalidConfig
 from tokenmill.fleet.virtual import VirtualDevice
 from tokenmill.planner.device import PlanDevice, plan_device
@@ -29,6 +30,7 @@ TPS = (1, 2, 4, 8, 16)
 DEVICES = re.compile(r"(?P<name>.+?)(?:x(?P<number>\d{1,4}))?")
 START_S = 2.0  # of an engine process, besides its weights
 LOAD_BYTES_S = 8e9  # speed at which weights are loaded onto a device
+BLOCK_BYTES_S = 1e9  # speed at which a replica fetches KV blocks from another one, over a socket
 TOP_BATCH = 64  # up to which a virtual device's steps follow the roofline
 
 
@@ -231,4 +233,5 @@ def virtual_device(plan: Plan) -> VirtualDevice:
         token_budget=q.token_budget,
         max_context=min(q.context, plan.model.spec.max_context),
         start_s=START_S + plan.memory.weights / LOAD_BYTES_S,
+        block_s=q.block_size * kv_bytes_per_token(plan.model.spec, plan.kv_dtype) / BLOCK_BYTES_S,
     )

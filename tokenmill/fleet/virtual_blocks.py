@@ -1,0 +1,80 @@
+"""KV blocks that virtual cores give each other: nothing is copied, but it takes its time.
+
+VirtualBlocks    the caches of all virtual cores, by address
+VirtualFetcher   how one core fetches from the others: a `Fetcher` on the loop's clock (`kv/names.py`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from tokenmill.kv.blocks import PrefixIndex
+from tokenmill.kv.names import BlockName, Fetch
+
+PEER = "peer"
+
+
+class VirtualBlocks:
+    """The registered blocks of virtual cores."""
+
+    def __init__(self) -> None:
+        self._indexes: dict[str, PrefixIndex] = {}
+        self._numbers = count()
+
+    def add(self, index: PrefixIndex) -> str:
+        """Let a core's blocks be found; return its address."""
+        address = f"virtual:{next(self._numbers)}"
+        self._indexes[address] = index
+        return address
+
+    def remove(self, address: str) -> None:
+        self._indexes.pop(address, None)
+
+    def has(self, address: str, name: BlockName) -> bool:
+        index = self._indexes.get(address)
+        return index is not None and index.find(*name) is not None
+
+
+class VirtualFetcher:
+    """Fetches blocks of other virtual cores, one fetch after another, each block in `block_s`."""
+
+    has_tiers = False
+
+    def __init__(self, blocks: VirtualBlocks, block_s: float, pass_time: Callable[[float], None]) -> None:
+        """`pass_time`: let the core's clock go on by so many seconds."""
+        self._blocks = blocks
+        self._block_s = block_s
+        self._pass_time = pass_time
+        self._free_s = 0.0  # when the last fetch will have ended
+
+    def ask(self, fetch: Fetch) -> None:
+        fetch.found = {name: PEER for name in fetch.names if self._blocks.has(fetch.source, name)}
+        fetch.is_asked = True
+
+    def expect(self, fetch: Fetch) -> None:
+        fetch.found = dict.fromkeys(fetch.names, PEER)
+        fetch.is_asked = True
+
+    def load(self, fetch: Fetch) -> None:
+        loop = asyncio.get_running_loop()
+        self._free_s = max(self._free_s, loop.time()) + len(fetch.targets) * self._block_s
+        loop.call_at(self._free_s, self._arrive, fetch)
+
+    def _arrive(self, fetch: Fetch) -> None:
+        """Take the blocks over that the other core still has."""
+        fetch.arrived |= {target.name for target in fetch.targets if self._blocks.has(fetch.source, target.name)}
+        fetch.is_loaded = True
+
+    def end(self, fetch: Fetch) -> None:
+        fetch.is_over = True
+
+    def seconds(self, found: dict[BlockName, str]) -> float:
+        return len(found) * self._block_s
+
+    def wait(self, patience_s: float) -> None:
+        self._pass_time(patience_s)
+
+    def close(self) -> None:
+        pass

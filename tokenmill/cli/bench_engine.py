@@ -56,7 +56,7 @@ def offline(
     concurrency
         Sequences at once, a list: 1,4,16. Empty measures only --num-requests.
     num_requests
-        Also run so many requests through the scheduler at once, as a batch job.
+        Also run this many requests through the scheduler at once, as a batch job.
     rounds
         Repeat each measurement; medians are shown.
     bench_seed

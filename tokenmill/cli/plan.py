@@ -89,7 +89,7 @@ class ShowConfig:
     fit: Annotated[bool, Parameter(negative="")] = False
     """Show every precision and split on the device."""
     topologies: Count | None = None
-    """Rank all ways to put the model on so many devices: tensor splits, pipelines, replicas."""
+    """Rank all ways to put the model on this many devices: tensor splits, pipelines, replicas."""
     which: Annotated[bool, Parameter(negative="")] = False
     """Rank all known devices by the price of a request within the limits, 1 to 8 of each side by side."""
     devices: Annotated[bool, Parameter(negative="")] = False

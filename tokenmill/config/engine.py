@@ -173,7 +173,7 @@ class ParallelConfig:
     """Tokens that each expert has been seen to get, a file of `benchmarks/experts.py`: experts are placed so that ranks
     get about as many. Only with `ep`."""
     expert_copies: int = 0
-    """So many experts of a layer, those with most tokens, are on one more rank, which then take turns. Only with
+    """Number of experts of a layer, those with most tokens, that are on one more rank; the two take turns. Only with
     `expert_loads`."""
     stages_at: str | None = None
     """HOST:PORT at which the later stages of a pipeline join from other machines (`tokenmill host --join

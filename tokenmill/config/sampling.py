@@ -23,7 +23,7 @@ class SamplingConfig:
     typical_p: float = 1.0
     """Draw from the most typical tokens that together have this probability."""
     top_n_sigma: float = 0.0
-    """Draw from the tokens within so many standard deviations of the highest logit; 0 for all."""
+    """Sample only tokens whose logits lie within this many standard deviations of the highest; 0 for all."""
     xtc_probability: float = 0.0
     """How often the most likely tokens are left out, for more surprising answers."""
     xtc_threshold: float = 0.1
@@ -39,9 +39,9 @@ class SamplingConfig:
     dry_multiplier: float = 0.0
     """Above 0, passages that repeat earlier ones become less likely the longer they are (DRY)."""
     dry_allowed_length: int = 2
-    """Repeats up to so many tokens cost nothing."""
+    """Repeated sequences up to this many tokens are not penalised."""
     no_repeat_ngram_size: int = 0
-    """No run of so many tokens occurs twice; 0 lets it."""
+    """No sequence of this many tokens occurs twice; 0: off."""
     repetition_penalty: float = 1.0
     """Above 1 makes tokens that occurred already less likely."""
     presence_penalty: float = 0.0

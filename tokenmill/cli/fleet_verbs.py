@@ -17,7 +17,7 @@ def scale_replicas(replicas: str, /, *, url: str = DEFAULT_URL) -> int:
     Parameters
     ----------
     replicas
-        One number, or as many of a range as the load needs: 1..4; 0..4 ends the last one too while there are no requests.
+        One number, or as many of a range as the load needs: 1..4; 0..4 ends the last one too without requests.
     url
         Where the cluster's front is; its key is TOKENMILL_API_KEY.
     """

@@ -193,7 +193,9 @@ class CoreSupervisor:
         times = f"{len(self._deaths)} times in {RESTART_WINDOW_S:.0f} s"
         self.health = Health("dead", f"the engine died {times} without an answer", is_given_up=True)
         log.error(
-            "%s; %s: it is not started again. Stop this server, mend what ended it, start anew", why, self.health.detail
+            "%s; %s: it is not started again. Stop this server, fix the cause, and start it again",
+            why,
+            self.health.detail,
         )
 
     async def _drop_client(self) -> None:

@@ -83,7 +83,7 @@ class LinkedStreams:
         try:
             pipe = await self._connect(target)
         except OSError as problem:
-            log.info("blocks of %s can't be had: %s", target, problem)
+            log.info("blocks of %s can't be fetched: %s", target, problem)
             self._incoming.pop(number, None)
             self._send(CloseBlocks(number))
             return

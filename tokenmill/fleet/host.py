@@ -187,7 +187,7 @@ class HostAgent:
             except* (WebSocketException, OSError) as problems:
                 log.info("the link was cut: %s", problems.exceptions[0])
             except* LinkError as problems:
-                log.error("%s; beginning anew", problems.exceptions[0])
+                log.error("%s; starting over", problems.exceptions[0])
                 await self._end_all()
                 self._begin_anew()
 

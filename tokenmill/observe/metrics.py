@@ -37,7 +37,7 @@
 | replica_requests{replica}         | gauge     | requests that it works on                                     |
 | routes_total{replica,reason}      | counter   | requests that it was given, by why: cached, busy, level ...   |
 | model_loaded                      | gauge     | 1 while the model is in memory                                |
-| model_unloads_total               | counter   | how often the model left the memory                           |
+| model_unloads_total               | counter   | how often the model was unloaded                               |
 | cache_config_info                 | gauge     | 1; labels say the size of a KV block and how many there are   |
 | http_responses_total{status}      | counter   | replies of the server, whatever was asked                     |
 | event_loop_lag_seconds            | histogram | how much later than due the server's event loop gets to work  |
@@ -169,7 +169,7 @@ FAMILIES: dict[str, tuple[str, Kind] | tuple[str, Kind, tuple[str, ...]]] = {
     "routes": ("Requests that an engine process was given, by the reason", Counter, ("replica", "reason")),
     "model_info": ("The models that are served", Gauge),
     "model_loaded": ("Whether the model is in memory", Gauge),
-    "model_unloads": ("How often the model left the memory", Counter),
+    "model_unloads": ("How often the model was unloaded", Counter),
     "waiting_by_reason": ("Waiting requests by what they wait for", Gauge, ("reason",)),
     "cache_config_info": ("The KV cache", Gauge, ("block_size", "num_gpu_blocks")),
 }
@@ -373,7 +373,7 @@ class ModelMetrics:
         self._series["engine_restarts"].inc(times)
 
     def engine_unloaded(self, last: EngineState) -> None:
-        """Note that the model left the memory, after its engine's last totals."""
+        """Note that the model was unloaded, after its engine's last totals."""
         self.set_engine(last)
         self._last = NO_ENGINE
         self._series["model_unloads"].inc()

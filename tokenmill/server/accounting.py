@@ -172,7 +172,7 @@ class Accounting:
         return self._metrics.values(names)
 
     def unloaded(self, name: str, last: EngineStats) -> None:
-        """Count what the engine of a model did before it left the memory."""
+        """Count what the engine of a model did before it was unloaded."""
         self._num_restarts.pop(name, None)
         self._metrics.of(name).engine_unloaded(_state(last))
 

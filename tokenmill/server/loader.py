@@ -310,7 +310,7 @@ class ModelLoader:
             await engine.close()
             gate.shut()
             slot.memory = None
-            log.info("%s left the memory", gate.label)
+            log.info("%s was unloaded", gate.label)
         finally:
             slot.unloading = None
 

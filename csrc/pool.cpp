@@ -18,25 +18,25 @@ constexpr std::chrono::microseconds kNap{1000};  // between two looks
 
 // Whether a thread that has work gets no processor; `ready` ends the look early.
 template <class Ready>
-bool stands_still(const Seat& seat, const Ready& ready) {
-  const int64_t before = seat.works() ? nanoseconds_on(seat.clock()) : -1;
+bool stands_still(const ThreadState& state, const Ready& ready) {
+  const int64_t before = state.works() ? nanoseconds_on(state.clock()) : -1;
   if (before < 0) return false;
   const auto until = std::chrono::steady_clock::now() + kLook;
   while (std::chrono::steady_clock::now() < until)
     if (spin_until(10, ready)) return false;
-  return nanoseconds_on(seat.clock()) == before;
+  return nanoseconds_on(state.clock()) == before;
 }
 
 }  // namespace
 
-void Seat::begin() {
+void ThreadState::begin() {
   thread_ = this_thread();
   clock_.store(this_threads_clock(), std::memory_order_relaxed);
   core_.store(current_core(), std::memory_order_relaxed);
   hold_.store(Hold::Pieces, std::memory_order_release);
 }
 
-bool Seat::leave() {
+bool ThreadState::leave() {
   while (true) {
     for (const Hold held : {Hold::Pieces, Hold::Pulled}) {
       Hold now = held;
@@ -46,7 +46,7 @@ bool Seat::leave() {
   }
 }
 
-bool Seat::pull_to(int core) {
+bool ThreadState::pull_to(int core) {
   Hold now = hold_.load(std::memory_order_relaxed);
   if (now == Hold::Nothing || now == Hold::BeingPulled) return false;
   if (!hold_.compare_exchange_strong(now, Hold::BeingPulled)) return false;
@@ -57,7 +57,7 @@ bool Seat::pull_to(int core) {
 
 Pool::Pool(int threads) {
   if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be between 1 and 1024");
-  seats_ = std::vector<Seat>(static_cast<size_t>(threads));
+  states_ = std::vector<ThreadState>(static_cast<size_t>(threads));
   try {
     for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { worker(t); });
   } catch (...) {  // the system gives no more threads
@@ -79,7 +79,7 @@ void Pool::publish(int pieces, Call call, const void* context) {
   if (static_cast<uint64_t>(pieces) > kMask) throw std::invalid_argument("this is more pieces than threads can share");
   call_ = call;
   context_ = context;
-  seats_[0].begin();
+  states_[0].begin();
   done_.store(0, std::memory_order_relaxed);
   pieces_.store(static_cast<uint32_t>(pieces), std::memory_order_relaxed);
   const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
@@ -114,14 +114,14 @@ void Pool::work_until_done(uint32_t pieces) {
   while (work_one(0)) {}
   if (!spin_until(kCallerSpins, [&] { return done_.load(std::memory_order_acquire) == pieces; }))
     wait_for_workers(pieces);
-  seats_[0].leave();
+  states_[0].leave();
 }
 
 void Pool::wait_for_workers(uint32_t pieces) {
   const auto ready = [&] { return done_.load(std::memory_order_acquire) == pieces; };
   while (!ready()) {
-    for (size_t t = 1; t < seats_.size(); ++t)
-      if (stands_still(seats_[t], ready) && seats_[t].pull_to(current_core()))
+    for (size_t t = 1; t < states_.size(); ++t)
+      if (stands_still(states_[t], ready) && states_[t].pull_to(current_core()))
         rescues_.fetch_add(1, std::memory_order_relaxed);
     caller_sleeps_.store(true);
     const uint32_t now = done_.load();
@@ -134,7 +134,7 @@ void Pool::wait_for_workers(uint32_t pieces) {
 void Pool::wait_for_news(uint32_t seen) {
   const auto news = [&] { return epoch_.load(std::memory_order_acquire) != seen; };
   if (spin_until(kWorkerSpins, news)) return;
-  const Seat& caller = seats_[0];
+  const ThreadState& caller = states_[0];
   if (!caller_sleeps_.load() && stands_still(caller, news) && take_callers_place()) return;
   sleepers_.fetch_add(1);
   sleep_while(epoch_, seen, caller.works() ? kNap : kForever);
@@ -142,25 +142,25 @@ void Pool::wait_for_news(uint32_t seen) {
 }
 
 bool Pool::take_callers_place() {
-  const int here = current_core(), there = seats_[0].core();
-  if (!seats_[0].pull_to(here)) return false;
+  const int here = current_core(), there = states_[0].core();
+  if (!states_[0].pull_to(here)) return false;
   rescues_.fetch_add(1, std::memory_order_relaxed);
   return move_thread(this_thread(), there != here ? there : core_beside(here));
 }
 
-void Pool::return_from_rescue(const Seat& seat) {
-  const int here = current_core(), there = seat.core();
+void Pool::return_from_rescue(const ThreadState& state) {
+  const int here = current_core(), there = state.core();
   move_thread(this_thread(), there != here ? there : core_beside(here));
 }
 
 void Pool::worker(int thread) {
-  Seat& seat = seats_[static_cast<size_t>(thread)];
+  ThreadState& state = states_[static_cast<size_t>(thread)];
   while (!stop_.load(std::memory_order_relaxed)) {
     const uint32_t seen = epoch_.load(std::memory_order_acquire);
-    seat.begin();
+    state.begin();
     while (work_one(thread)) {}
-    if (seat.leave())
-      return_from_rescue(seat);
+    if (state.leave())
+      return_from_rescue(state);
     else if (!stop_.load(std::memory_order_relaxed))
       wait_for_news(seen);
   }

@@ -12,7 +12,7 @@
 // pulls it over to its own core (a "rescue"):
 //
 //   the caller waits for a worker:  it pulls the worker over and sleeps; the worker finishes its piece and goes back to
-//                                   the crowded core, to wait there with empty hands until its turn comes
+//                                   the crowded core, to wait there without work until it is scheduled again
 //   a worker waits for the caller:  it pulls the caller over and takes its place on the crowded core
 #pragma once
 #include <atomic>
@@ -25,14 +25,14 @@
 namespace tokenmill {
 
 // A thread as the others see it: whether it may hold pieces of the present phase, and where it began with them.
-class alignas(64) Seat {
+class alignas(64) ThreadState {
  public:
   void begin();  // before its thread claims
   bool leave();  // after; whether it was pulled away meanwhile
   bool works() const { return hold_.load(std::memory_order_relaxed) != Hold::Nothing; }
   int clock() const { return clock_.load(std::memory_order_relaxed); }
   int core() const { return core_.load(std::memory_order_relaxed); }
-  bool pull_to(int core);  // by another thread; false when the seat's has left meanwhile, or may not go there
+  bool pull_to(int core);  // by another thread; false when its work has ended meanwhile, or it may not run there
 
  private:
   enum class Hold : int { Nothing, Pieces, BeingPulled, Pulled };
@@ -81,10 +81,10 @@ class Pool {
   void worker(int thread);
   void wait_for_news(uint32_t seen);
   bool take_callers_place();
-  void return_from_rescue(const Seat& seat);
+  void return_from_rescue(const ThreadState& state);
 
   std::vector<std::thread> workers_;
-  std::vector<Seat> seats_;  // the caller's first
+  std::vector<ThreadState> states_;  // the caller's first
   Call call_ = nullptr;
   const void* context_ = nullptr;
   alignas(64) std::atomic<uint64_t> ticket_{0};

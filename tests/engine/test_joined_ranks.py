@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.server_process import ROOT, free_port
 from tokenmill import LLM, SamplingParams
-from tokenmill.engine.joined_ranks import KEY_VARIABLE, RANK, Door, connect
+from tokenmill.engine.joined_ranks import KEY_VARIABLE, RANK, RankListener, connect
 from tokenmill.errors import InvalidConfig, PeerDied
 
 KEY = "a key that all ranks have"
@@ -59,24 +59,24 @@ def test_stages_on_other_machines_say_what_one_rank_says(stories_dir: Path, monk
 
 
 def test_nobody_joins_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Door("127.0.0.1", 0, KEY.encode())
+    listener = RankListener("127.0.0.1", 0, KEY.encode())
     found: list[str] = []
 
     def accept() -> None:
         with suppress(OSError):
-            found.append(door.accept(RANK, time.monotonic() + 60)[1])
+            found.append(listener.accept(RANK, time.monotonic() + 60)[1])
 
     waiting = threading.Thread(target=accept)
     waiting.start()
     with pytest.raises(InvalidConfig, match="another key"):
-        connect("127.0.0.1", door.port, RANK, b"a key that is wrong", time.monotonic() + 60)
-    with socket.create_connection(("127.0.0.1", door.port)) as silent:
+        connect("127.0.0.1", listener.port, RANK, b"a key that is wrong", time.monotonic() + 60)
+    with socket.create_connection(("127.0.0.1", listener.port)) as silent:
         silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert not found
-    connect("127.0.0.1", door.port, RANK, KEY.encode(), time.monotonic() + 60).close()
+    connect("127.0.0.1", listener.port, RANK, KEY.encode(), time.monotonic() + 60).close()
     waiting.join(60)
     assert found == ["127.0.0.1"]
-    door.close()
+    listener.close()
 
 
 @pytest.mark.parametrize(

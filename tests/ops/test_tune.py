@@ -68,7 +68,7 @@ def test_a_measured_row_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_every_number_is_measured_or_named_as_kept() -> None:
-    found = list(tune.tunables(tune.Workbench(CPU), 132))
+    found = list(tune.tunables(tune.MeasurementInputs(CPU), 132))
     fields = [tunable.field for tunable in found]
     assert len(set(fields)) == len(fields) and set(fields) <= set(Tuning.__struct_fields__)
     left = {"fp8_split_max_rows", "moe_gemv_programs", "attention_fused_min_splits"}

@@ -17,7 +17,7 @@ from tests.support.server_process import free_port, running
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.errors import InvalidConfig, UnknownModel
-from tokenmill.text.script import FAIL, Recital, Script, Speaker, read_script
+from tokenmill.text.script import FAIL, AnswerCursor, Script, TokenizedScript, read_script
 from tokenmill.text.tokenizer import byte_tokenizer
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -143,11 +143,11 @@ def test_many_at_once_under_a_small_cache_say_what_they_say_alone() -> None:
 # ── a script's parts ───────────────────────────────────────────────────────────────────────────────────
 
 
-def recital(say: list[Any], *, stubborn: bool = False) -> Recital:
+def cursor(say: list[Any], *, stubborn: bool = False) -> AnswerCursor:
     tokenizer = byte_tokenizer(["<|x|>"])
     path_free = Script(rules=read_rules([{"say": say, "stubborn": stubborn}]))
-    speaker = Speaker(path_free, tokenizer, 257)
-    return Recital(speaker, speaker.answer_to([65]))
+    script = TokenizedScript(path_free, tokenizer, 257)
+    return AnswerCursor(script, script.answer_to([65]))
 
 
 def read_rules(answers: list[Any]) -> Any:
@@ -159,11 +159,11 @@ def read_rules(answers: list[Any]) -> Any:
 
 def test_a_plain_script_ends_when_it_loses_its_thread_and_a_stubborn_one_goes_on() -> None:
     for stubborn in (False, True):
-        one = recital(["ab<|x|>c", {"fail": True}], stubborn=stubborn)
+        one = cursor(["ab<|x|>c", {"fail": True}], stubborn=stubborn)
         assert one.next_token(0) == ord("a")
-        one.hear(0, [ord("a"), ord("z")])
+        one.note_sampled(0, [ord("a"), ord("z")])
         assert one.next_token(2) == (ord("b") if stubborn else 257)
-        one.hear(1, [ord("b"), 258, ord("c")])  # what was a draft did not hold
+        one.note_sampled(1, [ord("b"), 258, ord("c")])  # what was a draft did not hold
         assert [one.next_token(index) for index in range(5)] == [ord("a"), ord("b"), 258, ord("c"), FAIL]
 
 

@@ -32,7 +32,7 @@ Outcome = tuple[float, bool]  # level, whether it passed
 
 STEP = 0.006  # step of the grid in log(level)
 WIDTHS = np.array([0.003, 0.006, 0.012, 0.025, 0.04, 0.06, 0.09, 0.13, 0.18, 0.25])
-SLIP = 0.01
+LAPSE_RATE = 0.01
 MARGIN = 1.5  # the edge may be outside of the allowed levels by this factor
 
 
@@ -75,7 +75,7 @@ def belief_of(outcomes: Sequence[Outcome], lowest: float, most: float) -> Belief
     for (level, passed), times in Counter(outcomes).items():
         distance = (logs - np.log(level)) / WIDTHS[:, None]
         chance = 0.5 * (1 + np.tanh(distance / 2))  # the logistic function, without overflow
-        chance = SLIP + (1 - 2 * SLIP) * chance
+        chance = LAPSE_RATE + (1 - 2 * LAPSE_RATE) * chance
         likelihood += times * np.log(chance if passed else 1 - chance)
     weights = np.exp(likelihood - likelihood.max()).sum(axis=0)
     return Belief(np.exp(logs), weights / weights.sum())

@@ -16,7 +16,7 @@ from tokenmill.store import ResolvedModel, is_scripted
 if TYPE_CHECKING:
     from tokenmill.server.engine_source import PlanRequest
     from tokenmill.server.loader import ModelMemory
-    from tokenmill.server.ui.shelf import FitFinder
+    from tokenmill.server.ui.model_lists import FitFinder
 
 MODELS_HELP = (
     "Short names, GGUF files, model directories, Hugging Face ids or scripted:FILE; the default model without them. "

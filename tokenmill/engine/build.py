@@ -43,7 +43,7 @@ from tokenmill.models.protocol import Model
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler import Scheduler
 from tokenmill.store import is_scripted
-from tokenmill.text.script import Speaker, read_script
+from tokenmill.text.script import TokenizedScript, read_script
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.source import WeightSource
 
@@ -203,7 +203,7 @@ def build_scripted_core(config: EngineConfig, script_path: Path, block_address: 
     ends = eos_ids(spec, tokenizer)
     if not ends:
         raise InvalidConfig("the script's tokenizer has no token that ends an answer", param="model")
-    model = ScriptModel(Speaker(script, tokenizer, ends[0]))
+    model = ScriptModel(TokenizedScript(script, tokenizer, ends[0]))
     core = assemble(
         config,
         model,

@@ -53,7 +53,7 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class Door:
+class RankListener:
     """A port at which others connect, each for one thing."""
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
@@ -86,7 +86,7 @@ class Door:
 
 
 def connect(host: str, port: int, kind: bytes, key: bytes, until_s: float) -> Connection:
-    """Connect to a door, which may open a little later."""
+    """Connect to a listener, which may open a little later."""
     while True:
         try:
             connection = _connection(socket.create_connection((host, port), timeout=HANDSHAKE_S))
@@ -131,14 +131,16 @@ def hang_up(connection: Connection) -> None:
         found.shutdown(socket.SHUT_RDWR)
 
 
-def ring_ends(door: Door, host: str, port: int, key: bytes, until_s: float) -> tuple[Connection, Connection]:
+def ring_ends(
+    listener: RankListener, host: str, port: int, key: bytes, until_s: float
+) -> tuple[Connection, Connection]:
     """Open the two connections of a rank in the ring of stages: the stage before connects here, this one connects to
     the next stage at `host` and `port`. Both at the same time, or the ranks of the ring would wait for each other."""
     came: list[Connection] = []
 
     def accept() -> None:
         with suppress(PeerDied, OSError):
-            came.append(door.accept(STREAM, until_s)[0])
+            came.append(listener.accept(STREAM, until_s)[0])
 
     accepting = threading.Thread(target=accept, name="stage-before", daemon=True)
     accepting.start()

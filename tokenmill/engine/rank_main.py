@@ -80,8 +80,8 @@ def serve_joined_rank(address: str, parent_pid: int) -> int:
     from tokenmill.engine.joined_ranks import (
         JOIN_S,
         RANK,
-        Door,
         RankHello,
+        RankListener,
         connect,
         group_key,
         ring_ends,
@@ -95,12 +95,12 @@ def serve_joined_rank(address: str, parent_pid: int) -> int:
     (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
     leader = connect(host, port, RANK, key, until_s)
     when_closed(leader, lambda: os._exit(1))
-    door = Door("", 0, key)
-    leader.send_bytes(msgspec.msgpack.encode(RankHello(door.port)))
+    listener = RankListener("", 0, key)
+    leader.send_bytes(msgspec.msgpack.encode(RankHello(listener.port)))
     start = msgspec.msgpack.decode(leader.recv_bytes(), type=RankStart)
     set_up(start)
-    before, behind = ring_ends(door, *(start.behind_at or (host, port)), key, until_s)
-    door.close()
+    before, behind = ring_ends(listener, *(start.behind_at or (host, port)), key, until_s)
+    listener.close()
     run_follower(start, Alone(), StageLink(before, behind, reads_ahead=False), leader)
     return 0
 

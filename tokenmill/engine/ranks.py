@@ -40,8 +40,8 @@ from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, own_python
 from tokenmill.engine.joined_ranks import (
     JOIN_S,
     RANK,
-    Door,
     RankHello,
+    RankListener,
     group_key,
     hang_up,
     ring_ends,
@@ -307,23 +307,23 @@ class Ranks:
     def _let_join(self, address: str, mesh: Mesh, model_path: Path) -> None:
         """Wait until other machines have come, and make the stages of them."""
         (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
-        door = Door(host, port, key)
+        listener = RankListener(host, port, key)
         try:
             places: list[tuple[str, int]] = []
             for rank in range(1, mesh.size):
                 log.info("waiting for rank %d of %d to join at %s", rank, mesh.size, address)
-                follower, place = door.accept(RANK, until_s)
+                follower, place = listener.accept(RANK, until_s)
                 self._followers.append(follower)
                 places.append((place, msgspec.msgpack.decode(follower.recv_bytes(), type=RankHello).port))
             for rank, follower in enumerate(self._followers, 1):
                 behind = places[rank] if rank < len(places) else None
                 start = RankStart(self._config, str(model_path), rank, behind_at=behind)
                 follower.send_bytes(msgspec.msgpack.encode(start))
-            before, behind_me = ring_ends(door, *places[0], key, until_s)
+            before, behind_me = ring_ends(listener, *places[0], key, until_s)
         except (OSError, EOFError) as error:
             raise PeerDied(f"a rank ended before it had joined: {error}") from None
         finally:
-            door.close()
+            listener.close()
         self.group, self.link = Alone(), StageLink(before, behind_me, reads_ahead=True)
         for rank, follower in enumerate(self._followers, 1):
             when_closed(follower, partial(self._lose, rank, "is gone, or its machine"))

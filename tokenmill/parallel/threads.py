@@ -14,7 +14,7 @@ WAIT_LIMIT_S = 600.0
 
 
 @dataclass
-class Meeting:
+class SharedTensors:
     """State that the ranks of a group share: a barrier, and each one's tensor."""
 
     size: int
@@ -27,36 +27,36 @@ class Meeting:
 
 
 class ThreadGroup:
-    def __init__(self, rank: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, shared: SharedTensors) -> None:
         self.rank = rank
-        self._meeting = meeting
+        self._shared = shared
 
     @classmethod
     def make(cls, size: int) -> list[ThreadGroup]:
         """Make the groups of all ranks."""
-        meeting = Meeting(size)
-        return [cls(rank, meeting) for rank in range(size)]
+        shared = SharedTensors(size)
+        return [cls(rank, shared) for rank in range(size)]
 
     @property
     def size(self) -> int:
-        return self._meeting.size
+        return self._shared.size
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-        meeting = self._meeting
-        meeting.places[self.rank] = x
+        shared = self._shared
+        shared.places[self.rank] = x
         self._wait()
-        found = [place.clone() for place in meeting.places if place is not None]
+        found = [place.clone() for place in shared.places if place is not None]
         self._wait()  # who writes next waits until all have read
         return found
 
     def abort(self) -> None:
-        self._meeting.barrier.abort()
+        self._shared.barrier.abort()
 
     def close(self) -> None:
         pass
 
     def _wait(self) -> None:
         try:
-            self._meeting.barrier.wait(WAIT_LIMIT_S)
+            self._shared.barrier.wait(WAIT_LIMIT_S)
         except threading.BrokenBarrierError:
             raise PeerDied("another rank has ended, or does not answer") from None

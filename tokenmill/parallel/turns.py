@@ -19,7 +19,7 @@ WAIT_LIMIT_S = 600.0
 
 
 @dataclass
-class Round:
+class TurnState:
     """State that the ranks of a group share: whose turn it is, and each one's tensor, in two alternating buffers."""
 
     size: int
@@ -33,7 +33,7 @@ class Round:
 
 
 class TurnGroup:
-    def __init__(self, rank: int, shared: Round) -> None:
+    def __init__(self, rank: int, shared: TurnState) -> None:
         self.rank = rank
         self._round = shared
         self._parity = 0
@@ -41,7 +41,7 @@ class TurnGroup:
     @classmethod
     def make(cls, size: int) -> list[TurnGroup]:
         """Make the groups of all ranks; each rank begins with `wait_turn` and ends with `pass_turn`."""
-        shared = Round(size)
+        shared = TurnState(size)
         return [cls(rank, shared) for rank in range(size)]
 
     @property

@@ -15,10 +15,10 @@ import torch
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch, Mode
 from tokenmill.runner.runner import ModelRunner, RowSampler, RowsForward
-from tokenmill.text.script import FAIL, HIDDEN_SIZE, Recital, Speaker
+from tokenmill.text.script import FAIL, HIDDEN_SIZE, AnswerCursor, TokenizedScript
 from tokenmill.types import RowPlan, StepPlan
 
-NO_WISH = -2.0  # at a position inside the prompt: the script says nothing of it
+UNSCRIPTED = -2.0  # at a position inside the prompt: the script says nothing of it
 WANTED_LOGIT = 400.0
 LOGIT_STEP = 40.0  # between two ranks: at any usual temperature the better one is certain in a million tokens
 ENDING, CONTROL, LAST = 9, 8, -1
@@ -31,15 +31,15 @@ class ScriptModel:
 
     best_logits = direct = adapter_slots = None
 
-    def __init__(self, speaker: Speaker) -> None:
-        self.speaker = speaker
-        self.vocab_size = speaker.tokenizer.vocab_size
+    def __init__(self, script: TokenizedScript) -> None:
+        self.script = script
+        self.vocab_size = script.tokenizer.vocab_size
         ranks = [self._rank(token_id) for token_id in range(self.vocab_size)]
         self._otherwise = torch.tensor(ranks, dtype=torch.float32) * LOGIT_STEP
 
     def _rank(self, token_id: int) -> float:
-        tokenizer = self.speaker.tokenizer
-        if token_id == self.speaker.eos_token_id:
+        tokenizer = self.script.tokenizer
+        if token_id == self.script.eos_token_id:
             return ENDING
         if token_id in tokenizer.special_ids:
             return CONTROL
@@ -57,7 +57,7 @@ class ScriptModel:
         for line, wish in enumerate(hidden[:, 0].tolist()):
             if wish == FAIL:
                 logits[line] = float("nan")
-            elif wish == NO_WISH:
+            elif wish == UNSCRIPTED:
                 logits[line] = 0.0
             else:
                 logits[line, int(wish)] = WANTED_LOGIT
@@ -71,17 +71,17 @@ class ScriptRunner(ModelRunner):
         self, model: ScriptModel, storage: KVStorage, sampler: RowSampler, max_rows: int, max_context: int
     ) -> None:
         super().__init__(model, storage, sampler, max_rows, max_context)
-        self._speaker = model.speaker
-        self._recitals: dict[int, Recital] = {}
+        self._script = model.script
+        self._cursors: dict[int, AnswerCursor] = {}
 
     def apply_changes(self, plan: StepPlan) -> None:
         super().apply_changes(plan)
         for row in plan.freed_rows:
-            self._recitals.pop(row, None)
+            self._cursors.pop(row, None)
         for new in plan.new_rows:
-            recital = Recital(self._speaker, self._speaker.answer_to(new.prompt_token_ids))
-            recital.hear(0, new.output_token_ids)
-            self._recitals[new.row] = recital
+            cursor = AnswerCursor(self._script, self._script.answer_to(new.prompt_token_ids))
+            cursor.note_sampled(0, new.output_token_ids)
+            self._cursors[new.row] = cursor
 
     def start_rows(self, plans: Sequence[RowPlan]) -> RowsForward:
         tasks = [self._task(plan) for plan in plans]
@@ -92,18 +92,18 @@ class ScriptRunner(ModelRunner):
     def _delay_s(self, plan: RowPlan) -> float:
         if not plan.sample:
             return 0.0
-        rule = self._recitals[plan.row].answer.rule
+        rule = self._cursors[plan.row].answer.rule
         return rule.token_delay_s if plan.output_index else rule.delay_s
 
     def _states(self, plan: RowPlan, wanted: Sequence[int]) -> list[list[float]]:
         """The states of a row's wanted tokens; `wanted` counts from the first fed one."""
-        row, recital = self.rows[plan.row], self._recitals[plan.row]
+        row, cursor = self.rows[plan.row], self._cursors[plan.row]
         if row.pooler is not None:
             return [_vector(plan.token_ids[offset]) for offset in wanted]
         first = plan.sequence_position - len(row.prompt_token_ids)  # of the fed tokens, counted in the answer
         in_answer = plan.token_ids[max(0, -first) :]
-        recital.hear(max(0, first), in_answer)
-        wishes = [recital.next_token(first + offset + 1) if first + offset >= -1 else NO_WISH for offset in wanted]
+        cursor.note_sampled(max(0, first), in_answer)
+        wishes = [cursor.next_token(first + offset + 1) if first + offset >= -1 else UNSCRIPTED for offset in wanted]
         return [[wish] + [0.0] * (HIDDEN_SIZE - 1) for wish in wishes]
 
 

@@ -63,8 +63,8 @@ from tokenmill.server.tgi.routes import tgi_endpoints
 from tokenmill.server.tokens import token_endpoints
 from tokenmill.server.tracing import RequestTracing, tracer_of
 from tokenmill.server.ui.feed import feed_endpoints
+from tokenmill.server.ui.model_lists import MakeFinder, model_list_endpoints
 from tokenmill.server.ui.pages import PAGE_PATHS, page_endpoints, page_routes
-from tokenmill.server.ui.shelf import MakeFinder, shelf_endpoints
 
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "traceparent", "x-cache", "retry-after", "retry-after-ms", "x-should-retry"),
@@ -141,7 +141,7 @@ def create_app(
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
     context.services.extend([ledger, audit, tracing, request_log, LoopLag(metrics.process.note_lag)])
     endpoints += [*admin_endpoints(context, accounting.render), *usage_endpoints(ledger)]
-    endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *shelf_endpoints(context, fits)]
+    endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *model_list_endpoints(context, fits)]
     jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}
     endpoints += _batch_endpoints(context, jobs)
     app = Starlette(

@@ -33,7 +33,7 @@ LEAST_TAKEN_BYTES = 1024
 MAX_UNREAD_BYTES = 64 << 20  # of a body that was refused before it came: read, so that the client sees why, and dropped
 STATUS_LINES = {400: "400 Bad Request", 431: "431 Request Header Fields Too Large"}
 FEW_LEFT = 16  # descriptors
-TELL_AGAIN_S = 60.0
+REPEAT_WARNING_S = 60.0
 TLS_HELLO = b"\x16\x03"
 
 
@@ -55,7 +55,7 @@ class DescriptorWatch:
         if connection is None or limit == resource.RLIM_INFINITY or connection.fileno() < limit - FEW_LEFT:
             return
         now_s = time.monotonic()
-        if now_s - self._told_s > TELL_AGAIN_S:
+        if now_s - self._told_s > REPEAT_WARNING_S:
             self._told_s = now_s
             log.error("%d connections and files are open, nearly all that may be: raise the limit (ulimit -n)", limit)
 

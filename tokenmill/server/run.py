@@ -50,12 +50,12 @@ from tokenmill.server.registry import require_distinct
 from tokenmill.server.routing import RouteContext
 from tokenmill.server.service_notify import ServiceNotifier
 from tokenmill.server.tls import TlsFiles, tls_files
-from tokenmill.server.ui.shelf import MakeFinder
+from tokenmill.server.ui.model_lists import MakeFinder
 from tokenmill.store import LocalModel, parse_name, plain_name, resolve_model
 
 log = get_log("server")
 FLUSH_S = 5  # for replies that are computed but not yet read by their clients
-HUNG_UP_S = 2  # for connections that are cut off to notice it
+DISCONNECT_S = 2  # for connections that are cut off to notice it
 FORCED_CLOSE_S = 1.0
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so that they close first
 EXIT_FORCED = 1
@@ -188,7 +188,7 @@ def uvicorn_config(app: Starlette, flush_s: int, tls: TlsFiles | None = None) ->
         log_config=None,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=flush_s + HUNG_UP_S,
+        timeout_graceful_shutdown=flush_s + DISCONNECT_S,
     )
 
 
@@ -201,7 +201,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        flush_s = (self.config.timeout_graceful_shutdown or 0) - HUNG_UP_S
+        flush_s = (self.config.timeout_graceful_shutdown or 0) - DISCONNECT_S
         hanging_up = asyncio.get_running_loop().call_later(flush_s, self._hang_up)
         await super().shutdown(sockets)
         hanging_up.cancel()

@@ -30,14 +30,14 @@ from typing import Protocol
 MAX_DRAFTS = 15  # per sequence and step
 NEGLIGIBLE = 0.05  # probabilities below this are not considered
 MIN_CHANCE = 0.3  # `ThresholdDepth` feeds draft tokens that are at least this likely
-CAUTION = 1.15  # drafts are counted as this much dearer than estimated, since estimates err
+DRAFT_COST_MARGIN = 1.15  # drafts are counted as this much dearer than estimated, since estimates err
 PROBE_DEPTH = 2
 FIRST_PATIENCE, LONGEST_PATIENCE = 16, 1024  # steps without drafts before the next probe
 
 LARGEST_SIZE = 256  # tokens; larger steps are prefill and say little about drafts
 EXACT_SIZES = 16  # up to here each size has its own mean
 STEEPNESS = 0.6  # prior: the share of a step's time that grows with its tokens
-STEADINESS = 10  # the newest value weighs a tenth in a mean
+VALUES_IN_MEAN = 10  # the newest value weighs a tenth in a mean
 HALF_LIFE_STEPS = 400
 LINE_WEIGHT = 2.0  # of the line against a size's own mean, in observations
 PRIOR_WEIGHT = 1.0
@@ -93,7 +93,7 @@ class CostModelDepth:
         best, least, gained = num_rows / base, 2.0, float(num_rows)
         for chance, seconds in zip(surest, costs[1:], strict=True):
             gained += chance
-            found = gained / (base + CAUTION * (seconds - base))
+            found = gained / (base + DRAFT_COST_MARGIN * (seconds - base))
             if found > best:
                 best, least = found, chance
         return [sum(chance >= least for chance in one) for one in chances]
@@ -133,7 +133,7 @@ class DraftDepth:
             drafting_s += self._draft_cost.seconds(num_behind if depth == 1 else len(going))
             gained += sum(going)
             fed += len(going)
-            found = gained / (base + CAUTION * (drafting_s + self._cost.seconds(fed) - base))
+            found = gained / (base + DRAFT_COST_MARGIN * (drafting_s + self._cost.seconds(fed) - base))
             if found > rate:
                 best, rate = depth, found
         return best
@@ -154,7 +154,7 @@ class SizeMean:
     def note(self, tokens: int, seconds: float) -> None:
         if self.count > 2:
             seconds = min(seconds, 2.0 * self.seconds)  # an outlier: the machine was busy otherwise
-        self.count = min(self.count + 1, STEADINESS)
+        self.count = min(self.count + 1, VALUES_IN_MEAN)
         self.tokens += (tokens - self.tokens) / self.count
         self.seconds += (seconds - self.seconds) / self.count
 

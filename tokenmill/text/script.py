@@ -5,7 +5,7 @@
 A script is JSON: rules that choose an answer by the prompt, and the answers. `docs/scripted-model.md` describes it for
 users. All else of an engine is real: its process, scheduler, sampler, grammars, tokenizer and chat template.
 
-    prompt ids ──► Speaker.answer_to ──► ScriptAnswer ──► Recital: which token is next, after what was sampled so far
+    prompt ids ──► TokenizedScript.answer_to ──► ScriptAnswer ──► AnswerCursor: the next token, after what was sampled
 
 An answer is compared with what was sampled as *atoms*, bytes and control tokens, not as token ids: a grammar that
 forces text may cut it into other tokens than the tokenizer would. What is sampled need not be what the model proposes
@@ -183,7 +183,7 @@ class ScriptAnswer:
     token_at: dict[int, int]
 
 
-class Speaker:
+class TokenizedScript:
     """A script and the tokenizer it is said with."""
 
     def __init__(self, script: Script, tokenizer: Tokenizer, eos_token_id: int) -> None:
@@ -281,16 +281,16 @@ class Speaker:
         return max(map(len, self._by_bytes))
 
 
-class Recital:
+class AnswerCursor:
     """The answer of one sequence: what it has said so far and what it wants to say next."""
 
-    def __init__(self, speaker: Speaker, answer: ScriptAnswer) -> None:
+    def __init__(self, script: TokenizedScript, answer: ScriptAnswer) -> None:
         self.answer = answer
-        self._speaker = speaker
+        self._script = script
         self._said: list[int] = []  # token ids of the answer
         self._positions = [0]  # in the answer's atoms, after each of them
 
-    def hear(self, index: int, token_ids: Sequence[int]) -> None:
+    def note_sampled(self, index: int, token_ids: Sequence[int]) -> None:
         """Note that these tokens of the answer, from number `index` on, were sampled."""
         for offset, token_id in enumerate(token_ids, start=index):
             if offset < len(self._said) and self._said[offset] == token_id:
@@ -303,18 +303,18 @@ class Recital:
         """Return token number `index` of the model's answer."""
         position, atoms = self._positions[index], self.answer.atoms
         if position == LOST or not atoms:
-            return self._speaker.eos_token_id
+            return self._script.eos_token_id
         if position == len(atoms):
             if not self.answer.rule.repeats:
-                return self._speaker.eos_token_id
+                return self._script.eos_token_id
             position = 0
         known = self.answer.token_at.get(position)
-        return self._speaker.token_for(atoms[position:]) if known is None else known
+        return self._script.token_for(atoms[position:]) if known is None else known
 
     def _after(self, position: int, token_id: int) -> int:
         if position == LOST:
             return LOST
-        atoms, heard = self.answer.atoms, self._speaker.atoms_of(token_id)
+        atoms, heard = self.answer.atoms, self._script.atoms_of(token_id)
         if self.answer.rule.repeats and position == len(atoms):
             position = 0
         if heard and list(atoms[position : position + len(heard)]) == heard:

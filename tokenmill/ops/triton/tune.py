@@ -40,7 +40,7 @@ Run = Callable[[int], object]
 """Computes with the given copy of the weights"""
 
 
-class Workbench:
+class MeasurementInputs:
     """Inputs and weights of measurements, made when they are first needed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -126,7 +126,7 @@ class Tunable:
     is_hopper_only: bool = False
 
 
-def tunables(bench: Workbench, multiprocessors: int) -> Iterator[Tunable]:
+def tunables(bench: MeasurementInputs, multiprocessors: int) -> Iterator[Tunable]:
     def products(form: str, rows: tuple[int, ...], mode: Mode = "eager") -> tuple[Callable[[], Run], ...]:
         return tuple(partial(bench.product, form, shape, m, mode) for shape in SHAPES for m in rows)
 
@@ -190,7 +190,7 @@ def measure(device: torch.device, note: Callable[[str], None]) -> Tuning:
         compute_capability=before.compute_capability,
         multiprocessors=multiprocessors,
     )
-    bench, measured = Workbench(device), []
+    bench, measured = MeasurementInputs(device), []
     for tunable in tunables(bench, multiprocessors):
         if tunable.is_hopper_only and not before.has_gluon:
             continue

@@ -283,13 +283,13 @@ def parse_format(fields: BodyFields) -> Guided | None:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class KeepAlive:
     """A request's `keep_alive`: how long its model stays in memory after it."""
 
     seconds: float | None  # None: for ever
 
 
-def parse_keeping(fields: BodyFields) -> Keeping | None:
+def parse_keeping(fields: BodyFields) -> KeepAlive | None:
     """The `keep_alive` of a request: a duration such as "5m", or seconds; below zero for ever."""
     given = fields.get("keep_alive")
     if given is None:
@@ -297,7 +297,7 @@ def parse_keeping(fields: BodyFields) -> Keeping | None:
     seconds = seconds_of(given)
     if seconds is None:
         refuse("keep_alive", f"must be a duration such as 5m, or seconds, got {shown(given)}")
-    return Keeping(keep_alive_of(seconds))
+    return KeepAlive(keep_alive_of(seconds))
 
 
 def refuse_images(fields: BodyFields) -> None:

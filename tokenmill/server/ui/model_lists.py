@@ -35,7 +35,7 @@ class FitFinder(Protocol):
 MakeFinder = Callable[[], FitFinder]  # called when somebody looks for the first time
 
 
-class Shelf:
+class ModelLists:
     """The lists of stored and of catalogued models."""
 
     def __init__(self, make_finder: MakeFinder | None) -> None:
@@ -92,14 +92,14 @@ class Shelf:
         return None if fit is None else {**fit, "fits": fit["needs_bytes"] <= self._available}
 
 
-def shelf_endpoints(context: RouteContext, make_finder: MakeFinder | None) -> list[Endpoint]:
-    shelf = Shelf(make_finder)
+def model_list_endpoints(context: RouteContext, make_finder: MakeFinder | None) -> list[Endpoint]:
+    lists = ModelLists(make_finder)
     turn = asyncio.Lock()
 
     async def models_to_choose_from(request: Request) -> Response:
         require_own_page(request)
         async with turn:
-            listed = await asyncio.to_thread(shelf.listed)
+            listed = await asyncio.to_thread(lists.listed)
         can_manage, served = may_manage(request, context.config), await model_rows(context)
         return json_response({"can_manage": can_manage, "served": served, **listed})
 

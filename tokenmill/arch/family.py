@@ -8,13 +8,13 @@ older files give a rule, and each function at the end is one such rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, ModelSpec, MoeSpec, NormPlace, NormSpec, QkNorm, ShortConv
-from tokenmill.arch.tensors import Rules
+from tokenmill.arch.tensors import Rule, Rules
 from tokenmill.errors import UnsupportedModel
 
 Windows = tuple[int | None, ...]  # one entry per layer
@@ -58,6 +58,42 @@ def same_layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> Laye
 
 def same_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
     return model
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """Where a checkpoint has the head that predicts one more token (MTP), beside what it shares with the model."""
+
+    rules: Rules  # of what joins embeddings and states, and of the norm behind the layer
+    layers: str = "model.layers."  # before its layer's number
+    number: int | None = None  # of its layer; None: the one behind the model's last
+
+    def rules_beside(self, rules: Rules) -> Rules:
+        """The head's rules, where the model's are `rules`."""
+        moved = {
+            ours: replace(rule, pattern=self.layers + rule.pattern.removeprefix("model.layers."))
+            for ours, rule in rules.items()
+            if rule.pattern.startswith("model.layers.")
+        }
+        return {**rules, **moved, **self.rules}
+
+
+HF_NEXTN = MtpNames(
+    {
+        "join.weight": Rule("model.layers.{i}.eh_proj.weight"),
+        "join_embed_norm.weight": Rule("model.layers.{i}.enorm.weight"),
+        "join_state_norm.weight": Rule("model.layers.{i}.hnorm.weight"),
+        "final_norm.weight": Rule("model.layers.{i}.shared_head.norm.weight"),
+    }
+)
+GGUF_NEXTN = MtpNames(
+    {
+        "join.weight": Rule("blk.{i}.nextn.eh_proj.weight"),
+        "join_embed_norm.weight": Rule("blk.{i}.nextn.enorm.weight"),
+        "join_state_norm.weight": Rule("blk.{i}.nextn.hnorm.weight"),
+        "final_norm.weight": Rule("blk.{i}.nextn.shared_head_norm.weight"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +154,7 @@ class Family:
     hf_variant: Rules = field(default_factory=dict)  # in the place of `hf_rules`' where a checkpoint has such names
     hf_prefixes: tuple[str, ...] = ("model.",)  # before "layers.", in order of likelihood
     ignored_prefixes: tuple[str, ...] = field(default=())  # tensors of parts that text generation leaves out
+    mtp: MtpNames | None = None  # None: its heads that predict further tokens are not implemented, or there are none
 
     @property
     def gguf_traits(self) -> GGUFTraits:

@@ -417,7 +417,8 @@ class ModelSpec:
     norm: NormSpec = RMS_NORM
     input_vocab_size: int | None = None  # rows of the layers' own embeddings, where tokens beyond have the first's
     layer_numbers: tuple[tuple[int, int], ...] = ()  # where a checkpoint counts mixers and MLPs as layers: of each both
-    num_extra_layers: int = 0  # of the checkpoint, beside these: heads that predict further tokens, not loaded yet
+    num_extra_layers: int = 0  # of the checkpoint, beside these: heads that predict further tokens (see `arch/mtp.py`)
+    joins_states: bool = False  # what enters is each token's embedding and another model's state before it, joined
     dtype: str = "float32"  # what the checkpoint stores, or "quantised"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -520,6 +521,8 @@ class TensorSpec:
     layers.{i}.shared.{gate,up,down}.weight            as of an MLP
     layers.{i}.shared_gate.weight                      [1, hidden]
     layers.{i}.mlp_post_norm.weight                    [hidden]
+    join.weight                                        [hidden, 2 * hidden], the embedding's columns first
+    join_embed_norm.weight, join_state_norm.weight     [hidden] each
     final_norm.weight                                  [hidden]
     head.weight  (.bias)                               [vocab, hidden], absent when tied
     layer_inputs.embed.weight                          [vocab, layers * width]

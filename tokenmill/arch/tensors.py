@@ -58,6 +58,10 @@ def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
         yield from _layer_inputs(spec)
     if spec.streams is not None:
         yield from _stream_ends(spec.streams, spec.hidden_size)
+    if spec.joins_states:
+        yield from _linear("join", spec.hidden_size, 2 * spec.hidden_size, False)
+        yield from _norm("join_embed_norm", spec.hidden_size, spec.norm)
+        yield from _norm("join_state_norm", spec.hidden_size, spec.norm)
     for index, layer in enumerate(spec.layers):
         yield from layer_tensors(layer, spec.hidden_size, f"layers.{index}.", spec.norm)
     yield from _norm("final_norm", spec.hidden_size, spec.norm)
@@ -341,7 +345,8 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
         return TensorSource((pattern,), (others, *shape), plane=int(stream))
     if not name.startswith("layers."):
         rule = _rule(rules, name, spec)
-        return TensorSource((rule.pattern,), shape, add=rule.add)
+        number = spec.layer_numbers[0][0] if spec.layer_numbers else 0  # of a head that predicts further tokens
+        return TensorSource((rule.pattern.replace("{i}", str(number)),), shape, add=rule.add)
     _, index, part = name.split(".", 2)
     layer, rule = spec.layers[int(index)], _rule(rules, "layers.{i}." + part, spec)
     is_vector = not part.endswith(".weight")

@@ -116,7 +116,9 @@ class SchedulerConfig:
     speculate: str = "auto"
     """Speculative decoding: propose draft tokens and verify several in one step; answers stay the same. `auto` takes
     draft tokens from the request's own text and from recent answers, as many as pay off; `ngram` all likely ones;
-    `draft:MODEL` those of a smaller model with the same vocabulary; `off` none. Always off on a GPU."""
+    `draft:MODEL` those of a smaller model with the same vocabulary; `mtp` those of the model's own head that predicts
+    further tokens, where it has one (DeepSeek V3, GLM-4.5, Qwen3.5 and their successors); `off` none. Always off on a
+    GPU."""
 
     @property
     def num_rows(self) -> int:

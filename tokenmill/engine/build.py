@@ -23,10 +23,10 @@ from tokenmill.engine.adapters import AdapterStore
 from tokenmill.engine.backends import find_device
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
 from tokenmill.engine.kv_tiers import BlocksDigest, block_traffic, blocks_digest
-from tokenmill.engine.model import kv_storage, open_source
+from tokenmill.engine.model import build_mtp_head, kv_storage, open_source
 from tokenmill.engine.resolve import Resolved, resolve_model_config
 from tokenmill.engine.scripted import scripted_config
-from tokenmill.engine.speculation import LoadDraft, build_draft, make_drafter, no_draft
+from tokenmill.engine.speculation import LoadDraft, LoadHead, build_draft, make_drafter, no_draft, no_head
 from tokenmill.engine.startup.triton_start import prestart_triton
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
@@ -99,6 +99,7 @@ def build_core(
         storage,
         lambda: load_vocabulary_of(config, model_path),
         lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
+        lambda: build_mtp_head(config, spec, model_path, model),
         adapters=adapter_store(config, spec, model, source, resolved.slot_values),
         digest=partial(blocks_digest, config, spec, model_path),
         block_address=block_address,
@@ -252,6 +253,7 @@ def assemble(
     storage: KVStorage,
     load_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
     load_draft: LoadDraft = no_draft,
+    load_head: LoadHead = no_head,
     make_runner: MakeRunner | None = None,
     adapters: AdapterStore | None = None,
     digest: BlocksDigest = bytes,
@@ -260,7 +262,8 @@ def assemble(
     """Put scheduler and runner over a model that is loaded already (a real one or a scripted one).
 
     `load_vocabulary` is called when the first request with a grammar arrives: the core needs text for nothing else.
-    `load_draft` is called where the config asks for a draft model. `make_runner`: by default the device's. `digest`:
+    `load_draft` is called where the config asks for a draft model, `load_head` where it asks for the model's own head
+    that predicts further tokens. `make_runner`: by default the device's. `digest`:
     of all that blocks depend on, asked where they are kept beside the pool. `block_address`: the socket at which other
     cores may ask for them; empty: none.
     """
@@ -281,7 +284,7 @@ def assemble(
         max_rows=max_rows,
         clock=time.monotonic,
         continues=runner.continues,
-        drafter=make_drafter(config, grammars.num_allowed, load_draft),
+        drafter=make_drafter(config, grammars.num_allowed, load_draft, load_head, runner),
         num_adapter_slots=0 if adapters is None else config.model.adapter_slots or 0,
         step_limit_s=step_limit_s(config.scheduler, device.name),
         promised=read_service_level(config.scheduler.slo),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tokenmill.arch.mtp import mtp_head
 from tokenmill.arch.packed_formats import drawable_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
@@ -20,6 +21,8 @@ from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.forward_context import PositionTables
 from tokenmill.models.linear import AdapterSlots, Loader
+from tokenmill.models.mtp_head import MtpHead
+from tokenmill.models.protocol import Model, StagedModel
 from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.cpu.packing import layout_digest
 from tokenmill.ops.interface import Ops
@@ -31,7 +34,7 @@ from tokenmill.weights.dummy import dummy_weights
 from tokenmill.weights.locate import locate
 from tokenmill.weights.packed_cache import PackedCache, is_worth_keeping, open_cache, source_of
 from tokenmill.weights.rank_weights import RankWeights
-from tokenmill.weights.source import CheckpointWeights, WeightSource, open_weights
+from tokenmill.weights.source import CheckpointWeights, WeightSource, open_mtp_head, open_weights
 
 
 def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
@@ -61,10 +64,23 @@ def build_native_decoder(
     config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
 ) -> NativeDecoder:
     """Build a model whose step is one call of the compiled CPU kernels; `shard`: this rank's part of it."""
+    kept = packed_cache(config, source)
+    decoder = _native_decoder(config, spec, source, kept, shard)
+    kept.finish()
+    return decoder
+
+
+def _native_decoder(
+    config: EngineConfig,
+    spec: ModelSpec,
+    source: WeightSource,
+    kept: PackedCache | None = None,
+    shard: Shard | None = None,
+    ends: NativeDecoder | None = None,
+) -> NativeDecoder:
     assert config.model.max_context is not None and config.ops.threads is not None
     tables = PositionTables.of(spec, config.model.max_context, torch.device("cpu")).ropes
-    kept = packed_cache(config, source)
-    decoder = NativeDecoder(
+    return NativeDecoder(
         spec,
         source,
         {rope: (table.cos, table.sin) for rope, table in tables.items()},
@@ -73,13 +89,25 @@ def build_native_decoder(
         "int8" if config.model.quantization == "int8" else "none",
         activation_bits=config.ops.activation_bits,
         kept=kept,
-        num_adapter_slots=config.model.adapter_slots or 0,
+        num_adapter_slots=0 if ends is not None else config.model.adapter_slots or 0,
         shard=shard,
         window=shared_window(shard),
         layers=None if shard is None else shard.layers,
+        ends=ends,
     )
-    kept.finish()
-    return decoder
+
+
+def build_mtp_head(config: EngineConfig, spec: ModelSpec, path: Path, model: Model) -> MtpHead:
+    """The head of a model that predicts one more token, beside the model itself, whose embedding and head it uses."""
+    source, head = open_mtp_head(path, spec), mtp_head(spec)
+    layer: StagedModel
+    if isinstance(model, Decoder):
+        dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
+        layer = Decoder(head, Loader(source, model.ops, dtype, device), config.model.max_context, ends=model)
+    else:
+        assert isinstance(model, NativeDecoder), "see `resolve_speculation`"
+        layer = _native_decoder(config, head, source, ends=model)
+    return MtpHead(head, source, layer)
 
 
 def shared_window(shard: Shard | None) -> Any:

@@ -13,7 +13,8 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, is_small
+from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, is_small, num_parameters
+from tokenmill.arch.mtp import has_mtp_head, mtp_parameters
 from tokenmill.arch.packed_formats import drawable_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
@@ -41,7 +42,8 @@ from tokenmill.runner.memory import (
 MAX_RANKS = 64
 LINKS = {"shared": "processes that share memory", "gloo": "processes that exchange over loopback", "threads": "threads"}
 DRAFT_PREFIX = "draft:"
-SPECULATIONS = f"off, auto, ngram or {DRAFT_PREFIX}MODEL"
+MTP = "mtp"
+SPECULATIONS = f"off, auto, ngram, {MTP} or {DRAFT_PREFIX}MODEL"
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def resolve(
     own = cut_spec(spec, parallel.tp, 0, by_heads=not parallel.dp_attention)
     layout = KVLayout.from_spec(own, CacheDtypes(kv_dtype, config.model.dtype))
     layout.rules(cache.block_size)  # refuses a block size that does not fit the model
-    left_bytes = max(0, free_bytes - adapters.total_bytes)
+    head_bytes = mtp_bytes(stored.parts, spec) if config.scheduler.speculate == MTP else 0
+    left_bytes = max(0, free_bytes - adapters.total_bytes - head_bytes)
     if parallel.num_ranks > 1:
         share, layout = _heaviest_rank(spec, parallel, layout, cache.block_size)
         kept = replace(kept, parts=WeightParts(*(int(part * share) for part in astuple(kept.parts))))
@@ -148,10 +151,22 @@ def resolve(
     model = _within_pool(config.model, cache, layout, reasons)
     overlaps = "on a GPU" if device.overlaps_steps else "in a pipeline" if parallel.pp > 1 else None
     mode, reason = resolve_speculation(config.scheduler.speculate, overlaps=overlaps)
+    if mode == MTP and parallel.num_ranks > 1:
+        raise InvalidConfig("speculate mtp was asked for: on several ranks it is not implemented", param="speculate")
     reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
     return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
+
+
+def mtp_bytes(parts: WeightParts, spec: ModelSpec) -> int:
+    """Bytes of a model's head that predicts one more token, in the precision that the model's weights have on average.
+
+    Embedding and head matrix are the model's own."""
+    if not has_mtp_head(spec):
+        problem = f"speculate mtp was asked for, but heads that predict further tokens of {spec.family} are not read"
+        raise InvalidConfig(problem, param="speculate")
+    return int(parts.total * mtp_parameters(spec) / num_parameters(spec))
 
 
 def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, reasons: list[str]) -> ParallelConfig:
@@ -498,7 +513,7 @@ def longest_context(layout: KVLayout, cache: CacheConfig, limit: int) -> int:
 
 def resolve_speculation(asked: str, *, overlaps: str | None) -> tuple[str, str]:
     """The speculation to run, and why, in words; `overlaps`: where steps do, if they do."""
-    if asked not in ("off", "auto", "ngram") and not asked.startswith(DRAFT_PREFIX):
+    if asked not in ("off", "auto", "ngram", MTP) and not asked.startswith(DRAFT_PREFIX):
         raise InvalidConfig(f"speculate must be {SPECULATIONS}, not {asked!r}", param="speculate")
     if asked == DRAFT_PREFIX:
         raise InvalidConfig("draft: needs a model", param="speculate", hint="--speculate draft:MODEL")
@@ -514,5 +529,6 @@ def resolve_speculation(asked: str, *, overlaps: str | None) -> tuple[str, str]:
         "off": "speculation off",
         "auto": "speculation: draft tokens from earlier text, as many as pay off",
         "ngram": "speculation: all likely draft tokens from earlier text",
+        MTP: "speculation: the model's own head that predicts further tokens (MTP) proposes draft tokens",
     }
     return asked, told.get(asked, f"speculation: {asked.removeprefix(DRAFT_PREFIX)} proposes draft tokens")

@@ -2,6 +2,7 @@
 
     auto, ngram     draft tokens from the request's own text and from recent answers
     draft:MODEL     a second model with the same vocabulary, beside the first one
+    mtp             the model's own head that predicts one more token
 
 Answers don't depend on draft tokens, so an engine whose proposer fails goes on without one.
 """
@@ -17,35 +18,62 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tokenmill.engine.model import kv_storage, open_source
-from tokenmill.engine.resolve import DRAFT_PREFIX, resolve_model_config
+from tokenmill.engine.resolve import DRAFT_PREFIX, MTP, resolve_model_config
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.cache import KVCache
+from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
+from tokenmill.models.mtp_head import KeptStates, MtpHead
 from tokenmill.models.protocol import Model
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, Drafting, NumAllowed, Speculation
 from tokenmill.speculate.depth import CostModelDepth, StepCost, ThresholdDepth
-from tokenmill.speculate.draft_model import DraftModel, DraftModelProposer
+from tokenmill.speculate.draft_model import DraftModel, DraftModelProposer, States
 from tokenmill.speculate.draft_state import DraftRequest, DraftState
+from tokenmill.speculate.mtp import HeadStates
 from tokenmill.speculate.ngram_proposer import NgramProposer
 from tokenmill.store import resolve_model
 
 log = logging.getLogger(__name__)
 
 LoadDraft = Callable[[EngineConfig], DraftModel]
+LoadHead = Callable[[], MtpHead]
 
 
 def no_draft(config: EngineConfig) -> DraftModel:
     raise InvalidConfig("this engine has no way to load a draft model", param="speculate")
 
 
-def make_drafter(config: EngineConfig, num_allowed: NumAllowed, load_draft: LoadDraft) -> Drafter:
+def no_head() -> MtpHead:
+    raise InvalidConfig("this engine has no way to load a head that predicts further tokens", param="speculate")
+
+
+def make_drafter(
+    config: EngineConfig, num_allowed: NumAllowed, load_draft: LoadDraft, load_head: LoadHead, target: object
+) -> Drafter:
+    """`target`: the runner of the model that is drafted for."""
     mode = config.scheduler.speculate
     if mode == "off":
         return NO_DRAFTS
-    proposer = DisableOnError(speculation(mode, config, load_draft))
-    return Drafting(proposer, num_allowed, config.scheduler.num_tokens)
+    if mode == MTP:
+        assert isinstance(target, ModelRunner), "see `resolve_speculation`"
+        found: Speculation = DraftModelProposer(head_proposer(config, load_head(), target))
+    else:
+        found = speculation(mode, config, load_draft)
+    return Drafting(DisableOnError(found), num_allowed, config.scheduler.num_tokens)
+
+
+def head_proposer(config: EngineConfig, head: MtpHead, target: ModelRunner) -> DraftModel:
+    """A head of the target model as a draft model: a cache of one layer, and the target's states."""
+    cache = config.cache
+    assert config.model.max_context is not None and cache.num_blocks is not None
+    layout = KVLayout.from_spec(head.spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
+    num_blocks = 1 + (cache.num_blocks - 1) // len(target.storage.layout.paged)  # for as many tokens as the model's
+    storage = KVStorage(layout, num_blocks, cache.block_size, target.storage.device)
+    target.kept_states = KeptStates()
+    states = HeadStates(head, target.kept_states)
+    return draft_model(head, storage, config.scheduler, config.model.max_context, states)
 
 
 class DisableOnError:
@@ -106,7 +134,9 @@ def build_draft(config: EngineConfig, target_context: int | None, target_path: P
     return draft_model(model, storage, config.scheduler, config.model.max_context)
 
 
-def draft_model(model: Model, storage: KVStorage, scheduler: SchedulerConfig, max_context: int) -> DraftModel:
+def draft_model(
+    model: Model, storage: KVStorage, scheduler: SchedulerConfig, max_context: int, states: States | None = None
+) -> DraftModel:
     if storage.layout.is_recurrent:
         raise InvalidConfig("a model with recurrent layers can't propose draft tokens yet", param="speculate")
     max_rows = scheduler.num_rows
@@ -117,7 +147,7 @@ def draft_model(model: Model, storage: KVStorage, scheduler: SchedulerConfig, ma
         num_blocks=storage.num_blocks,
         block_size=storage.block_size,
     )
-    return DraftModel(runner, cache, max_context, scheduler.num_tokens)
+    return DraftModel(runner, cache, max_context, scheduler.num_tokens, states)
 
 
 def require_same_vocabulary(path: Path, spec: ModelSpec, target_path: Path, target: ModelSpec) -> None:

@@ -24,7 +24,7 @@ from tokenmill.models.layer import (
     load_side_mixer,
     one_of_each,
 )
-from tokenmill.models.linear import Loader
+from tokenmill.models.linear import Loader, Projection
 from tokenmill.models.protocol import BestLogits, Model
 from tokenmill.models.streams import StreamedLayer, load_ends, over_streams
 from tokenmill.ops.batch import ForwardBatch, Mode
@@ -35,13 +35,20 @@ from tokenmill.ops.interface import LayerWeights, Regions
 class Decoder:
     direct = None
 
-    def __init__(self, spec: ModelSpec, load: Loader, max_context: int | None = None) -> None:
-        """`max_context`: the longest context that will be served, the model's own by default."""
+    def __init__(
+        self, spec: ModelSpec, load: Loader, max_context: int | None = None, ends: Decoder | None = None
+    ) -> None:
+        """`max_context`: the longest context that will be served, the model's own by default. `ends`: a decoder whose
+        embedding and head this one uses too."""
         self.spec = spec
         self.ops = load.ops
         self.classes = BatchClasses(load.ops.row_borders(load.device))
         self.numbers = range(spec.num_layers) if load.shard is None else load.shard.layers  # of its layers
-        if self.numbers.start == 0:  # what stands before and behind all layers is the first stage's
+        self.embedding: Projection
+        self.head: Projection
+        if ends is not None:
+            self.embedding, self.head = ends.embedding, ends.head
+        elif self.numbers.start == 0:  # what stands before and behind all layers is the first stage's
             self.embedding = load.embedding("embed")
             self.head = (
                 load.tied_head(self.embedding)

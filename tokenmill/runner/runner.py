@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.lora.adapter import Adapter
+from tokenmill.models.mtp_head import KeptStates
 from tokenmill.models.pooling import Pooler
 from tokenmill.models.protocol import DirectModel, Model
 from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch
@@ -149,6 +150,7 @@ class ModelRunner:
         self._masks: dict[int, StepMasks] = {}  # by ticket
         self._newest: dict[int, int] = {}  # the token that each row drew last
         self.adapters: Mapping[str, Adapter] = {}  # by digest: those that plans may load
+        self.kept_states: KeptStates | None = None  # where a head of the model wants the states of all tokens
 
     def continues(self, new: RowInit) -> bool:
         """Tell whether a row can feed a token before the host has seen it: nothing is gained from that here."""
@@ -192,12 +194,16 @@ class ModelRunner:
             if self.rows[row].pooler is None:
                 self.sampler.free_row(row)
             self.rows.free(row)
+            if self.kept_states is not None:
+                self.kept_states.drop(row)
         for slot, digest in plan.adapter_loads:
             slots = self.model.adapter_slots
             assert slots is not None, "a model without slots is given no requests with adapters"
             slots.put(slot, self.adapters[digest].matrices)
         for new in plan.new_rows:
             self.rows.add(new)
+            if self.kept_states is not None:
+                self.kept_states.drop(new.row)
             if new.pooling is None:
                 self.sampler.add_row(new)
         self.storage.copy_blocks(self._own_copies(plan.copies))
@@ -206,7 +212,7 @@ class ModelRunner:
 
     def run_rows(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> list[RowResult]:
         direct = self.model.direct
-        if direct is not None and all(self._only_draws(plan) for plan in plans):
+        if direct is not None and self.kept_states is None and all(self._only_draws(plan) for plan in plans):
             return self._run_direct(direct, plans, masks)
         with torch.inference_mode():
             return self.finish_rows(self.start_rows(plans), masks)
@@ -272,6 +278,10 @@ class ModelRunner:
     def finish_rows(self, started: RowsForward, masks: StepMasks | None) -> list[RowResult]:
         """Draw, score and pool."""
         parts = torch.split(started.hidden, [len(task.wanted) for task in started.tasks])
+        if self.kept_states is not None:
+            for task, part in zip(started.tasks, parts, strict=True):
+                if task.pooler is None:
+                    self.kept_states.keep(task.plan.row, task.plan.sequence_position, part)
         drawn = self._draw(started.tasks, parts, masks)
         return [self._result(task, part, drawn) for task, part in zip(started.tasks, parts, strict=True)]
 
@@ -281,6 +291,8 @@ class ModelRunner:
         if row.pooler is not None:
             return RowTask(plan, row.pooler, [], row.pooler.wanted(plan.start, fed))
         targets = [] if plan.num_prompt_logprobs is None else scored_tokens(plan, row.prompt_token_ids)
+        if self.kept_states is not None:
+            return RowTask(plan, None, targets, range(fed))
         # These never score the prompt: what follows them is not known yet.
         drawing = range(fed - 1 - plan.num_drafts, fed) if plan.sample else ()
         return RowTask(plan, None, targets, [*range(len(targets)), *drawing])

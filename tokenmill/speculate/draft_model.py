@@ -7,6 +7,9 @@
 The draft model samples with the random numbers that the target model will use at the same positions, so where the two
 distributions are close, the samples are mostly equal, greedy or not. Parameters that depend on the history or on a
 grammar are left out: they decide what is accepted, not what is proposed.
+
+Where the draft model is a head of the target model itself (`mtp.py`), each of its tokens needs a state of the target
+model: its rows begin where such states do, and what it has computed from its own guesses is computed again.
 """
 
 from __future__ import annotations
@@ -38,6 +41,26 @@ class PlanRunner(Protocol):
     def collect(self, ticket: int) -> StepResult: ...
 
 
+class States(Protocol):
+    """What a draft model's tokens need beside themselves, of the target model."""
+
+    def first_token(self, request: DraftRequest) -> int | None:
+        """The first token of the sequence that can be fed; None: none can."""
+        ...
+
+    def can_feed(self, request: DraftRequest, first: int) -> bool:
+        """Tell whether all tokens from `first` on can be fed."""
+        ...
+
+    def feed(self, plans: Sequence[RowPlan], rows: dict[int, DraftRow]) -> None:
+        """Hand over what the tokens of these plans need, before they are run."""
+        ...
+
+    def take(self, plans: Sequence[RowPlan], rows: dict[int, DraftRow]) -> None:
+        """Take what the rows that have drawn leave for their next token."""
+        ...
+
+
 @dataclass
 class DraftRow:
     """One sequence in the draft model's runner and cache."""
@@ -46,7 +69,8 @@ class DraftRow:
     new: RowInit  # sent to the runner with the first step
     table: BlockTable
     chain: HashChain
-    computed: int
+    computed: int  # of its tokens, in the cache
+    skipped: int = 0  # tokens of the sequence before its first
     num_true: int = 0  # tokens of the sequence when it was last drafted for
     drafts: list[int] = field(default_factory=list)  # sampled then; all but the last are in the cache
     is_on_runner: bool = False
@@ -57,8 +81,12 @@ class DraftRow:
 class DraftModel:
     """Keeps the draft model's rows in step with the target's sequences and samples draft tokens for them."""
 
-    def __init__(self, runner: PlanRunner, cache: KVCache, max_context: int, token_budget: int) -> None:
+    def __init__(
+        self, runner: PlanRunner, cache: KVCache, max_context: int, token_budget: int, states: States | None = None
+    ) -> None:
+        """`states`: what its tokens need of the target model, where they do."""
         self._runner = runner
+        self._states = states
         self._cache = cache
         self._max_context = max_context
         self._token_budget = token_budget
@@ -70,7 +98,11 @@ class DraftModel:
     def draft(self, requests: Sequence[DraftRequest], depths: Sequence[int]) -> list[list[int]]:
         """Sample up to depths[i] draft tokens for requests[i]; fewer where its context or the cache is full."""
         self._num_rounds += 1
-        wanted = {request.row: (request, depth) for request, depth in zip(requests, depths, strict=True) if depth > 0}
+        wanted = {
+            request.row: (request, depth)
+            for request, depth in zip(requests, depths, strict=True)
+            if depth > 0 and self._can_begin(request)
+        }
         rows = {row: self._synced(request) for row, (request, _) in wanted.items()}
         open_rows = {
             row: request
@@ -91,29 +123,42 @@ class DraftModel:
     def num_behind(self, request: DraftRequest) -> int:
         """Tokens that the draft model has to feed before its first draft token."""
         row = self._rows.get(request.row)
-        return len(request.tokens) - (row.computed if row is not None and row.draft_state is request.draft_state else 0)
+        if row is not None and row.draft_state is request.draft_state:
+            return len(request.tokens) - row.skipped - row.computed
+        return len(request.tokens) - ((self._states and self._states.first_token(request)) or 0)
 
     # ── rows ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _can_begin(self, request: DraftRequest) -> bool:
+        return self._states is None or self._states.first_token(request) is not None
 
     def _synced(self, request: DraftRequest) -> DraftRow:
         """The row of this sequence, with wrong drafts no longer counted as computed."""
         row = self._rows.get(request.row)
         if row is None or row.draft_state is not request.draft_state or row.is_broken:
             row = self._opened(request)
-        compared = zip(row.drafts[:-1], request.tokens[row.num_true :], strict=False)
-        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], compared))
-        row.computed = min(row.computed, row.num_true + right, len(request.tokens) - 1)
+        right = 0
+        if self._states is None:
+            compared = zip(row.drafts[:-1], request.tokens[row.num_true :], strict=False)
+            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], compared))
+        row.computed = min(row.computed, row.num_true - row.skipped + right, len(request.tokens) - row.skipped - 1)
+        if self._states is not None and not self._states.can_feed(request, row.skipped + row.computed):
+            row = self._opened(request)
         row.num_true, row.drafts, row.last_used = len(request.tokens), [], self._num_rounds
-        self._cache.commit(row.table, row.computed, request.tokens, row.chain)
+        if self._states is None:
+            self._cache.commit(row.table, row.computed, request.tokens, row.chain)
         return row
 
     def _opened(self, request: DraftRequest) -> DraftRow:
         if request.row in self._rows:
             self._close(request.row)
         chain = self._cache.chain(request.draft_state.salt)
-        hit = self._cache.match(request.tokens, chain, len(request.tokens) - 1)
+        skipped = 0 if self._states is None else self._states.first_token(request) or 0
+        # What a head has computed depends on states too, which tokens alone don't tell apart: it shares no blocks.
+        hit = self._cache.match(request.tokens, chain, 0 if self._states else len(request.tokens) - 1)
         table = self._cache.open(hit)
-        row = DraftRow(request.draft_state, new_row(request), table, chain, hit.num_tokens, num_true=hit.num_tokens)
+        row = DraftRow(request.draft_state, new_row(request), table, chain, hit.num_tokens, skipped)
+        row.num_true = skipped + hit.num_tokens
         self._rows[request.row] = row
         return row
 
@@ -127,7 +172,7 @@ class DraftModel:
         self, request: DraftRequest, row: DraftRow, depth: int, wanted: dict[int, tuple[DraftRequest, int]]
     ) -> bool:
         """Reserve blocks for all tokens to feed, taking those of sequences that are not drafted for now if needed."""
-        end = len(request.tokens) + depth - 1
+        end = len(request.tokens) - row.skipped + depth - 1
         if end > self._max_context:
             return False
         while (copies := self._cache.reserve(row.table, row.computed, end)) is None:
@@ -146,9 +191,10 @@ class DraftModel:
         while True:
             left, plans = self._token_budget, []
             for request, row in asked.values():
-                count = min(left, len(request.tokens) - row.computed)
+                first = row.skipped + row.computed
+                count = min(left, len(request.tokens) - first)
                 if count > 0 and not row.is_broken:
-                    plans.append(self._row_plan(request, row, request.tokens[row.computed : row.computed + count]))
+                    plans.append(self._row_plan(request, row, request.tokens[first : first + count]))
                     left -= count
             if not plans:
                 return
@@ -162,7 +208,7 @@ class DraftModel:
             start=row.computed,
             token_ids=token_ids,
             table_updates=row.table.updates(),
-            sample=row.computed + len(token_ids) == num_tokens,
+            sample=row.skipped + row.computed + len(token_ids) == num_tokens,
             output_index=num_tokens - request.prompt_len,
         )
 
@@ -170,7 +216,11 @@ class DraftModel:
         new_rows = [rows[plan.row] for plan in plans if not rows[plan.row].is_on_runner]
         freed, self._freed = self._freed, []
         step = StepPlan(new_rows=[row.new for row in new_rows], freed_rows=freed, rows=plans)
+        if self._states is not None:
+            self._states.feed(plans, rows)
         result = self._runner.collect(self._runner.launch(step))
+        if self._states is not None:
+            self._states.take(plans, rows)
         self.cost.note(step.num_tokens, result.step_s)
         for row in new_rows:
             row.is_on_runner = True

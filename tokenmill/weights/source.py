@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.arch.families import BY_NAME
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, MtpNames
 from tokenmill.arch.gguf_file import read_gguf_model
+from tokenmill.arch.mtp import mtp_head, mtp_names
 from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import GGUF_FACTS, Rules, TensorSource, sources_of
@@ -46,18 +47,42 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
         rules = family.gguf_traits.rules_for(gguf.shapes)
         return CheckpointWeights(gguf, sources_of(spec, rules), (*GGUF_FACTS, *_extra_layers(spec, rules)))
     checkpoint = _safetensors(location.files)
-    rules = _with_prefix(family, checkpoint.shapes)
-    if isinstance(checkpoint, QuantizedCheckpoint) and checkpoint.has_rows_of_outputs:
-        rules = {ours: replace(rule, transposed=False) for ours, rule in rules.items()}
+    rules = _hf_rules(family, checkpoint)
     tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
     further = _extra_layers(spec, rules)
     return CheckpointWeights(checkpoint, sources_of(spec, rules), (*family.ignored_prefixes, *tied, *further))
 
 
+def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
+    """Open the weights of a model's head that predicts one more token (`arch/mtp.py`)."""
+    head, location, family = mtp_head(spec), locate(path), _family(spec)
+    is_gguf = location.format == "gguf"
+    names = mtp_names(family, is_gguf=is_gguf)
+    checkpoint: Checkpoint
+    if is_gguf:
+        checkpoint = GGUFCheckpoint(read_gguf_model(location.files[0]))
+        rules = names.rules_beside(family.gguf_traits.rules_for(checkpoint.shapes))
+    else:
+        checkpoint = _safetensors(location.files)
+        rules = _hf_rules(family, checkpoint, names)
+    number = _first_extra_layer(spec) if names.number is None else names.number
+    sources = sources_of(replace(head, layer_numbers=((number, number),)), rules)
+    weights = CheckpointWeights(checkpoint, sources)
+    if not any(theirs in checkpoint.shapes for theirs in sources["join.weight"].names):
+        raise UnsupportedModel(f"{path}: the files have no head that predicts further tokens (MTP)")
+    weights.check(allows_others=True)
+    return weights
+
+
+def _first_extra_layer(spec: ModelSpec) -> int:
+    """The checkpoint's number of the layer behind the last one."""
+    return 1 + max(max(pair) for pair in spec.layer_numbers) if spec.layer_numbers else spec.num_layers
+
+
 def _extra_layers(spec: ModelSpec, rules: Rules) -> tuple[str, ...]:
     """Prefixes of layers behind the last one, which predict further tokens."""
     prefix = rules["layers.{i}.mlp_norm.weight"].pattern.partition("{i}")[0] if spec.num_extra_layers else ""
-    first = 1 + max(max(pair) for pair in spec.layer_numbers) if spec.layer_numbers else spec.num_layers
+    first = _first_extra_layer(spec)
     return tuple(f"{prefix}{first + number}." for number in range(spec.num_extra_layers))
 
 
@@ -78,11 +103,17 @@ def _family(spec: ModelSpec) -> Family:
     return BY_NAME[spec.family]
 
 
-def _with_prefix(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
-    """The rules with the prefix this checkpoint uses before "layers."; models inside others have longer ones."""
+def _hf_rules(family: Family, checkpoint: Checkpoint, head: MtpNames | None = None) -> Rules:
+    """The rules with the prefix this checkpoint uses before "layers."; models inside others have longer ones. `head`:
+    those of the model's head that predicts one more token."""
+    shapes = checkpoint.shapes
     found = (prefix for prefix in family.hf_prefixes if prefix + "embed_tokens.weight" in shapes)
     prefix = next(found, "model.")
-    return prefixed_rules({**family.hf_rules, **_variant(family, prefix, shapes)}, prefix)
+    rules: Rules = {**family.hf_rules, **_variant(family, prefix, shapes)}
+    rules = prefixed_rules(rules if head is None else head.rules_beside(rules), prefix)
+    if isinstance(checkpoint, QuantizedCheckpoint) and checkpoint.has_rows_of_outputs:
+        return {ours: replace(rule, transposed=False) for ours, rule in rules.items()}
+    return rules
 
 
 def prefixed_rules(rules: Rules, prefix: str) -> Rules:
@@ -163,8 +194,9 @@ class CheckpointWeights:
         heads = torch.cat((dequantize(keys).transpose(1, 2), values), dim=1)
         return RawTensor(name, (heads.shape[0] * heads.shape[1], heads.shape[2]), heads.flatten(0, 1))
 
-    def check(self) -> None:
-        """Raise one error that names every missing, misshapen and unexpected tensor."""
+    def check(self, *, allows_others: bool = False) -> None:
+        """Raise one error that names every missing, misshapen and unexpected tensor. `allows_others`: tensors that are
+        not read here are read elsewhere."""
         shapes = self.checkpoint.shapes
         expected = {theirs: source.shape for source in self.sources.values() for theirs in source.names}
         expected |= dict(source.times for source in self.sources.values() if source.times is not None)
@@ -175,7 +207,9 @@ class CheckpointWeights:
             for name, shape in expected.items()
             if name in shapes and shapes[name] != shape
         ]
-        unexpected = [name for name in shapes if name not in expected and not self._is_ignored(name)]
+        unexpected = [
+            name for name in shapes if not allows_others and name not in expected and not self._is_ignored(name)
+        ]
         problems = {"missing": missing, "misshapen": wrong, "unexpected": unexpected}
         if any(problems.values()):
             listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)

@@ -2,7 +2,7 @@
 dense layers, beside experts for every token.
 
 V2 weighs experts by a softmax over all; V3 by sigmoids, with a bias that counts for the choice alone and groups of
-experts of which the best are kept. Layers behind the last one, which predict further tokens, are left out.
+experts of which the best are kept. The layer behind the last one predicts a further token (`arch/mtp.py`).
 
 V3.2 and GLM-5 look at those tokens of the context that an indexer chooses; in GLM-5.2 most layers take the choice of a
 layer before them.
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family, GGUFTraits, refuse_others
+from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits, refuse_others
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_file import GGUFFile
 from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
@@ -258,6 +258,7 @@ DEEPSEEK_V3 = Family(
     is_latent=True,
     experts=_experts_by_sigmoid,
     refused_flags=("attention_bias", "mlp_bias", "index_n_heads"),
+    mtp=HF_NEXTN,
 )
 
 GLM4_MOE_LITE = replace(

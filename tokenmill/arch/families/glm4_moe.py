@@ -1,12 +1,12 @@
 """GLM-4.5, 4.6 and 4.7: dense layers first, then experts chosen by a sigmoid with a bias beside it, and one for every
-token; rotation of half of each head. The layers that predict a second token are left out."""
+token; rotation of half of each head. The layer behind the last one predicts a second token (`arch/mtp.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family, GGUFTraits
+from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
 from tokenmill.arch.gguf_words import ConfigWords
@@ -90,4 +90,5 @@ GLM4_MOE = Family(
     has_partial_rotary=True,
     experts=sigmoid_experts,
     adjust_attention=_adjust_attention,
+    mtp=HF_NEXTN,
 )

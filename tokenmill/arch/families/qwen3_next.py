@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tokenmill.arch.families.qwen2_moe import GGUF_SHARED, QWEN2_MOE, SHARED_WORDS, shared_experts
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family, GGUFTraits, refuse_others
+from tokenmill.arch.family import Family, GGUFTraits, MtpNames, refuse_others
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_file import GGUFFile
 from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
@@ -45,6 +45,17 @@ HF_GATED: Rules = {
     "layers.{i}.attn_gate.weight": QUERIES_AND_GATE,
     **HF_DELTA,
 }
+
+HF_MTP = MtpNames(
+    {
+        "join.weight": Rule("mtp.fc.weight"),
+        "join_embed_norm.weight": Rule("mtp.pre_fc_norm_embedding.weight", add=1.0),
+        "join_state_norm.weight": Rule("mtp.pre_fc_norm_hidden.weight", add=1.0),
+        "final_norm.weight": Rule("mtp.norm.weight", add=1.0),
+    },
+    layers="mtp.layers.",
+    number=0,
+)
 
 QKV = ("ssm_q", "ssm_k", "ssm_v")
 GGUF_DELTA: Rules = {
@@ -172,4 +183,5 @@ QWEN3_NEXT = Family(
     adjust_layer=delta_layers,
     refused_flags=("attention_bias", "use_sliding_window"),
     ignored_prefixes=("mtp.",),
+    mtp=HF_MTP,
 )

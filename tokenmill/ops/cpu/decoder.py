@@ -98,13 +98,15 @@ class NativeDecoder:
         shard: RankShard | None = None,
         window: Any = None,
         layers: range | None = None,
+        ends: NativeDecoder | None = None,
     ) -> None:
         """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best; `activation_bits` (a
         name of OUTLIER_THRESHOLDS) is how finely the inputs of quantised matrices are rounded; `kept` has matrices that
         were packed before, or takes those packed now; `num_adapter_slots`: adapters that can be used at a time.
         `shard` and `window`: where this is one of several ranks, whose own `spec` and `weights` are; what it has of
         them, and the native module's window over which they exchange. `layers`: those of the model that are computed
-        here, by default all; what stands before and behind all layers belongs to the first ones."""
+        here, by default all; what stands before and behind all layers belongs to the first ones. `ends`: a decoder
+        whose embedding and head this one uses too."""
         self.spec = spec
         self._layers = range(spec.num_layers) if layers is None else layers
         cap = spec.logit_softcap or 0.0
@@ -136,7 +138,7 @@ class NativeDecoder:
         rope_numbers = {rope: self._decoder.add_rope(cos, sin) for rope, (cos, sin) in ropes.items()}
         for number in self._layers:
             self._add_layer(number, layer_regions(spec.layers[number], number), rope_numbers)
-        self._add_ends()
+        self._add_ends(ends)
         self.adapter_slots = NativeAdapterSlots(self._decoder, self._parts, num_adapter_slots, spec)
 
     @property
@@ -275,18 +277,24 @@ class NativeDecoder:
         for number in self._layers:
             yield from ((number, mixer) for mixer in reversed(self.spec.layers[number].mixers))
 
-    def _add_ends(self) -> None:
+    def _add_ends(self, others: NativeDecoder | None) -> None:
         spec, parts = self.spec, self._parts
         if self.is_last_stage:
             self._decoder.set_final_norm(parts.norm("final_norm"))
         if self._layers.start > 0:
             return
-        matrix = parts.packer.matrix("embed.weight")
-        embedding = parts.over(matrix, "embed", is_embedding=True)
+        self._ends: tuple[Any, Any] = self._load_ends() if others is None else others._ends
+        embedding, head = self._ends
         self._decoder.set_embedding(embedding)
-        head = parts.over(matrix, "head") if spec.tied_head else parts.linear("head", spec.has_head_bias)
         self._decoder.set_head(head)
         self._decoder.set_logit_scale(spec.logit_scale)
+
+    def _load_ends(self) -> tuple[Any, Any]:
+        """Embedding and head."""
+        spec, parts = self.spec, self._parts
+        matrix = parts.packer.matrix("embed.weight")
+        embedding = parts.over(matrix, "embed", is_embedding=True)
+        return embedding, parts.over(matrix, "head") if spec.tied_head else parts.linear("head", spec.has_head_bias)
 
     def _set_streams(self, streams: Streams) -> None:
         match streams:

@@ -294,7 +294,7 @@ OTHER_FORMATS = [
     ["bitsandbytes int8", "8", _INTEGERS, _KEPT8],
     ["HQQ along the columns (axis 1), to 4 bits", "5", _INTEGERS, _KEPT4],
     ["HQQ along the columns, 8 bits", "9", _INTEGERS, _KEPT8],
-    ["HQQ along the rows (axis 0)", "32", "expanded", "expanded"],
+    ["HQQ along the rows (axis 0)", "16", "expanded to 16 bits", "expanded"],
     ["MXFP4 (gpt-oss, compressed-tensors)", "4.25", _INTEGERS, "experts in their 4 bits, others in 8 bits and scales"],
 ]
 FORMATS_FOOT = """One checkpoint may mix formats: each matrix is read by the tensors it has. Activations are never

@@ -56,16 +56,30 @@ def test_show_says_of_every_config_what_runs_it_or_what_is_missing(
         assert command(str(file), json=True) == 0
         facts = json.loads(capsys.readouterr().out)
         assert facts["kernels"] if facts["runs"] else facts["missing"], file
+        assert not facts["runs"] or facts["needed_bytes"] > 0, file
+        assert command(str(file)) == 0
+        words = capsys.readouterr().out
+        assert "None" not in words and "{" not in words and max(map(len, words.splitlines())) < 260, words
+        costs = ("parameters", "KV cache", "weights") if "parameters" in facts else ()
+        assert all(told in words for told in (*costs, "runs")), words
         seen.add(facts["runs"])
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize("name", ["Qwen--Qwen3.5-27B", "deepseek-ai--DeepSeek-V4-Flash", "zai-org--GLM-5.2"])
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("Qwen--Qwen3.5-27B", "--speculate mtp"),
+        ("deepseek-ai--DeepSeek-V4-Flash", "not used for drafts yet"),
+        ("zai-org--GLM-5.2", "--speculate mtp"),
+    ],
+)
 def test_layers_that_predict_further_tokens_are_told(
-    name: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
+    name: str, use: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(str(shared_dir / "configs" / f"{name}_config.json")) == 0
-    assert "1 layer of the file that predicts them, not used for drafts yet" in capsys.readouterr().out
+    words = capsys.readouterr().out
+    assert "1 layer of the file that predicts them" in words and use in words
 
 
 def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tokenmill.arch.cost import kv_bytes
+from tokenmill.arch.cost import kv_bytes, num_parameters
 from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.mtp import mtp_parameters
+from tokenmill.arch.spec import ModelSpec
 from tokenmill.planner.device import plan_device
 from tokenmill.planner.memory import rule_of_thumb_bytes
 from tokenmill.planner.model import PlannedModel, find_model
 from tokenmill.planner.plan import Question, make_plan
+from tokenmill.runner.memory import CPU_INDEX_SCORES, index_bytes
 
 # Qwen2.5-32B, config.json on the hub: Qwen/Qwen2.5-32B.
 QWEN_32B = {
@@ -110,3 +115,43 @@ def test_quantised_configs_are_planned_at_their_precision(shared_dir: Path) -> N
     assert fp8.weights("auto").total / full.weights("auto").total == pytest.approx(0.5, abs=0.001)
     packed = find_model(str(shared_dir / "configs" / "moonshotai--Kimi-K2.5_config.json"))
     assert packed.stored_dtype == "int4"  # compressed-tensors' W4A16
+
+
+ORDERED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+HQQ_ROWS = {"quant_method": "hqq", "quant_config": {"nbits": 4, "group_size": 64, "axis": 0}}
+
+
+@pytest.mark.parametrize(("quantisation", "cpu", "gpu"), [(ORDERED, 0.5, 2), (NF4, 0.5, 2), (HQQ_ROWS, 2, 2)])
+def test_formats_that_one_device_expands_are_planned_as_each_keeps_them(
+    tmp_path: Path, quantisation: dict[str, Any], cpu: float, gpu: float
+) -> None:
+    """Native kernels multiply act order and nf4 in their bits; on a GPU they are expanded to 16."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_32B, "quantization_config": quantisation}))
+    model = find_model(str(tmp_path / "config.json"))
+    params = num_parameters(model.spec)
+    assert model.weights("auto").total / params == pytest.approx(cpu, rel=0.01)
+    assert model.weights("auto", "bfloat16").total / params == pytest.approx(gpu, rel=0.01)
+
+
+def test_heads_that_predict_further_tokens_are_counted_when_asked_for(shared_dir: Path) -> None:
+    """DeepSeek V3's README_WEIGHTS.md: 11.5B parameters beside the shared embedding and head."""
+    model = find_model(str(shared_dir / "configs" / "deepseek-ai--DeepSeek-V3_config.json"))
+    assert isinstance(model.spec, ModelSpec)
+    assert mtp_parameters(model.spec) / 1e9 == pytest.approx(11.5, rel=0.01)
+    device = replace(plan_device("Xeon 8380"), available_bytes=2 << 40)
+    without, counted = (make_plan(model, device, Question(has_mtp_head=asked)).memory for asked in (False, True))
+    assert without.mtp_head == 0 and counted.mtp_head > 11.5e9  # bytes of fp8, and states
+    assert counted.weights == without.weights
+    per_block = counted.kv_pool / counted.num_blocks - without.kv_pool / without.num_blocks
+    assert per_block == pytest.approx(without.kv_pool / without.num_blocks / 61, rel=0.01)  # one layer more
+
+
+def test_scores_of_sparse_attention_are_counted(shared_dir: Path) -> None:
+    model = find_model(str(shared_dir / "configs" / "deepseek-ai--DeepSeek-V3.2_config.json"))
+    assert isinstance(model.spec, ModelSpec)
+    assert index_bytes(model.spec, 512, 2048, CPU_INDEX_SCORES) == 0  # all is seen
+    assert index_bytes(model.spec, 512, 65536, CPU_INDEX_SCORES) == 4 * (CPU_INDEX_SCORES + 512 * 2048)
+    assert index_bytes(model.spec, 2, 65536, CPU_INDEX_SCORES) == 4 * (2 * 65536 + 2 * 2048)
+    dense = find_model(str(shared_dir / "configs" / "deepseek-ai--DeepSeek-V3_config.json"))
+    assert isinstance(dense.spec, ModelSpec) and index_bytes(dense.spec, 512, 65536, CPU_INDEX_SCORES) == 0

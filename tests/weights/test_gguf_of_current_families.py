@@ -17,14 +17,16 @@ from safetensors.torch import load_file
 
 from tests.support.gguf_converted import stacked
 from tests.support.gguf_families import VOCABULARY
+from tests.support.mtp_heads import add_head, make_head
 from tests.support.paged_run import PagedRun, feed_in_chunks
 from tests.support.tiny_models import VOCAB, load_ours, make_reference
 from tokenmill.arch.read import read_spec
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
 from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.gguf_write import padded_vocabulary
-from tokenmill.weights.source import open_weights
+from tokenmill.weights.source import open_mtp_head, open_weights
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
@@ -87,6 +89,18 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     spec = read_spec(tmp_path / "model.gguf")
     assert (spec.num_layers, spec.num_extra_layers) == (3, 1) and checkpoint.spec.num_layers == 3
     open_weights(tmp_path / "model.gguf", spec).check()
+
+
+def test_heads_that_predict_further_tokens_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    theirs = make_reference("glm4_moe", **EPS)
+    load_ours(theirs, tmp_path)
+    add_head(make_head(theirs), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    write(tmp_path / "model.gguf", "glm4moe", config, load_file(tmp_path / "model.safetensors"), is_permuted=False)
+    expected, found = (open_mtp_head(path, read_spec(path)) for path in (tmp_path, tmp_path / "model.gguf"))
+    assert expected.names() == found.names() and "join.weight" in found.names()
+    for name in expected.names():
+        torch.testing.assert_close(dequantize(found.get(name)), dequantize(expected.get(name)), atol=0, rtol=0)
 
 
 # ── as the converter writes ────────────────────────────────────────────────────────────────────────────

@@ -175,12 +175,23 @@ def weight_parts(
     return WeightParts(embedding, int(expert_values * bytes_per_value(expert_dtype or dtype)), rest, tables)
 
 
-def gguf_weight_parts(gguf: GGUFFile) -> WeightParts:
+def gguf_weight_parts(gguf: GGUFFile, num_layers: int | None = None) -> WeightParts:
+    """Parts of a GGUF file; `num_layers`: without blocks behind these, which predict further tokens."""
     embedding = sum(t.num_bytes for name, t in gguf.tensors.items() if name.startswith("token_embd."))
     experts = sum(t.num_bytes for name, t in gguf.tensors.items() if "_exps." in name)
     tables = sum(t.num_bytes for name, t in gguf.tensors.items() if name.startswith("per_layer_token_embd."))
     total = sum(t.num_bytes for t in gguf.tensors.values())
+    if gguf.metadata.get(f"{gguf.metadata.get('general.architecture')}.nextn_predict_layers") and num_layers:
+        further = {name: t for name, t in gguf.tensors.items() if _block_number(name) >= num_layers}
+        experts -= sum(t.num_bytes for name, t in further.items() if "_exps." in name)
+        total -= sum(t.num_bytes for t in further.values())
     return WeightParts(embedding, experts, total - embedding - experts - tables, tables)
+
+
+def _block_number(name: str) -> int:
+    """Of a GGUF file's tensor; -1 where it is in none."""
+    number = name.removeprefix("blk.").partition(".")[0]
+    return int(number) if name.startswith("blk.") and number.isdigit() else -1
 
 
 def weights_read_bytes(model: Model, parts: WeightParts, num_tokens: int) -> int:

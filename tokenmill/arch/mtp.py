@@ -19,6 +19,8 @@ from tokenmill.arch.spec import Gqa, LayerSpec, Mla, ModelSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import UnsupportedModel
 
+MOST_STATES = 512  # of a prompt's tokens, that are kept for a head until it takes them
+
 
 def mtp_head(spec: ModelSpec) -> ModelSpec:
     """The head of a model as a model of its own; refused by name where its family's heads are not implemented."""
@@ -32,6 +34,11 @@ def has_mtp_head(spec: ModelSpec) -> bool:
     """Tell whether the heads of such models are implemented; a checkpoint may still lack them."""
     family = BY_NAME.get(spec.family)
     return family is not None and family.mtp is not None
+
+
+def first_extra_layer(spec: ModelSpec) -> int:
+    """The checkpoint's number of the layer behind the last one."""
+    return 1 + max(max(pair) for pair in spec.layer_numbers) if spec.layer_numbers else spec.num_layers
 
 
 def _layer(spec: ModelSpec) -> LayerSpec:

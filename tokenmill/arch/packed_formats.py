@@ -161,9 +161,9 @@ def drawable_formats(stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
 
 
 def is_expanded(path: Path) -> bool:
-    """Return whether a checkpoint's matrices have no block format and are expanded by every backend."""
+    """Return whether a checkpoint's quantised matrices have no block format and are expanded on a CPU too."""
     config = quantization_config(path / "config.json") if (path / "config.json").is_file() else None
-    return bool(config) and any(scheme.is_expanded for _, scheme in read_quantization(config or {}).schemes)
+    return bool(config) and any(scheme.is_expanded_on_cpu for _, scheme in read_quantization(config or {}).schemes)
 
 
 def configured_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[str, Stored]:

@@ -37,8 +37,9 @@ class Scheme:
 
     quant: str  # the block format that they become (`block_formats.py`), if its scales can be kept
     group: int = ROW  # columns that have a scale in common
-    is_expanded: bool = False  # to plain numbers, by every backend: no block format or no exact kernel holds them
+    is_expanded: bool = False  # to plain numbers, on a GPU: no exact kernel of its own takes them
     bits: int = 0  # of integers
+    is_expanded_on_cpu: bool = False  # there too, since no block format holds them
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,10 @@ def _hqq(fields: ConfigFields) -> Quantization:
     if bits not in (1, 2, 3, 4, 8):
         _wrong_bits(fields, "hqq", bits, "1, 2, 3, 4 and 8")
     axis = weights.get("axis", 0)
-    scheme = Scheme("G4" if bits <= 4 else "G8", _group(inner, 64), is_expanded=axis != 1)
+    has_no_blocks = axis != 1
+    scheme = Scheme(
+        "G4" if bits <= 4 else "G8", _group(inner, 64), is_expanded=has_no_blocks, is_expanded_on_cpu=has_no_blocks
+    )
     return Quantization(f"HQQ, {bits} bits", ((("Linear",), scheme),), _patterns(fields, "skip_modules"))
 
 

@@ -80,6 +80,8 @@ class PrecisionConfig:
     """Precision of cached keys and values; auto: what a GPU computes in, float16 on a CPU."""
     memory_fraction: Share | None = None
     """Share of the memory left after the weights that the KV pool takes."""
+    mtp: Annotated[bool, Parameter(negative="")] = False
+    """Count the head that predicts further tokens, as `serve --speculate mtp` reads it."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def question(device: DeviceConfig, load: LoadConfig, precision: PrecisionConfig)
         max_running=load.max_running,
         token_budget=load.token_budget,
         memory_fraction=precision.memory_fraction,
+        has_mtp_head=precision.mtp,
         slo=parse_slo(load.slo),
         usd_per_hour=device.usd_per_hour,
     )

@@ -11,16 +11,15 @@ import msgspec
 from cyclopts import Parameter
 
 from tokenmill.arch.cost import (
-    DTYPE_BYTES,
     gguf_weight_bytes,
     kv_bytes,
     kv_bytes_per_token,
     num_active_parameters,
     num_parameters,
-    weight_bytes,
 )
 from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.gguf_file import read_gguf_model
+from tokenmill.arch.mtp import has_mtp_head
 from tokenmill.arch.outline import outline_of
 from tokenmill.arch.outlines import MISSING, outline_from_hf
 from tokenmill.arch.quantization import read_quantization
@@ -82,6 +81,7 @@ def command(
 def describe(resolved: ResolvedModel) -> dict[str, Any]:
     spec = read_spec(resolved.path)
     weights, types = stored_weights(resolved.path)
+    needed = weights or bytes_by_config(resolved.path)
     return {
         "name": resolved.name,
         "path": str(resolved.path),
@@ -90,6 +90,7 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "family": spec.family,
         "num_layers": spec.num_layers,
         "num_further_token_layers": spec.num_extra_layers,
+        "drafts_by_own_head": bool(spec.num_extra_layers) and has_mtp_head(spec),
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "attention": mixers_in_words(spec),
@@ -99,13 +100,22 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
         "quantised_as": quantised_as(resolved.path),
         "quantisation": types,
         "weight_bytes": weights,
+        "needed_bytes": needed,
         "max_context": spec.max_context,
         "has_chat_template": chat_template(resolved.path) is not None,
         "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in _kv_dtypes(spec)},
         "runs": True,
         "kernels": kernels_for(spec),
-        "fit": fit(spec, weights or weight_bytes(spec, spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16")),
+        "fit": fit(spec, needed),
     }
+
+
+def bytes_by_config(path: Path) -> int:
+    """What the weights take that a config describes, in the precision that it says, on a CPU."""
+    from tokenmill.planner.model import model_at, model_from_config
+
+    model = model_from_config(path, path.stem) if path.suffix == ".json" else model_at(path, path.name)
+    return model.weights("auto").total
 
 
 def license_of(resolved: ResolvedModel) -> str | None:
@@ -285,7 +295,8 @@ def _mlp_in_words(spec: ModelSpec) -> str:
 
 def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
     types = ", ".join(f"{name} {size(total)}" for name, total in facts["quantisation"].items())
-    custom = facts["custom"]
+    custom, has_weights, needed = facts["custom"], bool(facts["weight_bytes"]), size(facts["needed_bytes"])
+    template = "yes (--template prints it)" if facts["has_chat_template"] else "none: use run --raw"
     rows = [
         ("model", facts["name"]),
         ("path", facts["path"]),
@@ -295,26 +306,30 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("architecture", f"{facts['family']}, {facts['num_layers']} layers, {facts['hidden_size']} wide"),
         ("attention", facts["attention"]),
         ("mlp", facts["mlp"]),
-        *_further_in_words(facts["num_further_token_layers"]),
+        *_further_in_words(facts["num_further_token_layers"], facts["drafts_by_own_head"]),
         ("vocabulary", f"{facts['vocab_size']:,} tokens"),
         ("parameters", _parameters_in_words(facts)),
         *([("quantised", facts["quantised_as"])] if facts["quantised_as"] else []),
-        ("weights", f"{size(facts['weight_bytes'])} ({types})" if facts["weight_bytes"] else "not here"),
+        ("weights", f"{size(facts['weight_bytes'])} ({types})" if has_weights else f"{needed}, not here"),
         ("context", f"{facts['max_context']:,} tokens"),
-        ("chat template", "yes (--template prints it)" if facts["has_chat_template"] else "none: use run --raw"),
+        *([("chat template", template)] if has_weights else []),
         ("KV cache", _cache_in_words(facts["kv_bytes_per_token"])),
         *((f"runs on a {'CPU' if device == 'CPU' else 'GPU'}", by) for device, by in facts["kernels"].items()),
     ]
-    rows += [("fits here" if not index else "", _fit_in_words(row)) for index, row in enumerate(facts["fit"])]
+    fits = [_fit_in_words(row, needed) for row in facts["fit"]]
+    rows += [("fits here" if not index else "", words) for index, words in enumerate(fits)]
     if facts["speed_here"] is not None:
         rows.append(("speed here", _speed_in_words(facts["speed_here"])))
+    if not has_weights:
+        return [*rows, ("costs", f"tokenmill plan {shlex.quote(facts['path'])}: memory, speed and price on any device")]
     raw = "" if facts["has_chat_template"] else " --raw"
     return [*rows, ("try", f'tokenmill run {shlex.quote(facts["name"])}{raw} "Why is the sky blue?"')]
 
 
-def _further_in_words(count: int) -> list[tuple[str, str]]:
+def _further_in_words(count: int, proposes_drafts: bool) -> list[tuple[str, str]]:
     layers = f"{count} layer{'s' * (count > 1)} of the file that predict{'s' * (count == 1)} them"
-    return [("further tokens", f"{layers}, not used for drafts yet")] if count else []
+    use = "on a CPU --speculate mtp proposes drafts with it" if proposes_drafts else "not used for drafts yet"
+    return [("further tokens", f"{layers}; {use}")] if count else []
 
 
 def _cache_in_words(per_token: dict[str, int]) -> str:
@@ -322,9 +337,9 @@ def _cache_in_words(per_token: dict[str, int]) -> str:
     return f"{size(by_default)} per token, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}"
 
 
-def _fit_in_words(row: dict[str, Any]) -> str:
+def _fit_in_words(row: dict[str, Any], needed: str) -> str:
     if not row["fits"]:
-        return f"no: {row['place']} has {size(row['free_bytes'])} free"
+        return f"no: {row['place']} has {size(row['free_bytes'])} free, and the weights are {needed}"
     return (
         f"yes: {size(row['free_bytes'])} free in {row['place']}, "
         f"room for about {row['conversations']:,} conversations of {row['context']:,} tokens beside the stored weights"

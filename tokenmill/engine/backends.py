@@ -20,8 +20,17 @@ from pathlib import Path
 from statistics import mode
 from typing import TYPE_CHECKING, Protocol
 
-from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, gguf_weight_parts, gpu_dtype, weight_parts
+from tokenmill.arch.cost import (
+    DTYPE_BYTES,
+    ComputeDType,
+    WeightParts,
+    bytes_per_value,
+    gguf_weight_parts,
+    gpu_dtype,
+    weight_parts,
+)
 from tokenmill.arch.gguf_file import read_gguf_model
+from tokenmill.arch.mtp import first_extra_layer, has_mtp_head, mtp_parameters
 from tokenmill.arch.outline import Model as ModelShape
 from tokenmill.arch.packed_formats import is_expanded, stored_formats
 from tokenmill.arch.spec import ModelSpec
@@ -168,11 +177,14 @@ class StoredWeights:
         if self.path is None:
             return weight_parts(self.spec, "float32")
         if self.path.suffix == ".gguf":
-            return gguf_weight_parts(read_gguf_model(self.path))
-        plain = weight_parts(self.spec, self.dtype)
+            return gguf_weight_parts(read_gguf_model(self.path), first_extra_layer(self.spec))
         if is_expanded(self.path):
-            return plain
-        share = stored_bytes(self.path) / plain.total
+            return weight_parts(self.spec, "float16")
+        plain = weight_parts(self.spec, self.dtype)
+        beside = 0.0  # a head that predicts further tokens is in the files, but not among these weights
+        if self.spec.num_extra_layers and has_mtp_head(self.spec):
+            beside = mtp_parameters(self.spec) * bytes_per_value(self.dtype)
+        share = stored_bytes(self.path) / (plain.total + beside)
         parts = (plain.embedding, plain.experts, plain.rest, plain.tables)
         return WeightParts(*(int(part * share) for part in parts))
 

@@ -13,14 +13,14 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, is_small, num_parameters
-from tokenmill.arch.mtp import has_mtp_head, mtp_parameters
+from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, is_small
 from tokenmill.arch.packed_formats import drawable_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT, Link
 from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWeights, StoredWeights
+from tokenmill.engine.mtp_room import MTP, mtp_block_bytes, mtp_bytes
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
@@ -42,7 +42,6 @@ from tokenmill.runner.memory import (
 MAX_RANKS = 64
 LINKS = {"shared": "processes that share memory", "gloo": "processes that exchange over loopback", "threads": "threads"}
 DRAFT_PREFIX = "draft:"
-MTP = "mtp"
 SPECULATIONS = f"off, auto, ngram, {MTP} or {DRAFT_PREFIX}MODEL"
 
 
@@ -141,13 +140,16 @@ def resolve(
     own = cut_spec(spec, parallel.tp, 0, by_heads=not parallel.dp_attention)
     layout = KVLayout.from_spec(own, CacheDtypes(kv_dtype, config.model.dtype))
     layout.rules(cache.block_size)  # refuses a block size that does not fit the model
-    head_bytes = mtp_bytes(stored.parts, spec) if config.scheduler.speculate == MTP else 0
+    dtypes = CacheDtypes(kv_dtype, config.model.dtype)
+    has_head = config.scheduler.speculate == MTP
+    head_bytes = mtp_bytes(spec, kept.parts, config.scheduler.num_rows) if has_head else 0
+    head_block_bytes = mtp_block_bytes(spec, dtypes, cache.block_size) if has_head else 0
     left_bytes = max(0, free_bytes - adapters.total_bytes - head_bytes)
     if parallel.num_ranks > 1:
         share, layout = _heaviest_rank(spec, parallel, layout, cache.block_size)
         kept = replace(kept, parts=WeightParts(*(int(part * share) for part in astuple(kept.parts))))
         left_bytes //= parallel.num_ranks  # ranks share the machine's memory
-    cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons)
+    cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons, head_block_bytes)
     model = _within_pool(config.model, cache, layout, reasons)
     overlaps = "on a GPU" if device.overlaps_steps else "in a pipeline" if parallel.pp > 1 else None
     mode, reason = resolve_speculation(config.scheduler.speculate, overlaps=overlaps)
@@ -157,16 +159,6 @@ def resolve(
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
     return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
-
-
-def mtp_bytes(parts: WeightParts, spec: ModelSpec) -> int:
-    """Bytes of a model's head that predicts one more token, in the precision that the model's weights have on average.
-
-    Embedding and head matrix are the model's own."""
-    if not has_mtp_head(spec):
-        problem = f"speculate mtp was asked for, but heads that predict further tokens of {spec.family} are not read"
-        raise InvalidConfig(problem, param="speculate")
-    return int(parts.total * mtp_parameters(spec) / num_parameters(spec))
 
 
 def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, reasons: list[str]) -> ParallelConfig:
@@ -434,8 +426,10 @@ def _size_pool(
     workspace: RunnerBytes,
     free_bytes: int,
     reasons: list[str],
+    head_block_bytes: int = 0,
 ) -> CacheConfig:
-    """Return as many blocks as fit into the memory that weights and runner leave."""
+    """Return as many blocks as fit into the memory that weights and runner leave; `head_block_bytes`: what a head that
+    predicts further tokens keeps beside each."""
     cache, weights, max_rows = config.cache, kept.parts.total, config.scheduler.num_rows
     fraction = cache.memory_fraction
     assert config.model.max_context is not None and fraction is not None
@@ -445,7 +439,7 @@ def _size_pool(
             f"{workspace.step / 2**30:.2f}, graphs {workspace.graphs / 2**30:.2f}"
         )
     free_bytes = max(0, free_bytes - weights - workspace.total - device.start_bytes)
-    block_bytes = layout.block_bytes(cache.block_size)
+    block_bytes = layout.block_bytes(cache.block_size) + head_block_bytes
     if cache.num_blocks is None:
         num_blocks = num_blocks_that_fit(
             layout,

@@ -18,7 +18,8 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from tokenmill.engine.model import kv_storage, open_source
-from tokenmill.engine.resolve import DRAFT_PREFIX, MTP, resolve_model_config
+from tokenmill.engine.mtp_room import MTP, mtp_blocks
+from tokenmill.engine.resolve import DRAFT_PREFIX, resolve_model_config
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.layout import CacheDtypes, KVLayout
@@ -69,7 +70,7 @@ def head_proposer(config: EngineConfig, head: MtpHead, target: ModelRunner) -> D
     cache = config.cache
     assert config.model.max_context is not None and cache.num_blocks is not None
     layout = KVLayout.from_spec(head.spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
-    num_blocks = 1 + (cache.num_blocks - 1) // len(target.storage.layout.paged)  # for as many tokens as the model's
+    num_blocks = mtp_blocks(cache.num_blocks, target.storage.layout)
     storage = KVStorage(layout, num_blocks, cache.block_size, target.storage.device)
     target.kept_states = KeptStates()
     states = HeadStates(head, target.kept_states)

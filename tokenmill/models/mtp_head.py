@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from tokenmill.arch.mtp import MOST_STATES
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import BestLogits, StagedModel, WeightReader
@@ -73,10 +74,8 @@ class KeptStates:
     row 3   first                end
             |  [n, H]             |          states of the sequence's tokens first … end - 1
 
-    Of a prompt at most `MOST` are kept: a head attends to what it has seen, and drafts need not be right.
+    Of a prompt at most `MOST_STATES` are kept: a head attends to what it has seen, and drafts need not be right.
     """
-
-    MOST = 512
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, torch.Tensor]] = {}
@@ -87,7 +86,7 @@ class KeptStates:
         if not begin <= first <= begin + len(held):
             begin, held = first, states[:0]
         joined = torch.cat([held[: first - begin], states])
-        surplus = max(0, len(joined) - self.MOST)
+        surplus = max(0, len(joined) - MOST_STATES)
         self._rows[row] = begin + surplus, joined[surplus:]
 
     def first(self, row: int) -> int | None:

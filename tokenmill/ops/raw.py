@@ -22,6 +22,7 @@ class RawTensor:
     quant: str | None = None
     same_scales: int = 1  # so many neighbouring blocks have theirs in common: a matrix of larger groups, in blocks
     ordered: Ordered | None = None
+    is_rounded: bool = False  # values of a quantised form that has no blocks: 11 bits hold what is left of them
 
 
 @dataclass(frozen=True)

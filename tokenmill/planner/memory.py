@@ -15,14 +15,17 @@ from math import ceil
 from tokenmill.arch.cost import WeightParts, kv_bytes, kv_bytes_per_token
 from tokenmill.arch.outline import Model, ModelOutline, outline_of
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.engine.mtp_room import mtp_block_bytes, mtp_bytes
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.parallel.cuts import cut_spec
 from tokenmill.parallel.stages import head_cost, layer_costs, split_layers, stage_limits, stage_share
 from tokenmill.planner.device import PlanDevice
 from tokenmill.runner.memory import (
+    CPU_INDEX_SCORES,
     RunnerLimits,
     blocks_for_context,
+    index_bytes,
     num_blocks_that_fit,
     num_states_that_fit,
     recurrent_bytes,
@@ -92,6 +95,7 @@ class Limits:
     expands_weights: bool = False  # matrices that a GPU expands for large steps
     value_bytes: int = 2  # of an activation on a GPU
     adapter_values: int = 0  # numbers in all slots for adapters
+    has_mtp_head: bool = False  # a head that predicts further tokens, and its part of the KV cache
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class MemoryPlan:
     mapped: int = 0  # pages of the model's file: counted as resident, given back when memory is short
     num_states: int = 0  # of recurrent layers
     adapters: int = 0  # slots for them
+    mtp_head: int = 0  # of a head that predicts further tokens; what it keeps of contexts is in the pool
 
     @property
     def resident(self) -> int:
@@ -118,7 +123,8 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.runtime + self.graphs + self.kv_pool + self.adapters
+        beside = self.adapters + self.mtp_head
+        return self.weights + self.activations + self.runtime + self.graphs + self.kv_pool + beside
 
     @property
     def fits(self) -> bool:
@@ -141,14 +147,15 @@ def plan_memory(
     activations, graphs = step_bytes(spec, limits, device, split)
     runtime = CPU_RUNTIME_BYTES if device.is_cpu else GPU_CONTEXT_BYTES + device.runs_on.start_bytes
     adapters = limits.adapter_values * (4 if device.is_cpu else limits.value_bytes)
-    free = device.available_bytes - weights - activations - runtime - graphs - adapters
+    head = mtp_bytes(spec, parts, limits.max_running) // split.tensor if limits.has_mtp_head else 0
+    free = device.available_bytes - weights - activations - runtime - graphs - adapters - head
     pool = _pool(spec, kv_dtype, device, split, limits, free)
     held = 0 if pool.num_blocks < 2 else (pool.num_blocks - 1) // pool.blocks_per_request
     if pool.state_bytes:
         held = min(held, (pool.num_states - 1) // 2)
     return MemoryPlan(
         weights, activations, runtime, graphs, pool.num_bytes, pool.bytes_per_request, pool.num_blocks,
-        device.available_bytes, held, file_bytes if device.is_cpu else 0, pool.num_states, adapters,
+        device.available_bytes, held, file_bytes if device.is_cpu else 0, pool.num_states, adapters, head,
     )  # fmt: skip
 
 
@@ -163,7 +170,10 @@ def device_weight_bytes(spec: Model, parts: WeightParts, split: Split) -> int:
 def step_bytes(spec: Model, limits: Limits, device: PlanDevice, split: Split) -> tuple[int, int]:
     """Return (bytes of the largest step, bytes kept by captured graphs)."""
     if device.is_cpu or isinstance(spec, ModelOutline):
-        return outline_step_bytes(spec, limits, split, value_bytes=4 if device.is_cpu else limits.value_bytes), 0
+        step = outline_step_bytes(spec, limits, split, value_bytes=4 if device.is_cpu else limits.value_bytes)
+        if isinstance(spec, ModelSpec):
+            step += index_bytes(spec, limits.token_budget, limits.context, CPU_INDEX_SCORES)
+        return step, 0
     bounds = RunnerLimits(
         limits.max_running,
         limits.token_budget,
@@ -208,8 +218,9 @@ def _pool(spec: Model, kv_dtype: str, device: PlanDevice, split: Split, limits: 
     if isinstance(spec, ModelOutline):
         return _outline_pool(spec, kv_dtype, device, split, limits, free)
     size = limits.block_size
-    layout = split.kv_layout(spec, CacheDtypes(kv_dtype, _compute_dtype(device, limits)), size)
-    block_bytes = layout.block_bytes(size)
+    dtypes = CacheDtypes(kv_dtype, _compute_dtype(device, limits))
+    layout = split.kv_layout(spec, dtypes, size)
+    block_bytes = layout.block_bytes(size) + (mtp_block_bytes(spec, dtypes, size) if limits.has_mtp_head else 0)
     per_request = blocks_for_context(layout, limits.context, size, limits.token_budget)
     fraction = limits.memory_fraction or device.runs_on.memory_fraction
     try:

@@ -22,7 +22,7 @@ from tokenmill.arch.gguf_mixes import MIXES, mixed_parts
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
 from tokenmill.arch.packed_formats import Stored, configured_formats
-from tokenmill.arch.quantization import read_quantization
+from tokenmill.arch.quantization import Scheme, read_quantization
 from tokenmill.arch.read import quantization_config, read_json, read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.engine.backends import TRITON, KeptWeights, StoredWeights
@@ -143,7 +143,7 @@ def _from_config(config: dict[str, Any], name: str) -> PlannedModel:
         return PlannedModel(name, model, plain_dtype(model))
     dtype = quantised_dtype(quantisation)
     formats = _formats(model, quantisation) if isinstance(model, ModelSpec) else {}
-    if not isinstance(model, ModelSpec) or not formats:
+    if not isinstance(model, ModelSpec) or not (formats or _is_expanded_on_gpu(quantisation)):
         return PlannedModel(name, model, dtype)
     kept = _kept_on_gpu(StoredWeights(model, None, formats))
     return PlannedModel(name, model, dtype, kept=kept.parts, expands_weights=kept.expands_weights)
@@ -155,6 +155,18 @@ def _formats(model: ModelSpec, quantisation: dict[str, Any]) -> Mapping[str, Sto
         return configured_formats(model, quantisation)
     except UnsupportedModel:
         return {}
+
+
+def _is_expanded_on_gpu(quantisation: dict[str, Any]) -> bool:
+    return any(scheme.is_expanded for scheme in _schemes(quantisation))
+
+
+def _schemes(quantisation: dict[str, Any]) -> list[Scheme]:
+    """How matrices are stored; none where weights so quantised are planned but not computed with."""
+    try:
+        return [scheme for _, scheme in read_quantization(quantisation).schemes]
+    except UnsupportedModel:
+        return []
 
 
 def plain_dtype(spec: Model) -> str:
@@ -172,12 +184,9 @@ _DTYPES = {
 
 def quantised_dtype(config: dict[str, Any]) -> str:
     """Return the data type of most matrices."""
-    try:
-        schemes = [scheme for _, scheme in read_quantization(config).schemes]
-    except UnsupportedModel:
-        schemes = []
+    schemes = _schemes(config)
     if schemes:
-        return mode("bfloat16" if scheme.is_expanded else _DTYPES[scheme.quant] for scheme in schemes)
+        return mode("bfloat16" if scheme.is_expanded_on_cpu else _DTYPES[scheme.quant] for scheme in schemes)
     method = str(config.get("quant_method", config.get("quant_algo", ""))).lower()
     algorithm = str(config.get("quant_algo", "")).lower()
     for four_bits in ("mxfp4", "nvfp4"):

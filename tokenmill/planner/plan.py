@@ -51,6 +51,7 @@ class Question:
     num_blocks: int | None = None
     num_states: int | None = None
     adapter_values: int = 0  # in all slots for adapters
+    has_mtp_head: bool = False  # the model's head that predicts further tokens is read too
     slo: Slo = field(default_factory=Slo)
     usd_per_hour: float | None = None
     speeds: Speeds | None = None  # measured; None: from the device's peaks
@@ -63,7 +64,7 @@ class Question:
     def limits(self) -> Limits:
         return Limits(
             self.context, self.max_running, self.token_budget, self.block_size, self.memory_fraction, self.num_blocks,
-            self.num_states, adapter_values=self.adapter_values,
+            self.num_states, adapter_values=self.adapter_values, has_mtp_head=self.has_mtp_head,
         )  # fmt: skip
 
 
@@ -219,6 +220,7 @@ def _memory_facts(plan: Plan) -> dict[str, Any]:
         "runtime_bytes": memory.runtime,
         "graph_bytes": memory.graphs,
         "kv_pool_bytes": memory.kv_pool,
+        "mtp_head_bytes": memory.mtp_head,
         "kv_pool_blocks": memory.num_blocks,
         "total_bytes": memory.total,
         "resident_bytes": memory.resident,

@@ -101,6 +101,7 @@ def memory_parts(plan: Plan) -> list[tuple[str, float]]:
         ("runtime and graphs", m.runtime + m.graphs),
         ("KV pool", m.kv_pool),
         *([("adapter slots", m.adapters)] if m.adapters else []),
+        *([("MTP head", m.mtp_head)] if m.mtp_head else []),
     ]
 
 

@@ -10,6 +10,7 @@ from tokenmill.config import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
 from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.engine.backends import Device
+from tokenmill.engine.mtp_room import MTP
 from tokenmill.hardware.torch_build import torch_computes_on_gpus
 from tokenmill.planner.device import PlanDevice, this_machine, unmeasured_machine
 from tokenmill.planner.memory import MemoryPlan
@@ -75,6 +76,7 @@ def _question(config: EngineConfig, model: PlannedModel, device: PlanDevice) -> 
         num_blocks=config.cache.num_blocks,
         num_states=config.cache.num_states,
         adapter_values=_adapter_values(config, model),
+        has_mtp_head=config.scheduler.speculate == MTP,
     )
 
 

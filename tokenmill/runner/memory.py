@@ -17,6 +17,7 @@ from math import ceil, prod
 
 from tokenmill.arch.cache_parts import CHUNK
 from tokenmill.arch.cost import WeightParts
+from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.packed_formats import (
     EXPANDED_BYTES,
     INT4_GROUP,
@@ -41,6 +42,8 @@ GRAPH_BYTES = 3 << 20  # what the driver keeps of one captured step
 NUM_GRAPH_KINDS = 3  # a size is captured for each way of choosing tokens
 WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for steps and one for graphs
 GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
+GPU_INDEX_SCORES = 1 << 24  # float32, that an indexer keeps at a time (`ops/triton/attention/sparse.py`)
+CPU_INDEX_SCORES = 1 << 22  # the same of the native kernels (`csrc/decoder/indexer.cpp`)
 MAX_ROW_EDITS, EDIT_BYTES = 512, 12  # changes of single logits that a row keeps on the device: id, value, end
 
 
@@ -81,10 +84,36 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     scored += 2 * limits.token_budget * spec.hidden_size * limits.value_bytes  # states of all tokens, and their norms
     step = max(_widest(spec, limits.token_budget, limits, share), logits * LOGIT_BYTES + host, scored)
     step += limits.token_budget * spec.hidden_size * limits.value_bytes  # states of a step that is not collected yet
+    step += index_bytes(spec, limits.token_budget, limits.max_context, GPU_INDEX_SCORES)
     graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
+    graphs += index_bytes(spec, limits.max_running, limits.max_context, GPU_INDEX_SCORES)
     graphs += len(graph_sizes(limits.max_running)) * NUM_GRAPH_KINDS * GRAPH_BYTES + _table_bytes(spec, limits)
     beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.expands_weights else 0)
     return RunnerBytes(_row_bytes(spec, limits), int(step) + beside, int(graphs) + beside)
+
+
+def index_bytes(spec: ModelSpec, num_tokens: int, max_context: int, most_scores: int) -> int:
+    """Bytes that indexers of sparse attention take in a step: scores of entries for some tokens at a time, and the
+    entries that each token has chosen. Contexts in which everything is seen are not scored."""
+    largest = 0
+    for indexer, rate in indexers(spec):
+        entries = max_context // rate
+        if entries > indexer.top_k:
+            scores = min(num_tokens * entries, max(most_scores, entries))
+            largest = max(largest, 4 * (scores + num_tokens * indexer.top_k))
+    return largest
+
+
+def indexers(spec: ModelSpec) -> list[tuple[Indexer, int]]:
+    """The distinct indexers of a model, and how many tokens an entry stands for that they choose."""
+    found: dict[tuple[Indexer, int], None] = {}
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, Mla) and mixer.indexer is not None:
+            found[mixer.indexer, 1] = None
+        if isinstance(mixer, WindowedMqa) and mixer.compression is not None and mixer.compression.indexer is not None:
+            found[mixer.compression.indexer, mixer.compression.rate] = None
+    return list(found)
 
 
 def _expanded_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:

@@ -5,7 +5,8 @@
     X.scale, X.zero     a number for each group        value = (number - zero) * scale
     X.shape, X.nbits, X.group_size, X.axis, X.packing, ...     settings, each a tensor
 
-Groups along the columns (axis 1) become G4 and G8 blocks; others are expanded.
+Groups along the columns (axis 1) become G4 and G8 blocks. Those of axis 0 are rows `rows / size` apart, each column
+with a scale of its own: no block of columns has one in common, so they are expanded.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _SETTINGS = (
     "view_as_float", "unpack_view_dtype", "compute_dtype", "quant_zero", "quant_scale", "offload_meta",
     "encoded_state_dict", "stores_quant_config",
 )  # fmt: skip
+LARGEST_HALF = 65504.0
 _PER_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}  # numbers in a byte; of 3 bits in an int32
 
 
@@ -75,7 +77,8 @@ class _Matrix:
         if axis == 0 or shape[1] % size:
             scales, zeros = (part.float().view(1, -1) if axis == 0 else part.float().view(-1, 1)
                              for part in (scales, zeros))  # fmt: skip
-            return RawTensor(name, shape, ((numbers.float() - zeros) * scales).view(shape))
+            values = ((numbers.float() - zeros) * scales).view(shape)
+            return RawTensor(name, shape, values, is_rounded=float(values.abs().max()) <= LARGEST_HALF)
         codes, of_rows = numbers.view(shape), (shape[0], shape[1] // size)
         return integer_blocks(name, Groups(codes, bits, zeros.view(of_rows), scales.view(of_rows)))
 

@@ -15,7 +15,7 @@ import torch
 from tokenmill.arch.families import BY_NAME
 from tokenmill.arch.family import Family, MtpNames
 from tokenmill.arch.gguf_file import read_gguf_model
-from tokenmill.arch.mtp import mtp_head, mtp_names
+from tokenmill.arch.mtp import first_extra_layer, mtp_head, mtp_names
 from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import GGUF_FACTS, Rules, TensorSource, sources_of
@@ -65,7 +65,7 @@ def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
     else:
         checkpoint = _safetensors(location.files)
         rules = _hf_rules(family, checkpoint, names)
-    number = _first_extra_layer(spec) if names.number is None else names.number
+    number = first_extra_layer(spec) if names.number is None else names.number
     sources = sources_of(replace(head, layer_numbers=((number, number),)), rules)
     weights = CheckpointWeights(checkpoint, sources)
     if not any(theirs in checkpoint.shapes for theirs in sources["join.weight"].names):
@@ -74,15 +74,10 @@ def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
     return weights
 
 
-def _first_extra_layer(spec: ModelSpec) -> int:
-    """The checkpoint's number of the layer behind the last one."""
-    return 1 + max(max(pair) for pair in spec.layer_numbers) if spec.layer_numbers else spec.num_layers
-
-
 def _extra_layers(spec: ModelSpec, rules: Rules) -> tuple[str, ...]:
     """Prefixes of layers behind the last one, which predict further tokens."""
     prefix = rules["layers.{i}.mlp_norm.weight"].pattern.partition("{i}")[0] if spec.num_extra_layers else ""
-    first = _first_extra_layer(spec)
+    first = first_extra_layer(spec)
     return tuple(f"{prefix}{first + number}." for number in range(spec.num_extra_layers))
 
 

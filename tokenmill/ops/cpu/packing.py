@@ -147,7 +147,7 @@ def kind_of(raw: RawTensor, quantization: Quantization) -> str:
         return str(quant)
     if quantization == "int8" and raw.shape[-1] % 32 == 0:
         return "Q8_0"
-    return "F16" if raw.quant else _PLAIN_KINDS.get(raw.data.dtype, "F32")
+    return "F16" if raw.quant or raw.is_rounded else _PLAIN_KINDS.get(raw.data.dtype, "F32")
 
 
 def pack_as(kind: str, raw: RawTensor, dense: Dense, threads: int = 1, to: Bytes | None = None) -> Any:
@@ -158,7 +158,7 @@ def pack_as(kind: str, raw: RawTensor, dense: Dense, threads: int = 1, to: Bytes
     raw = _without_variant(raw)
     if raw.quant == kind.partition(":")[0]:
         return native().pack(kind, rows, columns, raw.data.contiguous().numpy(), threads, to)
-    values = dense(raw).to(torch.float16) if raw.quant else raw.data.contiguous()
+    values = dense(raw).to(torch.float16) if raw.quant or raw.is_rounded else raw.data.contiguous()
     if kind == "Q8_0":
         return native().pack(kind, rows, columns, quantized_q8(values.float()).numpy(), threads, to)
     if values.dtype not in _PLAIN_KINDS:

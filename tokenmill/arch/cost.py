@@ -189,7 +189,7 @@ def gguf_weight_parts(gguf: GGUFFile, num_layers: int | None = None) -> WeightPa
 
 
 def _block_number(name: str) -> int:
-    """Of a GGUF file's tensor; -1 where it is in none."""
+    """Return the block number of a GGUF tensor's name; -1 where it has none."""
     number = name.removeprefix("blk.").partition(".")[0]
     return int(number) if name.startswith("blk.") and number.isdigit() else -1
 

@@ -356,7 +356,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int = 0  # draft tokens of speculative decoding
     accepted_tokens: int = 0  # ... that were accepted
     reasoning_tokens: int = 0  # completion tokens that were thought, markers included
-    device_s: float = 0.0  # its part of the time of the engine's steps, as the last output told
+    device_s: float = 0.0  # its part of the time of the engine's steps, as last reported
 
 
 class TokenInfo(msgspec.Struct, frozen=True):

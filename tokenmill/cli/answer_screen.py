@@ -118,7 +118,7 @@ class AnswerScreen:
         self._column = self._indent = 0
         self._is_line_start = True
         self._is_heading = self._is_quote = False
-        self._is_bold = self._is_literal = False  # marks that nobody closed end with their line
+        self._is_bold = self._is_literal = False  # unclosed marks end with their line
         if self._styles:
             self._out.write(PLAIN + (CYAN if self._is_code else ""))
 

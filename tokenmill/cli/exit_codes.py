@@ -20,7 +20,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
     """Run a command; its exit code, or that of what stopped it."""
     try:
         code = command()
-        _flush()  # here it can be told what is wrong with the output, when the interpreter ends it can't
+        _flush()  # an error of the output can be reported here, but not when the interpreter ends
         return code
     except KeyboardInterrupt:
         return INTERRUPTED

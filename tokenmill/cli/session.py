@@ -255,7 +255,7 @@ class Answer:
         if self.first_s is None:
             return f"no tokens, {duration(self.total_s)}"
         answer_s = self.total_s - self.first_s
-        if usage is None:  # stopped, and the server tells it at the end only
+        if usage is None:  # stopped: the server reports usage only at the end
             return f"answer about {counted(self._num_tokens, 'token')} ({duration(answer_s)})"
         computed = usage.prompt_tokens - usage.cached_tokens
         cached = f", {usage.cached_tokens:,} of them cached" if usage.cached_tokens else ""

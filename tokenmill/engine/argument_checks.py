@@ -131,7 +131,7 @@ class AskedRows:
     ) -> None:
         """`params`: for all rows, or an iterable with one each (it may have more). `ask` checks a row and makes its
         request."""
-        self.total = len(rows) if isinstance(rows, Sized) else None  # None: nobody knows before the end
+        self.total = len(rows) if isinstance(rows, Sized) else None  # None: not known before the end
         self._rows = rows
         self._ask = ask
         self._params: Iterable[SamplingParams]

@@ -147,7 +147,7 @@ class ProcessCoreClient:
                 pipe.connect(address)  # the side that connects may send before the other one is there
         self.send(self._start)
         asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._drain_socket, receive)
-        self._drain_socket(receive)  # the loop is told of changes only
+        self._drain_socket(receive)  # the event loop is notified of changes only
         self._watching = asyncio.create_task(self._watch(receive))
 
     def send(self, message: ToCore) -> None:

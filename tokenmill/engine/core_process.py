@@ -84,7 +84,7 @@ class CoreProcess:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        self._folder.cleanup()  # if it can't be removed now: without a lock, whoever starts a core next does it
+        self._folder.cleanup()  # if it can't be removed now, the next start of a core removes it, since it has no lock
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

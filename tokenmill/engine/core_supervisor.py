@@ -203,7 +203,7 @@ class CoreSupervisor:
         client, self._client = self._client, None
         if client is not None:
             self._dropping = asyncio.create_task(client.close())
-            await asyncio.shield(self._dropping)  # whoever closes meanwhile waits for it
+            await asyncio.shield(self._dropping)  # a close in the meantime waits for it
 
     async def _restart_core(self) -> None:
         delay_s = FIRST_RESTART_DELAY_S * 2 ** (len(self._deaths) - 1) if self._deaths else 0.0

@@ -87,7 +87,7 @@ class OutputProcessor:
         self._make_reader = make_reader
         self._num_cached_tokens = 0
         self._queue_s = 0.0
-        self.device_s = 0.0  # what its engine has spent on it, as far as it has told
+        self.device_s = 0.0  # that the engine has spent on it, as last reported
         self._is_first = True  # the next event is the request's first
         self._stopped: list[int] = []
         self._has_stops = bool(request.params.stop or request.params.stop_regex)

@@ -122,7 +122,7 @@ def serve_rank(leader: Connection, parent_pid: int) -> int:
 def prepare_process(parent_pid: int) -> None:
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # who runs the core decides when it ends
+        signal.signal(number, signal.SIG_IGN)  # rank 0's process decides when this one ends
     faulthandler.register(signal.SIGUSR2)  # see STACK_SIGNAL of `ranks.py`, which is imported later
     threading.Thread(target=end_with_parent, args=(parent_pid,), name="orphan", daemon=True).start()
     from tokenmill.observe.log import configure_logging

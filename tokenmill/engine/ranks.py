@@ -7,8 +7,8 @@
 Ranks of one stage (`parallel/stages.py`) form a group that gathers; between stages there is a ring of connections for
 each place in a stage.
 
-A rank that ends or is stopped takes its group with it: all waits end with `PeerDied`, and whoever started the core is
-told at once (`when_rank_dies`). Ranks in processes end by themselves when their core is gone.
+A rank that ends or is stopped takes its group with it: all waits end with `PeerDied`, and the process that started the
+core is told at once (`when_rank_dies`). Ranks in processes end by themselves when their core is gone.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class StageRing:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         pipes = [Pipe(duplex=False) for _ in range(mesh.size)] if mesh.pp > 1 else []
-        self._readers = [reader for reader, _ in pipes]  # by who reads
-        self._writers = {mesh.before(rank): writer for rank, (_, writer) in enumerate(pipes)}  # by who writes
+        self._readers = [reader for reader, _ in pipes]  # by reading rank
+        self._writers = {mesh.before(rank): writer for rank, (_, writer) in enumerate(pipes)}  # by writing rank
 
     def descriptors(self, rank: int) -> tuple[int, int]:
         if not self._readers:
@@ -224,7 +224,7 @@ def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, lea
 
 
 def _answer(leader: Connection, ready: RankReady) -> None:
-    with suppress(OSError):  # rank 0 is gone: whoever reads next learns of it
+    with suppress(OSError):  # rank 0 is gone: the next read fails
         leader.send_bytes(msgspec.msgpack.encode(ready))
 
 

@@ -106,10 +106,10 @@ class Replicas:
         self._deliver, self._fail = deliver, fail
         self._on_ready, self._on_adapter, self._on_death = on_ready, on_adapter, on_death
         self._router = router
-        # Called when a request waits that no core can take now. Whoever sets it starts cores that are stopped.
+        # Called when a request waits that no core can take now. Set by the autoscaler, which starts stopped cores.
         self.on_waiting: Callable[[], None] | None = None
         self.on_arrival: Callable[[], None] | None = None  # called with each new request
-        # How a core reaches another one's blocks, by both addresses. Whoever lets other machines join sets it.
+        # How a core reaches another one's blocks, by both addresses. Set by the listener for other machines.
         self.block_route: Callable[[str, str], str] = lambda asking, source: source
         self._parked: list[RequestRun] = []  # without a core, in the order in which they are placed
         self._is_draining = False

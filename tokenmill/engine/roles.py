@@ -33,7 +33,9 @@ def read_roles(given: str, num_replicas: int) -> list[Role]:
     if len(roles) != num_replicas:
         raise InvalidConfig(f"{len(roles)} roles were given for {num_replicas} replicas", param="roles")
     if "prefill" in roles and not {"any", "decode"} & set(roles):
-        raise InvalidConfig("replicas for prompts alone answer nobody", param="roles", hint="add one that decodes")
+        raise InvalidConfig(
+            "replicas that only compute prompts can't answer requests", param="roles", hint="add one that decodes"
+        )
     if "decode" in roles and not {"any", "prefill"} & set(roles):
         raise InvalidConfig("replicas for answers alone get no prompts", param="roles", hint="add one that prefills")
     return [name for role in roles for name in get_args(Role) if name == role]

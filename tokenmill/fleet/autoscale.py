@@ -293,5 +293,5 @@ class Autoscaler:
         self._stopping.add(replica)
         ending = asyncio.create_task(self._replicas.stop(replica, why))
         ending.add_done_callback(lambda _: self._stopping.discard(replica))
-        self._starting[replica] = ending  # whoever closes waits for it
+        self._starting[replica] = ending  # closing waits for it
         ending.add_done_callback(lambda _: self._starting.pop(replica, None))

@@ -39,7 +39,7 @@ HEADER = struct.Struct("<QQ")  # number of the frame (0: it carries nothing but 
 ACK_EVERY = 32  # frames
 ACK_S = 0.5
 MAX_FRAME = 256 << 20
-MAX_UNDER_WAY = 64  # frames that have not come yet, beyond which those who can wait do
+MAX_UNDER_WAY = 64  # unacknowledged frames beyond which senders of bulk data wait
 HANDSHAKE_S = 20.0
 PING_S = 2.0
 SILENCE_S = 10.0  # without an answer to a ping: the connection is dead
@@ -198,7 +198,7 @@ class ReliableLink:
         self._deliver = deliver
         self._num_sent = 0
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
-        self._acknowledged = 0  # what the other side was told to have come
+        self._acknowledged = 0  # received frames that were acknowledged to the other side
         self._outgoing: deque[tuple[int, bytes]] = deque()
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()

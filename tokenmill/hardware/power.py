@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenmill.hardware.gpu import NVML_OK, load_nvml, visible_indices
 
 POWERCAP = Path("/sys/class/powercap")
-LEAST_S = 0.05  # between two looks at a counter of energy: below that the power is the one of before
+LEAST_S = 0.05  # between two readings of an energy counter: sooner, the last power is returned
 
 
 class PowerMeter:

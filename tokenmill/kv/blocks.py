@@ -22,7 +22,7 @@ from tokenmill.kv.names import Save
 from tokenmill.types import BlockTableUpdate, KVNews
 
 NULL_BLOCK = 0
-LOST_IN_A_ROW = 16  # blocks that one tenant loses before it is looked again who has most
+LOST_IN_A_ROW = 16  # blocks that one tenant loses before the tenant with the most blocks is determined again
 DIGEST_BYTES = 16
 
 
@@ -39,7 +39,7 @@ class FreeBlocks:
         self._empty = OrderedDict.fromkeys(blocks)
         self._cached: dict[str, OrderedDict[int, None]] = {}  # by owner
         self._owners: dict[int, str] = {}
-        self._loser = ""  # who loses the next blocks
+        self._loser = ""  # the tenant that loses the next blocks
         self._num_to_lose = 0
 
     def __len__(self) -> int:
@@ -292,8 +292,8 @@ class PrefixIndex:
     def __init__(self, num_groups: int) -> None:
         self._blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._hashes: dict[int, tuple[int, bytes]] = {}
-        self.news: BlockNews | None = None  # None: nobody wants to know
-        self.save: Save | None = None  # told of each block that is registered, where blocks are kept elsewhere too
+        self.news: BlockNews | None = None  # None: changes are not watched
+        self.save: Save | None = None  # called with each registered block, where blocks are kept elsewhere too
 
     def find(self, group: int, block_hash: bytes) -> int | None:
         return self._blocks[group].get(block_hash)

@@ -39,9 +39,9 @@ class Fetch:
     names: Sequence[BlockName]
     source: str = ""  # another core's address, asked after this core's own tiers
     targets: list[ExpectedBlock] = field(default_factory=list)
-    is_over: bool = False  # nobody waits for it
+    is_over: bool = False  # no sequence waits for it
     # ──
-    found: dict[BlockName, str] = field(default_factory=dict)  # who has it, by the name of a tier
+    found: dict[BlockName, str] = field(default_factory=dict)  # the tier that has it
     arrived: set[BlockName] = field(default_factory=set)
     is_asked: bool = False
     is_loaded: bool = False

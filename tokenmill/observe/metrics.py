@@ -269,7 +269,7 @@ class ModelMetrics:
         self._cache_config, self._model = families["cache_config_info"], model
         self._replicas = {name: families[name] for name in REPLICA_FAMILIES}
         self._routes: dict[tuple[str, str], int] = {}  # as they were counted last
-        self.gaps = live["inter_token_latency_seconds"]  # written by those who send outputs
+        self.gaps = live["inter_token_latency_seconds"]  # written while outputs are sent
         self._steps = live["step_tokens"]
         self._series["model_info"].set(1)
         self._last = NO_ENGINE

@@ -54,7 +54,7 @@ class RequestTrace:
     """The trace that a request belongs to."""
 
     context: SpanContext  # of its outermost span
-    parent: SpanContext | None  # of the client's span, if it told
+    parent: SpanContext | None  # of the client's span, if it was sent
     started_ns: int  # since 1970
 
     @property

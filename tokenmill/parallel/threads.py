@@ -46,7 +46,7 @@ class ThreadGroup:
         shared.places[self.rank] = x
         self._wait()
         found = [place.clone() for place in shared.places if place is not None]
-        self._wait()  # who writes next waits until all have read
+        self._wait()  # the next write must wait until all have read
         return found
 
     def abort(self) -> None:

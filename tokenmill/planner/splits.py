@@ -19,7 +19,7 @@ from tokenmill.planner.memory import Split
 from tokenmill.planner.model import PlannedModel
 from tokenmill.planner.plan import Plan, Question, make_plan
 
-MUCH = 0.1  # of a step: what is worth a word
+MUCH = 0.1  # of a step: from which on it is mentioned
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Resource:
     name: str
     free: Callable[[], int]  # what a newcomer could have now
     returning: Callable[[], int]  # held by steps in flight for sequences that are gone: free once those are collected
-    needed: Callable[[SequenceGroup, PrefixMatch | None], int]  # to admit a group; None: at the least, before a look
+    needed: Callable[[SequenceGroup, PrefixMatch | None], int]  # to admit a group; None: the least, without a match
     held: Callable[[SequenceGroup], int]  # what preempting a running group gives back
 
 

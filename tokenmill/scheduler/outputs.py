@@ -7,7 +7,7 @@ from __future__ import annotations
 from tokenmill.scheduler.request import Ending, RequestState, Sequence, ending_after
 from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
 
-DEVICE_TIME_STRIDE = 16  # so often it is told what a request has cost: with every token it would cost too much itself
+DEVICE_TIME_STRIDE = 16  # tokens between two reports of a request's device time, since a report costs time itself
 
 
 def whole_output(state: RequestState, index: int, best: Sequence, ending: Ending) -> SequenceOutput:

@@ -110,7 +110,7 @@ class Holding(NamedTuple):
 
     table: BlockTable
     row: int
-    is_on_runner: bool  # the runner must be told that the row is free
+    is_on_runner: bool  # the next plan must report the row as free
 
 
 class StepInFlight(NamedTuple):

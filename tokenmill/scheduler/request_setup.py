@@ -50,7 +50,7 @@ def _resume(state: RequestState, sequences: list[Sequence]) -> None:
         if not given.is_finished:
             sequence.resume(given)
             SequenceGroup(state, [sequence], [], num_rows=1)
-    state.queue_s = 0.0  # what it waited, and found in the cache, was told with its first token
+    state.queue_s = 0.0  # its wait and its cached tokens were reported with its first token
 
 
 def most_rows(request: Request, num_rows: int) -> int:

@@ -118,7 +118,7 @@ class RunningSet:
         self._cache.release(old)
         table = sequence.table = self._cache.open(match, sequence.state.account.tenant.id)
         sequence.computed = match.num_tokens
-        if table.part != old.part:  # the runner is told with a new row whose blocks they are
+        if table.part != old.part:  # a new row tells the runner which rank has the blocks
             self._restart_row(sequence)
 
     def preempt(self, group: SequenceGroup) -> None:

@@ -45,7 +45,7 @@ class RequestRecord:
     key_id: str = ""  # which API key it came with, not the key itself; "" where none is needed
     key: KeyRecord | None = None  # what that key may do; None where it may do anything
     limits: KeyLimits | None = None  # what is left of it
-    user: str = ""  # as the client named him
+    user: str = ""  # the end user, as the client names them
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     is_generation: bool = False  # counts in the request metrics

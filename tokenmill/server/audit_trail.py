@@ -26,7 +26,7 @@ from tokenmill.server.write_behind import WriteBehind
 
 log = get_log("server")
 
-MAX_CLIENTS = 20  # told apart in one look; others are counted together
+MAX_CLIENTS = 20  # listed one by one in an interval; others are counted together
 MAX_NAMES = 100  # ids of keys in one entry
 MAX_TEXT = 200
 

@@ -195,7 +195,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_write_timer()
-        for cycle in self._unanswered:  # uvicorn tells the last one only, which may be waiting behind others
+        for cycle in self._unanswered:  # uvicorn notifies the last one only, which may be waiting behind others
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)

@@ -30,8 +30,8 @@ from tokenmill.server.errors import LoadFailed
 from tokenmill.server.gate import EngineGate, ModelReader, ServedEngine
 
 log = get_log("server")
-POLL_S = 0.02  # between two looks whether a model has become idle, while somebody waits for that
-SWEEP_S = 0.25  # between two looks for models that were idle for long enough
+POLL_S = 0.02  # between two checks whether a model has become idle, while a load waits for that
+SWEEP_S = 0.25  # between two checks for models that have been idle for long enough
 PATIENCE_S = 1.0  # how long a load waits for an idle model, before one is told to finish
 RETRY_S = 5.0  # after a failed load, in which the same is said again without another attempt
 

@@ -185,7 +185,7 @@ async def _added(name: str, context: RouteContext) -> EngineGate:
     if context.loader.make_model is None:
         raise UnknownModel(f"the model {name[:200]!r} does not exist", param="model")
     gate, source = await asyncio.to_thread(context.loader.make_model, name)
-    if gate.name in context.registry.names():  # another word for a model that is served already
+    if gate.name in context.registry.names():  # another name of a model that is served already
         return context.registry.gates[context.registry.names().index(gate.name)]
     context.registry.add(gate)
     context.loader.add(gate, source)

@@ -21,8 +21,8 @@ with a key each:
 - HMAC-SHA256 is the function, with its whole output. No key has two uses, and no client's keys are another's: what one
   stole from another is unknown under its own API key, so the model can't be asked to tell it.
 - SHAKE-256 of a key of 32 bytes and a nonce of 32 bytes is the cipher: both have a fixed length, and a sponge that
-  begins with its key has no extension attack, so the output is a keystream that nobody without the key can tell from
-  random bytes.
+  begins with its key has no extension attack, so the output is a keystream that, without the
+  key, can't be distinguished from random bytes.
 - Two texts have the same keystream only where HMAC-SHA256 collides, whatever the random bytes are: a machine that
   draws the same ones twice gives away that two texts are equal, and nothing else. With fresh ones it does not, so that
   a thought can't be guessed by having the model think the guess.

@@ -30,7 +30,7 @@ from typing import Protocol
 MAX_DRAFTS = 15  # per sequence and step
 NEGLIGIBLE = 0.05  # probabilities below this are not considered
 MIN_CHANCE = 0.3  # `ThresholdDepth` feeds draft tokens that are at least this likely
-DRAFT_COST_MARGIN = 1.15  # drafts are counted as this much dearer than estimated, since estimates err
+DRAFT_COST_MARGIN = 1.15  # factor on the estimated cost of drafts, because estimates are uncertain
 PROBE_DEPTH = 2
 FIRST_PATIENCE, LONGEST_PATIENCE = 16, 1024  # steps without drafts before the next probe
 

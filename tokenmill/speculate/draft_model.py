@@ -91,7 +91,7 @@ class DraftModel:
         self._max_context = max_context
         self._token_budget = token_budget
         self._rows: dict[int, DraftRow] = {}
-        self._freed: list[int] = []  # rows that the runner has not been told of
+        self._freed: list[int] = []  # freed rows that the runner does not know of yet
         self._num_rounds = 0
         self.cost = StepCost()
 

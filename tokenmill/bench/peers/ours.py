@@ -19,7 +19,7 @@ def workload(asked: dict[str, int]) -> OfflineWorkload:
 
 def main() -> None:
     path, threads, bits, most = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    ops = OpsConfig(threads=threads, activation_bits=bits)  # type: ignore[arg-type]  # checked by who starts this
+    ops = OpsConfig(threads=threads, activation_bits=bits)  # type: ignore[arg-type]  # checked by the caller
     measured = open_measured(config_for(EngineConfig(ModelConfig(model=path), ops=ops), workload(most)))
     print(json.dumps({"ready": True, "version": f"tokenmill {tokenmill.__version__}"}), flush=True)
     for number, line in enumerate(sys.stdin):

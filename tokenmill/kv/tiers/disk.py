@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 MAGIC = b"TMKV0001"
 _HEAD = struct.Struct("<8s16s16sIQI")  # magic, digest, hash, group, bytes of the record, crc32 of both
 UNFINISHED = ".new"
-ABANDONED_S = 3600.0  # a file that is unfinished after this time is nobody's
+ABANDONED_S = 3600.0  # an unfinished file of this age is abandoned
 KEPT_SHARE = 0.9  # of the bytes, once files have to be removed
-LOOK_SHARE = 0.1  # of the bytes, that are written before one looks again what others have written
+LOOK_SHARE = 0.1  # of the allowed bytes: written before the folder is listed again
 
 
 class DiskTier:

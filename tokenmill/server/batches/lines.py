@@ -22,7 +22,7 @@ BOM = b"\xef\xbb\xbf"
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 16 << 20
 MAX_CUSTOM_ID = 512
-MAX_FAULTS = 100  # that are told; a file of wrong lines has no end of them
+MAX_FAULTS = 100  # that are reported; a file may consist of faulty lines
 
 
 class LineFault(InvalidRequest):

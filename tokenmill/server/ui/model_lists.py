@@ -32,7 +32,7 @@ class FitFinder(Protocol):
     def of_catalog(self, name: str) -> JsonFit | None: ...
 
 
-MakeFinder = Callable[[], FitFinder]  # called when somebody looks for the first time
+MakeFinder = Callable[[], FitFinder]  # called when the page asks for the first time
 
 
 class ModelLists:

@@ -1,4 +1,4 @@
-"""What a mixer keeps of the tokens computed so far, as data: fields of three kinds.
+"""The cache fields of a mixer, as data: what it keeps of the tokens computed so far, in three kinds.
 
     paged   every token leaves values in blocks of its sequence, for all later tokens or those of a window
             (keys and values of attention, inputs of a short convolution)

@@ -1,4 +1,4 @@
-"""How attention compresses what lies before its window, as data (DeepSeek V4).
+"""Attention with compressed entries before its window, as data (DeepSeek V4).
 
 A token looks at the entries of its window one by one, and at everything further back through entries of several tokens:
 

@@ -1,4 +1,4 @@
-"""How large a GGUF file of mixed types is, before there is one: the types that llama.cpp's quantiser gives to tensors.
+"""Sizes of GGUF files of mixed types before there is one: the types that llama.cpp's quantiser gives to tensors.
 
     Q4_K_M    most matrices Q4_K; values and the down projection Q6_K in the first and last eighth of the layers and in
               every third one between; the head Q6_K, and so the embedding where it is the head too

@@ -1,4 +1,4 @@
-"""How a checkpoint says that its matrices are quantised: `quantization_config` of config.json, or hf_quant_config.json.
+"""Reader of a checkpoint's quantisation: `quantization_config` of config.json, or hf_quant_config.json.
 
 Every maker has its own words. They are read into one `Quantization`: which matrices are stored in which way. What
 stands there and cannot be computed with is refused by name; what only speaks of activations is not needed, because

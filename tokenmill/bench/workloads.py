@@ -1,4 +1,4 @@
-"""What is asked: prompts of a given length, without needing the server's tokenizer.
+"""Prompts of a given length for benchmarks, without the server's tokenizer.
 
 Words below are one token each in every common vocabulary, so a prompt of n of them is n tokens within a few percent;
 the server's own count is what the report uses. A workload is an endless, seeded stream of sessions; a session is one

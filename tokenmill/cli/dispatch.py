@@ -1,4 +1,4 @@
-"""From a verb and its arguments to an exit code: settings are collected, flags parsed, errors told in one line.
+"""Runs a verb with its arguments: collects settings, parses flags, prints errors as one line, returns the exit code.
 
     flags  >  environment  >  file  >  defaults
 

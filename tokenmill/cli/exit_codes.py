@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one line on stderr where something went wrong.
+"""Exit codes of commands, and one line on stderr where something went wrong.
 
 `TOKENMILL_DEBUG=1` shows the traceback behind the line. This file imports little, so that Ctrl-C while all else
 is still being imported ends here too.

@@ -1,4 +1,4 @@
-"""What people and programs see besides answers: progress of a pull, tables, sizes in words, one JSON line."""
+"""Terminal output besides answers: progress of a pull, tables, sizes in words, one JSON line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one package that knows both halves: the scheduler's plans and the runner's arithmetic, text and tokens.
+"""The engine: puts scheduler and runner together, and text and tokens.
 
 LLM, AsyncEngine                  the two fronts: offline in this process, serving with a core in another one
 frontend                          what a front holds of a model: spec, tokenizer, names

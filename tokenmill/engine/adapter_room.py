@@ -1,4 +1,4 @@
-"""How many slots for adapters a model gets, and how much memory they take: known before anything is loaded.
+"""The number of adapter slots of a model and their memory, known before anything is loaded.
 
 A slot holds any of the adapters that are named, and one of the largest rank that changes every matrix of the layers.
 """

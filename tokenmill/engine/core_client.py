@@ -1,4 +1,4 @@
-"""How a front reaches its core. `CoreClient` is the whole contract; a front never knows which one it holds.
+"""Clients of an engine core, in a thread or in a process. A front knows only the protocol `CoreClient`.
 
     ThreadCoreClient     the core runs in a thread of this process (tests, notebooks)
     ProcessCoreClient    the core runs in a process of its own (serving), behind unix sockets that only this user can

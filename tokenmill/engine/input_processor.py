@@ -1,4 +1,4 @@
-"""From what a client asks for to what the engine computes: template, tokens, settled limits, checked ids.
+"""Turns a client's request into an engine request: chat template, token ids, resolved limits, checks.
 
 Everything that can be wrong with a request is found here, before it is queued, and named. An `InputProcessor` may be
 used from several threads at once (see `text_workers.py`).

@@ -1,4 +1,4 @@
-"""Where a core keeps blocks beside its pool, as its settings say, and the digest that tells whose blocks they are.
+"""Setup of a core's KV tiers from its settings, and the digest of everything that blocks depend on.
 
 Blocks may be used by any core that would compute the same bytes. Everything they depend on is in the digest: the
 weights, the precisions, the kernels, the layout of a block. Tokens, tenant and adapter are in a block's own name.

@@ -1,4 +1,4 @@
-"""From a model's files to a model on its device, and the tensors of its KV pool.
+"""Loads a model's files onto its device, and allocates the tensors of its KV pool.
 
 A backend's row (`backends.py`) picks which of the two models here is built: `Decoder`, which calls a table of ops layer
 by layer, or `NativeDecoder`, whose step is one call of the compiled CPU kernels.

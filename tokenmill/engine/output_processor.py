@@ -1,4 +1,4 @@
-"""From token ids back to what a client sees: text that never splits a character, stop strings cut out, usage.
+"""Turns token ids into events for clients: text that never splits a character, stop strings, usage.
 
 One `OutputProcessor` per request, one `ChoiceState` per sequence. The core knows nothing of text, so stop strings are
 found here; `pop_stopped` tells the caller which sequences the core should abort.

@@ -1,4 +1,4 @@
-"""The one place where ids are made.
+"""Ids of calls, engine requests and replies, all made here.
 
 request id of a call      the client's `x-request-id`, or `req-…`: in the log, in every reply's headers
 request id in the engine  unique among running requests: of a call with several prompts each has its own

@@ -1,4 +1,4 @@
-"""What each of several cores is for: prompts, answers, or both.
+"""Roles of several cores: prefill, decode, or both.
 
     any        computes prompts and answers
     prefill    computes prompts alone; what it has computed is taken by others, block by block

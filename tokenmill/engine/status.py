@@ -1,4 +1,4 @@
-"""What an engine reports about itself: the model it serves, whether it takes requests, how busy it is."""
+"""An engine's reports about itself: the model it serves, its health, its load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long cores' steps take, learned from what they report: seconds = steps × overhead + tokens × seconds a token.
+"""Step times of cores, fitted to their reports: seconds = steps × overhead + tokens × seconds per token.
 
 The two unknowns are fitted by least squares over the reports of all cores together, old ones fading: one core's own
 reports often are steps of nearly one size, which say little about the share of each. Each core has a factor: how much

@@ -1,4 +1,4 @@
-"""What a container or service manager allows this process: Linux control groups, version 2 and 1.
+"""Limits of this process's Linux control group (container, service manager), version 2 and 1.
 
 A limit may sit on any group between ours and the root: each file is looked for on the whole way up, the smallest wins.
 """

@@ -1,4 +1,4 @@
-"""All facts of this machine in one value. Probing costs a few milliseconds and imports nothing heavy."""
+"""The facts of this machine in one value. Probing costs a few milliseconds and imports nothing heavy."""
 
 from __future__ import annotations
 

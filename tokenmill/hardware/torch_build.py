@@ -1,4 +1,5 @@
-"""What the installed torch was built for, read from its version file: importing torch takes a second."""
+"""The platform that the installed torch was built for, read from its version file, because importing torch takes a
+second."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a spec runs: a decoder made of ops, its parts, and what the runner asks of any model (`protocol`)."""
+"""Models that run a spec: a decoder made of ops, its parts, and the interface to the runner (`protocol`)."""

@@ -1,4 +1,4 @@
-"""What all layers of one forward pass share: planned once a step, read by every layer."""
+"""The state that all layers of one forward pass share: planned once a step, read by every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runner asks of a model. A decoder made of ops, a native whole-step one and a scripted one all fit."""
+"""The interface between runner and model, for a decoder made of ops, a native whole-step one and a scripted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward pass is told about its batch. An argument, never a global.
+"""The description of a forward pass's batch: an argument, never a global.
 
 T tokens of R rows lie one after another: row r owns tokens [query_starts[r], query_starts[r+1]). A row's context is
 all its tokens in the KV cache once this step's keys are written; its queries are the last ones of that context.

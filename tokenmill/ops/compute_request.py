@@ -1,4 +1,5 @@
-"""What a model needs from the kernels that compute it. Names instead of torch's types, so that nothing is imported."""
+"""The requirements of a model on the kernels that compute it. Names instead of torch's types, so that nothing is
+imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter adds to one matrix, and how backends hold the adapters of a model.
+"""Low-rank updates of adapters, and the interface by which backends hold a model's adapters.
 
     y = (1 + gain) * (W x) + b (a x) + bias        a [rank, columns], b [rows, rank]
 

@@ -1,4 +1,4 @@
-"""What a model needs on this machine: planned exactly where its files are here, by a rule of thumb where they are not.
+"""Memory needs of models on this machine: planned exactly where their files are here, by a rule of thumb elsewhere.
 
 The rule of thumb reads the number of parameters and the type of the weights from the catalog's description ("1.5B
 Instruct, Q4_K_M"), adds a fifth for the KV cache, as everyone does before a download, and what any process takes.

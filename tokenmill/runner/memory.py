@@ -1,4 +1,4 @@
-"""What a runner takes beside the weights, and how many KV blocks fit into the rest. Pure arithmetic, no torch: the
+"""The memory of a runner beside the weights, and how many KV blocks fit into the rest. Pure arithmetic, no torch: the
 planner's estimate and the engine's allocation are this.
 
     GPU memory   [ runtime | weights | rows | largest step | graphs | KV pool ................ | kept free ]

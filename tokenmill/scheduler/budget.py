@@ -1,4 +1,4 @@
-"""What a step and the sequences in it may use, as a vector of named resources.
+"""The budget of a step and of its sequences, as a vector of named resources.
 
     of one step        tokens                     handed out in parts: a long prompt takes what is left
     while a group runs rows, blocks, ...          all that it needs or nothing

@@ -1,4 +1,4 @@
-"""How a request becomes its state: the sequences it needs and how their results are output.
+"""Makes the scheduler's state of a request: the sequences it needs and how their results are output.
 
 A request that could never run, even alone, is refused here; all others wait until there is room (`admission.py`).
 """

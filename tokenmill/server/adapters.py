@@ -1,4 +1,4 @@
-"""What the server asks of an engine that can have adapters."""
+"""The interface of an engine with adapters, as the server uses it."""
 
 from __future__ import annotations
 

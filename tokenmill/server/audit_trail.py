@@ -1,4 +1,4 @@
-"""What a running server writes to its audit log: its start and end, refused keys, changed keys, loads, restarts.
+"""Entries that a running server writes to its audit log: start and end, refused keys, changed keys, loads, restarts.
 
 Entries are gathered on the event loop and written by a thread, twice a second at most, so that no request waits for the
 disk. An engine's restarts are found by looking at its count twice a second: none is missed, and the engine's own code

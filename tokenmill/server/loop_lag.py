@@ -1,4 +1,4 @@
-"""How late the event loop is: a timer that should fire now fires later while something holds the loop.
+"""Measures the lag of the event loop: a timer fires late while something blocks the loop.
 
 All streams of a server wait as long, so this is the first place to look when tokens come in bursts.
 """

@@ -1,4 +1,4 @@
-"""What systemd is told of a server (`Type=notify`): that it is ready, that it is alive, that it stops.
+"""Notifications to systemd (`Type=notify`): ready, alive, stopping.
 
 systemd gives the path of a datagram socket in NOTIFY_SOCKET and, where the unit has `WatchdogSec`, in WATCHDOG_USEC how
 often it wants a sign of life. An engine that was given up gives none any more, so that systemd starts the server anew.

@@ -1,4 +1,4 @@
-"""What keeps tenants apart: clients with different API keys learn nothing of each other's prompts and answers.
+"""Isolation of tenants: clients with different API keys learn nothing of each other's prompts and answers.
 
 Blocks of the prefix cache, and recent answers from which speculation guesses, are shared by requests with the same
 salt. The number of cached tokens, the number of accepted guesses and the time of a first token would all tell a client

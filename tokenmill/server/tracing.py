@@ -1,4 +1,4 @@
-"""From the record of a request to its spans, in the names of OpenTelemetry's conventions for generative AI.
+"""Makes the spans of a request from its record, in the names of OpenTelemetry's conventions for generative AI.
 
 Never any text: prompts and answers are not attributes. What the conventions say of a request's parameters is taken from
 its first engine request; all of a job's have the same.

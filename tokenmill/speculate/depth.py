@@ -1,4 +1,4 @@
-"""How many draft tokens to verify in one step: the number that gives the most tokens per second.
+"""The number of draft tokens to verify in one step: the one that gives the most tokens per second.
 
 Each draft token has a probability that it and all before it are right; the most likely ones of all sequences go first.
 A step with m of them yields  rows + Σ probability  tokens and takes the time of a step of that many tokens.

@@ -1,4 +1,4 @@
-"""What speculation keeps of one sequence, and what a proposer is asked with.
+"""Speculation's state of one sequence, and the request that a proposer gets.
 
 `DraftState` lives as long as the sequence: its index of token pairs, its acceptance statistics, and the last proposal,
 which is compared with the tokens that came when the next one is asked for.

@@ -1,4 +1,4 @@
-"""How much a model shall think, in the words of its chat template.
+"""Reasoning effort as a variable of a model's chat template.
 
 Every family has its own variables: switches (`enable_thinking`), levels (`reasoning_effort`: low, medium, high; others
 have max, or no_think), a number (`thinking_budget`). Which of them a template reads is seen in its source; which levels

@@ -1,4 +1,5 @@
-"""How byte-level BPE vocabularies cut a text into words before merging, by the name a GGUF file gives.
+"""Pre-tokenizers of byte-level BPE vocabularies, by their names in GGUF files: how text is split into words before
+merging.
 
 A rule is a list of patterns, each applied to the pieces the one before it left; what a pattern matches and what
 lies between its matches both become pieces. Merges never cross a piece, so a wrong pattern gives wrong ids without

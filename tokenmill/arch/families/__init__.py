@@ -1,4 +1,4 @@
-"""All families, by the words their files use."""
+"""The table of model families, by the names in their files."""
 
 from __future__ import annotations
 

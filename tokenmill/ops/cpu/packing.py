@@ -1,4 +1,4 @@
-"""From checkpoint tensors to the kernels' panels. The numbers of the file are kept: nothing is rounded again.
+"""Packs checkpoint tensors into the kernels' panels. The values of the file are kept: nothing is rounded again.
 
 Block formats without a packed form of their own are expanded and kept as float16; the smallest error of all choices
 (relative 2^-11) at the price of memory. Plain tensors keep their type.

@@ -1,4 +1,4 @@
-"""How many lines of batches are under way at once in an engine: what interactive requests leave free.
+"""The number of batch lines that an engine runs at once: what interactive requests leave free.
 
     no other requests           more than the engine computes together, so that no row is ever idle
     others are being answered   a quarter of the rows that they leave

@@ -1,4 +1,4 @@
-"""What /api/tags, /api/show and /api/ps say of a model: names, sizes, architecture, what it can do.
+"""Descriptions of models for /api/tags, /api/show and /api/ps: names, sizes, architecture, capabilities.
 
 Everything comes from the model itself: its spec, its files and, for a GGUF file, its metadata. `model_info` is never
 null, and always has the architecture with its context and embedding length: clients look for those.

@@ -1,4 +1,4 @@
-"""What /openapi.json says of Ollama's endpoints: the fields that matter, and what replies always have."""
+"""JSON Schemas of Ollama's endpoints, for /openapi.json: the fields that matter, and what replies always have."""
 
 from __future__ import annotations
 

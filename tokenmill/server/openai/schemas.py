@@ -1,4 +1,4 @@
-"""What /openapi.json says of OpenAI's endpoints, as JSON Schema.
+"""JSON Schemas of OpenAI's endpoints, for /openapi.json.
 
 Bodies are parsed by hand, so this names the fields that matter, with the ranges that the parser itself holds. Null
 counts as absent everywhere; fields that are not named here are ignored or refused. Replies list the fields that clients

@@ -1,4 +1,4 @@
-"""What a server remembers: responses, conversations, files and batches, in one SQLite file that outlives the process.
+"""The persistent state of a server: responses, conversations, files and batches, in one SQLite file.
 
 database.py    the file, its thread, transactions
 schema.py      the tables, by version

@@ -1,4 +1,4 @@
-"""How models speak: tool calls and thinking as rows of data, their reader, their grammar, and their detection."""
+"""Formats of tool calls and thinking: rows of data, with a reader, a grammar and their detection."""
 
 from tokenmill.text.speech.detect import call_format_names, detect_speech
 from tokenmill.text.speech.reader import SpeechReader

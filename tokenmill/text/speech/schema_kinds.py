@@ -1,4 +1,4 @@
-"""What JSON types a schema allows, for formats that write strings without quotes.
+"""The JSON types that a schema allows, for formats that write strings without quotes.
 
 In `<parameter=zip>\\n01234\\n</parameter>` only the tool's schema says whether 01234 is text or a number.
 """

@@ -1,4 +1,4 @@
-"""How one model speaks: its tool-call format, its thinking, and which of their markers are control tokens.
+"""One model's formats of tool calls and thinking, and which of their markers are control tokens.
 
 Found once per model (`detect.py`). From it come the reader of an answer, the grammar that keeps an answer to valid
 calls, and what the input side needs: whether a prompt ends inside a think section, ids that the template accepts.

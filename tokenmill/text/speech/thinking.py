@@ -1,4 +1,4 @@
-"""How model families mark their thinking, one row each.
+"""Thinking markers of model families, one row each.
 
     tags       <think> … </think> answer          the model opens the section, or the prompt ends with the opener
     channels   <|channel|>analysis<|message|> … <|end|><|start|>assistant<|channel|>final<|message|> answer

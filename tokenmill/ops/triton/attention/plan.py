@@ -1,4 +1,4 @@
-"""What attention of a step needs to know of its rows, worked out once for all layers of a KV group.
+"""The plan of a step's attention, made once for all layers of a cache group.
 
 Rows of a step lie in this order, and each part has a kernel of its own (`attention/select.py`):
 

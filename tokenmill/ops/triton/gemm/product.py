@@ -1,4 +1,4 @@
-"""What is multiplied, as kernel selection sees it: activations [m, k] times the rows of a weight matrix [n, k].
+"""A matrix product as kernel selection sees it: activations [m, k] times the rows of a weight matrix [n, k].
 
 The weight's form is how its numbers are stored, not which numbers they are: every matrix of the same form, shape and
 number of rows is multiplied by the same kernel.

@@ -1,1 +1,1 @@
-"""How kernels are compiled and launched: the launcher, compile workers, programmatic dependent launch, capabilities."""
+"""Compilation and launch of kernels: the launcher, compile workers, programmatic dependent launch, capabilities."""

@@ -1,4 +1,4 @@
-"""What a GPU can do, and the measured numbers by which kernels are chosen for it.
+"""Capabilities of a GPU, and the measured thresholds by which kernels are chosen for it.
 
 fp8       NVIDIA from Ada (8.9) on multiplies e4m3 numbers. AMD's matrix units, where they have fp8 at all, mean another
           encoding by it (fnuz).

@@ -1,4 +1,4 @@
-"""What /openapi.json says of the Responses API, as JSON Schema."""
+"""JSON Schemas of the Responses API, for /openapi.json."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ decoding step, and the same step as one captured graph of all ranks. Prints a di
 ranks: they must be equal.
 
 `alone`: the first rank's part of a model, run by the engine's own runner with captured graphs; what other ranks would
-send is not waited for. Its step is compared with the planner's for that part, with the bandwidth and the time of a
+send has come already. Its step is compared with the planner's for that part, with the bandwidth and the time of a
 layer's kernels that the same run fits to models of 1B and 8B, and with the time of putting ranks' parts together, which
 is measured apart; then a table of tokens a second with the time that each kind of link takes.
 """
@@ -21,9 +21,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +43,7 @@ from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.parallel.alone import Alone
 from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
+from tokenmill.parallel.device import ARRIVAL_BYTES, WINDOW_BYTES, DeviceGroup
 from tokenmill.parallel.group import Gather, RankGroup, Shard
 from tokenmill.parallel.turns import TurnGroup
 from tokenmill.params import SamplingParams
@@ -175,35 +176,37 @@ def bits(asked: argparse.Namespace) -> dict[str, Any]:
 # ── one rank alone ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class Unheard:
-    """A group of which only this rank is here: what others would send are zeros, at once."""
+@dataclass(frozen=True)
+class LocalWindow:
+    """A rank's window in memory of this process."""
 
-    rank: int
-    size: int
-    zeros: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    memory: torch.Tensor
 
-    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-        """Parts lie as a link would leave them, each in one piece: a number that is repeated by its strides would be
-        put together by a slower kernel."""
-        return [x if rank == self.rank else self._zeros(x, width) for rank, width in enumerate(widths)]
-
-    def _zeros(self, x: torch.Tensor, width: int) -> torch.Tensor:
-        place = len(x), width
-        if place not in self.zeros:  # in a first step of so many rows, which no graph captures
-            self.zeros[place] = x.new_zeros(place)
-        return self.zeros[place]
-
-    def abort(self) -> None:
-        pass
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
 
     def close(self) -> None:
         pass
 
 
+def unheard(size: int) -> RankGroup:
+    """The group of rank 0 where only this rank is there: what others would send are zeros that have come already. All
+    that a rank does itself in an exchange is done."""
+    if size == 1:
+        return Alone()
+
+    def windows(_group: DeviceGroup) -> list[LocalWindow]:
+        memory = torch.zeros(size, WINDOW_BYTES, dtype=torch.uint8, device=device())
+        memory.view(torch.int64)[:, : ARRIVAL_BYTES // 8] = 1 << 62  # a turn that never comes
+        return [LocalWindow(memory[rank]) for rank in range(size)]
+
+    return DeviceGroup(0, size, device(), windows)
+
+
 def step_seconds(spec: ModelSpec, ranks: int, rows: list[int], context: int) -> dict[int, float]:
     """Seconds of a decoding step of the first rank's part, by the number of rows."""
-    group: RankGroup = Alone() if ranks == 1 else Unheard(0, ranks)
+    group = unheard(ranks)
     most, length = max(rows), context + 128
     model = part_of(spec, group, length, deterministic=False)
     storage = storage_of(model, 1 + most * -(-length // BLOCK))
@@ -236,7 +239,7 @@ def step_seconds(spec: ModelSpec, ranks: int, rows: list[int], context: int) -> 
 def gather_seconds(spec: ModelSpec, ranks: int, rows: list[int]) -> dict[int, float]:
     """Seconds in which a rank puts the parts of all ranks together in a step, by the number of rows: heads, the output
     of `o`, inner numbers and the output of `down` of each layer."""
-    cuts, group = cut_model(spec, ranks), Unheard(0, ranks)
+    cuts, group = cut_model(spec, ranks), unheard(ranks)
     found = [
         cuts["layers.0.o"].inputs,
         cuts["layers.0.o"].rows,
@@ -313,8 +316,10 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
         listed = default.decode_s(rows, context) * (1 - default.exchange_share(rows, context))
         links = {}
         for link in ("nvlink", "pcie5", "ib", "ethernet"):
-            stream = rows * spec.hidden_size * 2
-            links[link] = rows / (seconds + spec.num_layers * 2 * LINKS[link].sum_s(stream, ranks))
+            away = replace(plan, linked_by=LINKS[link])
+            over_link = Roofline(spec, parts, "bfloat16", away, Split(ranks), calibrated)
+            exchanged_s = over_link.decode_s(rows, context) * over_link.exchange_share(rows, context)
+            links[link] = rows / (seconds - gathering[rows] + exchanged_s)
         figures = {"rows": rows, "step_s": seconds, "planned_s": planned, "gathers_s": gathering[rows]}
         table.append({**figures, "listed_s": listed, "tok_s": links})
         told = ", ".join(f"{link} {rate:,.0f}" for link, rate in links.items())

@@ -9,7 +9,7 @@ import pytest
 
 from tokenmill.arch.cost import WeightParts
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
 from tokenmill.config.engine import KVDType
 from tokenmill.engine.backends import BACKENDS, Backend, KeptWeights, StoredWeights
 from tokenmill.engine.resolve import MachineFacts, Resolved, resolve
@@ -215,3 +215,36 @@ def test_nonsense_is_refused_by_name(config: EngineConfig, name: str) -> None:
 def test_a_machine_without_room_is_told_so() -> None:
     with pytest.raises(InvalidConfig, match="no room for a KV cache"):
         settle(machine=replace(LAPTOP, free_bytes={"cpu": 1 << 30}))
+
+
+# ── ranks on GPUs ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def ranks_on(num_gpus: int, **parallel: Any) -> Resolved:
+    return settle(EngineConfig(parallel=ParallelConfig(**parallel)), replace(gpu_with(6 << 30), num_gpus=num_gpus))
+
+
+def test_ranks_have_a_gpu_each_and_its_memory() -> None:
+    two = ranks_on(2, tp=2)
+    assert two.config.parallel.link == "ipc" and any("2 ranks with a GPU each" in reason for reason in two.reasons)
+    one, shared = ranks_on(2), ranks_on(1, tp=2, rank_gpus="0,0")
+    blocks = [found.config.cache.num_blocks or 0 for found in (one, two, shared)]
+    assert blocks[1] > 1.9 * blocks[0], "half of the heads on each, and half of the weights"
+    assert 0.3 * blocks[1] < blocks[2] < 0.5 * blocks[1], "both have their weights and their pool on one GPU"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reason"),
+    [
+        ({"tp": 4}, "needs GPUs 0 to 3, and torch sees 2"),
+        ({"tp": 2, "rank_gpus": "0,2"}, "needs GPUs 0 to 2"),
+        ({"tp": 2, "rank_gpus": "1,0"}, "0 first"),
+        ({"tp": 2, "rank_gpus": "0,one"}, "not '0,one'"),
+        ({"tp": 2, "link": "gloo"}, "by ipc, not by gloo"),
+        ({"pp": 2}, "pipelines of GPUs"),
+        ({"rank_gpus": "0"}, "those of several ranks"),
+    ],
+)
+def test_what_ranks_on_gpus_can_not_do_is_refused(parallel: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidConfig, match=reason):
+        ranks_on(2, **parallel)

@@ -10,7 +10,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-Link = Literal["auto", "threads", "shared", "gloo"]
+Link = Literal["auto", "threads", "shared", "gloo", "ipc"]
 ActivationBits = Literal["auto", "8", "mixed", "16"]
 
 # Default sequences and tokens of a step.
@@ -155,9 +155,14 @@ class OpsConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tp: int = 1
-    """Tensor parallel: ranks that compute every step together, each with some rows of every matrix, on CPUs of this
-    machine (`--threads` are those of a rank). Answers are the same with any number, bit for bit with native kernels. It
-    pays where each rank has memory of its own (sockets); on one, threads are faster."""
+    """Tensor parallel: ranks that compute every step together, each with some rows of every matrix, on GPUs or CPUs of
+    this machine (`--threads` are those of a rank). Answers are the same with any number, bit for bit with native
+    kernels and with `deterministic`. On CPUs it pays where each rank has memory of its own (sockets); on one socket,
+    threads are faster."""
+    rank_gpus: str | None = None
+    """The GPU of each rank, by the numbers that torch has for them, such as `0,1`; by default 0, 1, 2 and so on. `0,0`
+    puts two ranks on one GPU, which is for tests: under CUDA MPS, or each exchange takes milliseconds. Rank 0's is 0
+    (CUDA_VISIBLE_DEVICES orders them)."""
     pp: int = 1
     """Pipeline parallel: stages of layers, each on `tp` ranks, that compute several steps at the same time, one behind
     the other. Layers are parted by cost; answers are the same with any number of stages."""
@@ -182,7 +187,8 @@ class ParallelConfig:
     tcp://HOST:PORT`, TOKENMILL_RANK_KEY the same on all), instead of being started here. Only for `pp` without `tp`."""
     link: Link = "auto"
     """How ranks reach each other. In a process each: by `shared` memory, or with torch's ops also by `gloo` over this
-    machine's loopback; `threads`: in one process, for tests."""
+    machine's loopback; on GPUs by `ipc`, where kernels reach each other's memory; `threads`: in one process, for
+    tests."""
 
     @property
     def num_ranks(self) -> int:

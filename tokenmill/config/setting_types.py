@@ -33,7 +33,7 @@ class EngineSettings(TypedDict, total=False):
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
     kv_host_gb: float
     lanes: int | None
-    link: Literal["auto", "threads", "shared", "gloo"]
+    link: Literal["auto", "threads", "shared", "gloo", "ipc"]
     literal_content: bool
     load_format: Literal["auto", "safetensors", "gguf", "dummy"]
     max_adapter_rank: int | None
@@ -47,6 +47,7 @@ class EngineSettings(TypedDict, total=False):
     pp: int
     prefix_caching: bool
     quantization: str | None
+    rank_gpus: str | None
     sampling_defaults: bool
     seed: int
     served_name: str | None

@@ -267,6 +267,11 @@ def _either(names: tuple[str, ...]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
+def _needs_linux() -> str | None:
+    """Why there can't be several ranks here; None when there can."""
+    return None if sys.platform == "linux" else "ranks need Linux"
+
+
 def _missing_package(request: ComputeRequest) -> str | None:
     package = find_device(request.device).runner_package
     is_missing = package is not None and find_spec(package) is None
@@ -300,9 +305,16 @@ def _build_with_triton(
     from tokenmill.engine.model import build_decoder
     from tokenmill.ops.triton.build import build_ops
 
-    assert shard is None, "see `rank_limits`"
     ops = build_ops(config.model.quantization, deterministic=config.ops.deterministic)
-    return build_decoder(config, spec, source, ops)
+    return build_decoder(config, spec, source, ops, shard)
+
+
+def _gpu_rank_limits(_device: Device) -> str | None:
+    import torch
+
+    if torch.version.hip is not None:
+        return "ranks on AMD's GPUs are not supported: they exchange by CUDA's memory handles"
+    return _needs_linux()
 
 
 TRITON = Backend(
@@ -319,7 +331,7 @@ TRITON = Backend(
     kept_weights=_kept_by_triton,
     build_model=_build_with_triton,
     describe_kernels=lambda config: f"ops: Triton kernels on {config.ops.device}",
-    rank_limits=lambda _device: "several GPUs are not supported yet",
+    rank_limits=_gpu_rank_limits,
 )
 
 
@@ -362,7 +374,7 @@ NATIVE = Backend(
     kept_weights=_kept_by_native,
     build_model=_build_native,
     describe_kernels=lambda _config: f"ops: native kernels ({native_kernels.instruction_set()})",
-    rank_limits=lambda _device: None if sys.platform == "linux" else "ranks need Linux",
+    rank_limits=lambda _device: _needs_linux(),
 )
 
 
@@ -395,8 +407,8 @@ def _build_with_torch(
 
 def _torch_rank_limits(device: Device) -> str | None:
     if device is not CPU:
-        return "several GPUs are not supported yet"
-    return None if sys.platform == "linux" else "ranks need Linux"
+        return "several GPUs exchange by Triton kernels"
+    return _needs_linux()
 
 
 REFERENCE = Backend(

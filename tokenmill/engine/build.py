@@ -85,7 +85,7 @@ def build_core(
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if resolved.backend.uses_torch_threads else 1)
     if config.parallel.num_ranks > 1:
-        return build_ranked_core(resolved, spec, model_path, started, when_rank_dies, fork_rank)
+        return build_ranked_core(resolved, spec, model_path, started, when_rank_dies, fork_rank, while_compiling)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
         source = open_source(config, model_path, spec)
@@ -115,6 +115,7 @@ def build_ranked_core(
     started: float,
     when_rank_dies: Callable[[str], None],
     fork_rank: ForkRank | None,
+    while_compiling: Callable[[], None],
 ) -> EngineCore:
     """A core whose model several ranks compute: this process has the first one's part."""
     from tokenmill.engine.ranks import Ranks, load_part  # one rank needs nothing of it
@@ -138,6 +139,7 @@ def build_ranked_core(
             make_runner=lambda _storage, sampler, *_limits: ranks.make_runner(part, sampler),
             adapters=adapters,
         )
+        run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
         unless_built.pop_all()
     return described(core, resolved, started)
 

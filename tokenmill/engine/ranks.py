@@ -28,8 +28,10 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
@@ -49,6 +51,7 @@ from tokenmill.engine.joined_ranks import (
     when_closed,
 )
 from tokenmill.engine.model import kv_storage, open_source
+from tokenmill.engine.resolve_ranks import gpu_of_each_rank
 from tokenmill.errors import InvalidConfig, PeerDied, TokenmillError
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import StagedModel
@@ -65,6 +68,10 @@ from tokenmill.runner.runner import ModelRunner
 from tokenmill.runner.staged import PipelineRunner, StageRunner, run_message
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.weights.rank_weights import RankWeights
+
+if TYPE_CHECKING:
+    from tokenmill.runner.cuda_runner import CudaRunner
+    from tokenmill.runner.mirrored import MirroredRunner
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +170,13 @@ class RankPart:
         part = self.rank % config.parallel.tp if config.parallel.dp_attention else None
         return ModelRunner(self.model, self.storage, sampler, rows, context, part)
 
+    def cuda_runner(self, sampler: Sampler) -> CudaRunner:
+        from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which a machine without a GPU may not have
+
+        config = self.config
+        assert config.model.max_context is not None
+        return CudaRunner(self.model, self.storage, sampler, config.scheduler.num_rows, config.model.max_context)
+
     def stage_runner(self, sampler: Sampler) -> StageRunner:
         assert self.link is not None
         return StageRunner(self.row_runner(sampler), self.model, self.link, is_first=self.layers.start == 0)
@@ -182,6 +196,7 @@ def load_part(
     source = RankWeights(open_source(config, model_path, spec), cuts, layers)
     own = cut_spec(spec, group.size, group.rank, by_heads=by_heads)
     model = find_backend(config.ops.backend).build_model(config, own, source, Shard(group, cuts, layers))
+    torch.cuda.empty_cache()  # what loading needed for a moment may lie where the pool will; nothing without a GPU
     return RankPart(config, rank, layers, model, kv_storage(config, own, layers), link)
 
 
@@ -214,6 +229,11 @@ def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, lea
     sampler = FollowingSampler(part.model.vocab_size, config.scheduler.num_rows, part.storage.device)
     slots = part.model.adapter_slots
     _answer(leader, RankReady(start.rank, adapted=[] if slots is None else sorted(slots.names())))
+    if start.config.ops.device == "cuda":
+        from tokenmill.runner.mirrored import mirror
+
+        follow(partial(mirror, part.cuda_runner(sampler)), start.rank, group, leader)
+        return
     if link is None:
         follow(partial(run_plan, part.row_runner(sampler)), start.rank, group, leader)
         return
@@ -273,7 +293,7 @@ class Ranks:
     ) -> None:
         """Start them: they load beside rank 0, which is the caller's. `config`: resolved. `fork`: copies this process,
         which is a core's; programs that opened a model themselves may have threads that forbid it."""
-        self._fork = fork
+        self._fork = fork if config.ops.device == "cpu" else None  # no copy of a process may use its GPU
         self.group: RankGroup
         self.link: StageLink | None = None
         self._config = config
@@ -355,7 +375,7 @@ class Ranks:
             else:
                 process = subprocess.Popen(
                     [*own_python(), "-m", "tokenmill.engine.rank_main", str(theirs.fileno()), str(os.getpid())],
-                    env={name: value for name, value in os.environ.items() if name not in SECRETS},
+                    env=rank_environment(start),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno(), *descriptors],
                     process_group=0,
@@ -380,11 +400,17 @@ class Ranks:
             adapted.update(ready.adapted)
         return adapted
 
-    def make_runner(self, part: RankPart, sampler: Sampler) -> RankedRunner | PipelineRunner:
+    def make_runner(self, part: RankPart, sampler: Sampler) -> RankedRunner | PipelineRunner | MirroredRunner:
         """The runner of all ranks, with rank 0's part of the model; they end with it."""
         parallel, followers = self._config.parallel, Followers(self._followers)
-        runner: RankedRunner | PipelineRunner
-        if parallel.pp == 1:
+        runner: RankedRunner | PipelineRunner | MirroredRunner
+        if self._config.ops.device == "cuda":
+            from tokenmill.parallel.device import DeviceGroup
+            from tokenmill.runner.mirrored import MirroredRunner
+
+            assert isinstance(self.group, DeviceGroup), "see `resolve_parallel`"
+            runner = MirroredRunner(part.cuda_runner(sampler), self.group, followers)
+        elif parallel.pp == 1:
             runner = RankedRunner(part.row_runner(sampler), self.group, followers)
         else:
             own = part.stage_runner(sampler)
@@ -450,6 +476,10 @@ def shared_file(size: int, link: str) -> int:
     descriptor = os.memfd_create("tokenmill-ranks", os.MFD_CLOEXEC)
     if link == "shared":
         os.ftruncate(descriptor, SharedGroup.file_bytes(size))
+    if link == "ipc":
+        from tokenmill.parallel.device import DeviceGroup
+
+        os.ftruncate(descriptor, DeviceGroup.file_bytes(size))
     return descriptor
 
 
@@ -460,9 +490,25 @@ def join_group(config: EngineConfig, rank: int, descriptor: int) -> RankGroup:
         return Alone()
     if config.parallel.link == "shared":
         return SharedGroup.over_file(descriptor, place, config.parallel.tp)
+    if config.parallel.link == "ipc":
+        from tokenmill.parallel.device import DeviceGroup  # needs Triton
+
+        return DeviceGroup.over_file(descriptor, place, config.parallel.tp, torch.device("cuda"))
     from tokenmill.parallel.gloo import GlooGroup  # a second's import that others do without
 
     return GlooGroup(place, config.parallel.tp, Path(f"/proc/self/fd/{descriptor}"))
+
+
+def rank_environment(start: RankStart) -> dict[str, str]:
+    """The environment of a rank's process. Its own GPU is the first that it sees, for all its threads; it sees the
+    others behind that one, since it maps their memory."""
+    env = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    if start.config.ops.device == "cuda":
+        seen = env.get("CUDA_VISIBLE_DEVICES")
+        names = list(map(str, range(torch.cuda.device_count()))) if seen is None else seen.split(",")
+        own = names.pop(gpu_of_each_rank(start.config.parallel)[start.rank])
+        env["CUDA_VISIBLE_DEVICES"] = ",".join((own, *names))
+    return env
 
 
 def wait_for_trouble(pid: int) -> str:

@@ -16,20 +16,19 @@ from typing import Any
 from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, is_small
 from tokenmill.arch.packed_formats import drawable_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
-from tokenmill.config.engine import MAX_AUTO_CONTEXT, Link
+from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
+from tokenmill.config.engine import MAX_AUTO_CONTEXT
 from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWeights, StoredWeights
 from tokenmill.engine.mtp_room import MTP, mtp_block_bytes, mtp_bytes
+from tokenmill.engine.resolve_ranks import MAX_RANKS, heaviest_rank, ranks_of_a_device, resolve_parallel
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.lora.sizes import MAX_RANK
-from tokenmill.ops import cpu as native_kernels
 from tokenmill.ops.compute_request import ComputeRequest
-from tokenmill.parallel.cuts import cut_spec, parting_limits
-from tokenmill.parallel.stages import split_layers, stage_limits, stage_share
+from tokenmill.parallel.cuts import cut_spec
 from tokenmill.runner.memory import (
     RunnerBytes,
     RunnerLimits,
@@ -39,8 +38,6 @@ from tokenmill.runner.memory import (
     recurrent_bytes,
 )
 
-MAX_RANKS = 64
-LINKS = {"shared": "processes that share memory", "gloo": "processes that exchange over loopback", "threads": "threads"}
 DRAFT_PREFIX = "draft:"
 SPECULATIONS = f"off, auto, ngram, {MTP} or {DRAFT_PREFIX}MODEL"
 
@@ -52,6 +49,7 @@ class MachineFacts:
     cores: int
     free_bytes: Mapping[str, int]  # by the name of each device that torch can use: for weights and KV cache together
     unused_gpu: str | None = None  # why torch does not compute on a GPU that is there
+    num_gpus: int = 1  # that torch can use, if any
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,13 @@ def probe(config: EngineConfig) -> MachineFacts:
     allowed = [device for device in DEVICES if config.ops.device in ("auto", device.name)]
     free_bytes: dict[str, int] = {device.name: free for device in allowed if (free := device.free_bytes()) is not None}
     unused = next(filter(None, map(unused_gpu, machine.gpus)), None)
-    return MachineFacts(machine.cpu.usable_cores, free_bytes, unused)
+    return MachineFacts(machine.cpu.usable_cores, free_bytes, unused, num_gpus() if "cuda" in free_bytes else 0)
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def unused_gpu(gpu: Gpu) -> str | None:
@@ -118,7 +122,7 @@ def resolve(
     reasons: list[str] = []
     device = choose_device(config.ops, machine, backends)
     backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
-    parallel = resolve_parallel(config, spec, backend, reasons)
+    parallel = resolve_parallel(config, spec, device, backend, machine.num_gpus, reasons)
     require_usable_tiers(config, device.name)
     ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons, parallel.num_ranks)
     free_bytes = machine.free_bytes[device.name]
@@ -146,9 +150,9 @@ def resolve(
     head_block_bytes = mtp_block_bytes(spec, dtypes, cache.block_size) if has_head else 0
     left_bytes = max(0, free_bytes - adapters.total_bytes - head_bytes)
     if parallel.num_ranks > 1:
-        share, layout = _heaviest_rank(spec, parallel, layout, cache.block_size)
+        share, layout = heaviest_rank(spec, parallel, layout, cache.block_size)
         kept = replace(kept, parts=WeightParts(*(int(part * share) for part in astuple(kept.parts))))
-        left_bytes //= parallel.num_ranks  # ranks share the machine's memory
+        left_bytes //= ranks_of_a_device(parallel)
     cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons, head_block_bytes)
     model = _within_pool(config.model, cache, layout, reasons)
     overlaps = "on a GPU" if device.overlaps_steps else "in a pipeline" if parallel.pp > 1 else None
@@ -159,93 +163,6 @@ def resolve(
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
     return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
-
-
-def resolve_parallel(config: EngineConfig, spec: ModelSpec, backend: Backend, reasons: list[str]) -> ParallelConfig:
-    """Resolve the number of ranks and how they communicate; unsupported combinations are refused by name."""
-    parallel = config.parallel
-    tp, pp = parallel.tp, parallel.pp
-    if parallel.lanes is not None and pp == 1:
-        raise InvalidConfig("lanes are those of a pipeline, and pp is 1", param="lanes")
-    _require_experts(parallel, spec, backend)
-    if parallel.stages_at is not None and (pp == 1 or tp > 1 or parallel.link == "threads"):
-        problem = "stages_at is where stages of a pipeline (pp) join, one rank each (tp 1), in processes"
-        raise InvalidConfig(problem, param="stages_at")
-    if parallel.dp_attention:
-        _require_parting(parallel, spec, backend)
-    if parallel.num_ranks == 1:
-        return parallel
-    if parallel.num_ranks > MAX_RANKS:
-        raise InvalidConfig(f"tp {tp} times pp {pp} is more than {MAX_RANKS} ranks", param="tp")
-    if config.model.adapter or config.model.adapter_slots:
-        if backend.name != "cpu":
-            problem = "adapters on several ranks need the native kernels"
-            raise InvalidConfig(problem, param="tp" if tp > 1 else "pp", hint="--backend cpu")
-        if parallel.ep:
-            raise InvalidConfig("adapters can't be used with whole experts on ranks", param="ep")
-    if pp > 1 and (limit := stage_limits(spec, pp)) is not None:
-        raise InvalidConfig(f"pp {pp} was asked for, but {limit}", param="pp")
-    has_native = native_kernels.is_available()[0]
-    link: Link = parallel.link if parallel.link != "auto" else "shared" if has_native else "gloo"
-    if link == "gloo" and backend.name == "cpu":
-        raise InvalidConfig("native kernels exchange over shared memory, not over gloo", param="link")
-    if link == "shared" and not has_native:
-        raise InvalidConfig("shared memory between ranks needs the native kernels", param="link", hint="--link gloo")
-    if tp > 1:
-        reasons.append(f"tensor parallel: {tp} ranks in {LINKS[link]}, each with its rows of every matrix")
-    if parallel.dp_attention:
-        reasons.append("data parallel attention: each rank keeps the contexts of some sequences, and attends for them")
-    if parallel.ep:
-        copies = f", {parallel.expert_copies} of a layer on one more" if parallel.expert_copies else ""
-        reasons.append(f"expert parallel: each rank has whole experts{copies}")
-    if pp > 1:
-        layers = " + ".join(str(len(stage)) for stage in split_layers(spec, pp))
-        lanes = parallel.num_lanes
-        where = "processes" if parallel.stages_at is None else f"processes that join at {parallel.stages_at}"
-        where = LINKS[link] if tp > 1 or link == "threads" else where
-        reasons.append(f"pipeline: {pp} stages of {layers} layers in {where}, {lanes} steps in flight")
-    return replace(parallel, link=link)
-
-
-def _require_experts(parallel: ParallelConfig, spec: ModelSpec, backend: Backend) -> None:
-    """Refuse settings of experts that would do nothing, and what can't be done."""
-    if parallel.expert_copies and parallel.expert_loads is None:
-        raise InvalidConfig("which experts get copies is decided by expert_loads", param="expert_copies")
-    if not parallel.ep:
-        if parallel.expert_loads is not None:
-            raise InvalidConfig("expert_loads place whole experts on ranks: that is ep", param="expert_loads")
-        return
-    if parallel.tp == 1:
-        raise InvalidConfig("ep shares the experts out among the ranks of tp, and tp is 1", param="ep")
-    if not spec.experts:
-        raise InvalidConfig("ep was asked for, but this model has no experts", param="ep")
-    if min(experts.num_experts for experts in spec.experts) < parallel.tp:
-        raise InvalidConfig("ep was asked for, but there are more ranks than experts", param="ep")
-    if backend.name != "cpu":
-        raise InvalidConfig("whole experts on ranks need the native kernels", param="ep", hint="--backend cpu")
-
-
-def _require_parting(parallel: ParallelConfig, spec: ModelSpec, backend: Backend) -> None:
-    """Refuse data parallel attention where it would do nothing, or can't be done."""
-    if parallel.tp == 1:
-        problem = "dp_attention shares sequences out among the ranks of tp, and tp is 1"
-        raise InvalidConfig(problem, param="dp_attention")
-    if backend.name != "cpu":
-        problem = "attention of ranks for sequences of their own needs the native kernels"
-        raise InvalidConfig(problem, param="dp_attention", hint="--backend cpu")
-    if (limit := parting_limits(spec)) is not None:
-        raise InvalidConfig(f"dp_attention was asked for, but {limit}", param="dp_attention")
-
-
-def _heaviest_rank(
-    spec: ModelSpec, parallel: ParallelConfig, layout: KVLayout, block_size: int
-) -> tuple[float, KVLayout]:
-    """Return the largest share of the weights on any rank, and the KV cache layout of the rank with the largest
-    cache."""
-    stages = split_layers(spec, parallel.pp)
-    share = max(stage_share(spec, layers) for layers in stages) / parallel.tp
-    layouts = (layout.of_layers(layers) for layers in stages)
-    return share, max(layouts, key=lambda one: one.block_bytes(block_size))
 
 
 def require_usable_tiers(config: EngineConfig, device: str) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from tokenmill.parallel.joined_parts import JoinedParts
 
-class Alone:
+
+class Alone(JoinedParts):
     rank = 0
     size = 1
 

@@ -16,13 +16,14 @@ from torch import distributed
 from torch.nn import functional
 
 from tokenmill.errors import PeerDied
+from tokenmill.parallel.joined_parts import JoinedParts
 
 WAIT_LIMIT_S = 600.0
 CONNECT_LIMIT_S = 60.0
 LOOPBACK = "127.0.0.1"  # nothing listens beyond this host
 
 
-class GlooGroup:
+class GlooGroup(JoinedParts):
     def __init__(self, rank: int, size: int, store: Path) -> None:
         """`store`: a new file, the same for all ranks, by which they find each other at the first collective."""
         self.rank = rank

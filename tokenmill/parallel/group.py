@@ -9,6 +9,7 @@ would make endless ends with `PeerDied`.
     turns.py     threads of which one runs at a time: several ranks on one GPU
     shared.py    processes or threads of one host, over shared memory
     gloo.py      processes of any hosts, over TCP
+    device.py    processes with GPUs whose kernels reach each other's memory
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class RankGroup(Protocol):
         """x [T, widths[rank]] of this rank → [T, widths[r]] of every rank r."""
         ...
 
+    def join(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """The same as one tensor, [T, sum of widths]."""
+        ...
+
     def abort(self) -> None:
         """End all waits of this group, here and on other ranks where they can be reached, with PeerDied."""
         ...
@@ -53,6 +58,9 @@ class Gather:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's part of each] → [T, all of each], of those that are not gathered this rank's part"""
         rank = self.group.rank
+        if len(self.parts) == 1:
+            ((cut, _),) = self.parts
+            return self.group.join(x, cut.widths)
         own = torch.split(x, [cut.widths[rank] for cut, _ in self.parts], dim=-1)
         gathered = [cut for cut, is_gathered in self.parts if is_gathered]
         going = [part for part, (_, goes) in zip(own, self.parts, strict=True) if goes]

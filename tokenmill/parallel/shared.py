@@ -13,11 +13,12 @@ import torch
 
 from tokenmill.errors import PeerDied
 from tokenmill.ops.cpu.availability import native
+from tokenmill.parallel.joined_parts import JoinedParts
 
 ROOM_BYTES = 1 << 22  # of each rank, twice: larger parts go in several exchanges
 
 
-class SharedGroup:
+class SharedGroup(JoinedParts):
     def __init__(self, window: Any) -> None:
         """`window`: of the native module."""
         self.window = window

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tokenmill.errors import PeerDied
+from tokenmill.parallel.joined_parts import JoinedParts
 
 WAIT_LIMIT_S = 600.0
 
@@ -26,7 +27,7 @@ class SharedTensors:
         self.places = [None] * self.size
 
 
-class ThreadGroup:
+class ThreadGroup(JoinedParts):
     def __init__(self, rank: int, shared: SharedTensors) -> None:
         self.rank = rank
         self._shared = shared
@@ -48,6 +49,10 @@ class ThreadGroup:
         found = [place.clone() for place in shared.places if place is not None]
         self._wait()  # the next write must wait until all have read
         return found
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._shared.barrier.broken
 
     def abort(self) -> None:
         self._shared.barrier.abort()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tokenmill.errors import PeerDied
+from tokenmill.parallel.joined_parts import JoinedParts
 
 WAIT_LIMIT_S = 600.0
 
@@ -32,7 +33,7 @@ class TurnState:
         self.places = [[None] * self.size, [None] * self.size]
 
 
-class TurnGroup:
+class TurnGroup(JoinedParts):
     def __init__(self, rank: int, shared: TurnState) -> None:
         self.rank = rank
         self._round = shared

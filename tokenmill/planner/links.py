@@ -8,7 +8,7 @@ Both are of collectives as programs reach them. The defaults are of each kind of
 of this machine.
 
     sum       every device has all numbers of a sum over all: 2 (t - 1) / t of them go through each, in log2(t) steps
-    gather    every device has the parts of all: (t - 1) / t of the whole
+    gather    every device has the parts of all: (t - 1) / t of the whole, read from all others at once
     send      a stage hands its stream to the next
 """
 
@@ -43,7 +43,7 @@ class Link:
         """Return the seconds of an all-gather: until all ranks have all of `num_bytes`, of which each has a part."""
         if ranks == 1:
             return 0.0
-        return self.latency_s * ceil(log2(ranks)) + (ranks - 1) / ranks * num_bytes / self.bytes_s
+        return self.latency_s + (ranks - 1) / ranks * num_bytes / self.bytes_s
 
     def send_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_s
@@ -52,6 +52,7 @@ class Link:
 LINKS = {
     link.name: link
     for link in (
+        Link("one_gpu", "several ranks on one GPU, under CUDA MPS", 4e-6, 300e9),
         Link("nvlink", "NVLink or Infinity Fabric", 5e-6, 370e9),
         Link("pcie5", "PCIe 5 x16", 10e-6, 64e9),
         Link("pcie4", "PCIe 4 x16", 12e-6, 30e9),

@@ -40,6 +40,9 @@ CPU_RUNTIME_BYTES = 272 * MIB  # interpreter, torch, tokenizer
 class Split:
     tensor: int = 1
     pipeline: int = 1
+    has_sums: bool = False
+    """Devices add up partial sums behind attention and MLP, as other engines do; else they gather what each has
+    computed, twice as often, as ours does."""
 
     @property
     def num_devices(self) -> int:

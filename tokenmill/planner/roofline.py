@@ -17,11 +17,13 @@ from functools import cached_property
 from math import ceil
 
 from tokenmill.arch.cost import WeightParts, decode_step_bytes, decode_step_flops, prefill_flops, weights_read_bytes
-from tokenmill.arch.outline import Model
+from tokenmill.arch.outline import Model, outline_of
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.links import pipeline_share
 from tokenmill.planner.memory import Split
 
+GATHERS = 4  # of a layer, where matrices are split by rows
+VALUE_BYTES = 2  # of what is exchanged
 STEP_S = {True: 1e-3, False: 3e-4}  # host time per step: on a CPU; on a GPU, where the host runs ahead
 
 
@@ -88,10 +90,22 @@ class Roofline:
         return batch / self.decode_s(batch, context)
 
     def _exchange_s(self, num_tokens: int) -> float:
-        """Return the time of what devices exchange in a step: two sums a layer, and the stream from stage to stage."""
-        link, split, stream = self.device.link, self.split, num_tokens * self.spec.hidden_size * 2
-        sums_s = self.spec.num_layers * 2 * link.sum_s(stream, split.tensor)
-        return sums_s + (split.pipeline * link.send_s(stream) if split.pipeline > 1 else 0.0)
+        """Return the time of what devices exchange in a step: four gathers a layer (heads, inner numbers, and the
+        stream behind each) or two sums, and the stream from stage to stage."""
+        link, split, stream = self.device.link, self.split, num_tokens * self.spec.hidden_size * VALUE_BYTES
+        if split.has_sums:
+            inside_s = self.spec.num_layers * 2 * link.sum_s(stream, split.tensor)
+        else:
+            moved = num_tokens * VALUE_BYTES * self._gathered_values
+            gathers = GATHERS * self.spec.num_layers
+            inside_s = gathers * link.gather_s(moved / gathers, split.tensor)
+        return inside_s + (split.pipeline * link.send_s(stream) if split.pipeline > 1 else 0.0)
+
+    @cached_property
+    def _gathered_values(self) -> int:
+        """Values of a token that ranks gather in all layers; a layer's widest place has gates, ups and products."""
+        layers = outline_of(self.spec).layers
+        return sum(layer.pair_values // 2 + layer.width // 3 + 2 * self.spec.hidden_size for layer in layers)
 
     def exchange_share(self, batch: int, context: int) -> float:
         """The part of a decode step that devices exchange in."""

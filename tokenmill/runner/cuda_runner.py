@@ -119,6 +119,11 @@ class CudaRunner:
             drawn = self._drawn(torch.cat([hidden for hidden, _ in step.undrawn]), drawing, masks)
             step.pending.append((self._to_host(drawn, [plan.row for plan in drawing]), plans))
 
+    def guided_rows(self, ticket: int) -> list[int]:
+        """The rows of a launched step whose masks `draw` reads."""
+        plans = [plan for _, part in self._launched[ticket].undrawn for plan in part]
+        return [plan.row for plan in plans if plan.sample and self._is_guided[plan.row]]
+
     @torch.inference_mode()
     def collect(self, ticket: int) -> StepResult:
         step = self._launched.pop(ticket)

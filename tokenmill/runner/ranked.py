@@ -200,6 +200,9 @@ class FollowingSampler(Sampler):
     def observe(self, rows: Sequence[RowPlan]) -> None:
         """Histories matter to those who sample only."""
 
+    def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]:
+        return [Sample(token_id=0) for _ in rows]
+
     def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Sample]]:
         return [[] for _ in rows]
 

@@ -1,0 +1,45 @@
+"""Exchanges between ranks by a kernel, over memory that processes share: parts of all come together on each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from tests.support.exchange_program import WINDOW_BYTES
+
+LIMIT_S = 100
+
+
+def run_ranks(ranks: Sequence[int], size: int, task: str) -> None:
+    descriptor = os.memfd_create("windows")
+    try:
+        os.ftruncate(descriptor, size * WINDOW_BYTES)
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.support.exchange_program", *map(str, (descriptor, rank, size)), task],
+                pass_fds=[descriptor],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in ranks
+        ]
+        try:
+            errors = [one.communicate(timeout=LIMIT_S)[1] for one in started]
+        finally:
+            for one in started:
+                one.kill()
+                one.wait()
+        assert [one.returncode for one in started] == [0] * len(started), "\n".join(errors)[-3000:]
+    finally:
+        os.close(descriptor)
+
+
+def test_parts_of_all_ranks_come_together() -> None:
+    """Uneven parts, words of every size, rows of a larger tensor, more than a window has room for, many turns."""
+    run_ranks(range(3), 3, "join")
+
+
+def test_a_wait_for_a_rank_that_never_comes_is_ended() -> None:
+    run_ranks([0], 2, "stop")

@@ -1,0 +1,112 @@
+"""An exchange between ranks as one kernel: parts of all ranks put together, without a word to the host.
+
+Each rank has a window: memory that the kernels of all ranks can reach (`parallel/device_memory.py`). A program puts its
+share of this rank's part into the window, announces that in all windows, waits for the same program of the other ranks,
+and copies its share of their parts to where the result is wanted:
+
+    window    arrivals int64 [NUM_PROGRAMS, MAX_RANKS] | room 0 | room 1
+    program   own part ─► own room ─► announce turn t to all ─► wait for t of all ─► all rooms ─► result
+
+A turn uses the room of its parity. Who is in turn t has met all others in t - 1, and they had read the rooms of t - 2
+by then: one meeting a turn is enough. Each program counts its turns in memory of the device, so a captured graph needs
+no arguments, and all launches have the same number of programs. They spin while they wait, so all programs of all
+ranks of a device must find room on it at once: they are few, and small.
+
+A wait ends early when the host sets `stopped`; what comes out then is not to be used.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2
+from tokenmill.ops.triton.launch.pdl import launch_options, wait_for_previous
+
+NUM_PROGRAMS = 64
+MAX_RANKS = 16
+ARRIVAL_BYTES = 8 * NUM_PROGRAMS * MAX_RANKS
+POLLS = 1024  # between two looks at `stopped`, which is in the host's memory
+MOST_WORDS = 2048  # that a program takes from all ranks at once
+LEAST_WORDS = 64
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ARRIVAL_BYTES = tl.constexpr(ARRIVAL_BYTES)
+_MAX_RANKS = tl.constexpr(MAX_RANKS)
+
+
+@triton.jit
+def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK: tl.constexpr, POLLS: tl.constexpr):
+    """Announce a turn to all ranks, and wait until all have announced it here."""
+    tl.debug_barrier()  # what all threads of this program stored is announced by one of them
+    announce = (windows + 8 * (program * _MAX_RANKS + RANK)).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(announce, tl.zeros_like(ranks).to(tl.int64) + turn, mask=is_rank, sem="release", scope="sys")
+    arrivals = (own_window + 8 * (program * _MAX_RANKS + ranks)).to(tl.pointer_type(tl.int64))
+    missing, polls = 1, 0
+    while missing > 0:
+        seen = tl.load(arrivals, mask=is_rank, other=0, volatile=True)
+        missing = tl.sum((is_rank & (seen < turn)).to(tl.int32), axis=0)
+        polls += 1
+        is_stopped = tl.load(stopped, mask=polls % POLLS == 0, other=0, volatile=True)
+        missing = tl.where(is_stopped != 0, 0, missing)
+    own = (own_window + 8 * (program * _MAX_RANKS + RANK)).to(tl.pointer_type(tl.int64))
+    tl.atomic_add(own, tl.zeros((), tl.int64), sem="acquire", scope="sys")  # nothing is read that was read before
+    tl.debug_barrier()
+
+
+@kernel_unspecialized("num_rows", "own_stride", "out_stride", "blocks")
+def _exchange(
+    own, out, addresses, borders, turns, stopped, num_rows, own_stride, out_stride, blocks, ROOM_BYTES: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    POLLS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    wait_for_previous(OVERLAPS)
+    program = tl.program_id(0)
+    ranks = tl.arange(0, RANKS)
+    is_rank = ranks < SIZE
+    turn = tl.load(turns + program) + 1
+    windows = tl.load(addresses + ranks, mask=is_rank, other=0)
+    own_window = tl.load(addresses + RANK)
+    room = _ARRIVAL_BYTES + (turn % 2) * ROOM_BYTES
+    own_room = (own_window + room).to(tl.pointer_type(own.dtype.element_ty))
+    own_width = tl.load(borders + RANK + 1) - tl.load(borders + RANK)
+    for task in range(program, num_rows * blocks, NUM_PROGRAMS):
+        row = (task // blocks).to(tl.int64)
+        columns = (task % blocks) * BLOCK + tl.arange(0, BLOCK)
+        words = tl.load(own + row * own_stride + columns, mask=columns < own_width)
+        tl.store(own_room + row * own_width + columns, words, mask=columns < own_width)
+    _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK, POLLS)
+    rooms = (windows + room).to(tl.pointer_type(own.dtype.element_ty))
+    firsts = tl.load(borders + ranks, mask=is_rank, other=0)
+    widths = tl.load(borders + ranks + 1, mask=is_rank, other=0) - firsts
+    for task in range(program, num_rows * blocks, NUM_PROGRAMS):
+        row = (task // blocks).to(tl.int64)
+        columns = (task % blocks) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns[None, :] < widths[:, None]
+        at = rooms[:, None] + row * widths[:, None] + columns[None, :]
+        words = tl.load(at, mask=inside, cache_modifier=".cg")
+        tl.store(out + row * out_stride + firsts[:, None] + columns[None, :], words, mask=inside)
+    tl.store(turns + program, turn)
+
+
+def word_bytes(x: torch.Tensor, widths: tuple[int, ...]) -> int:
+    """The largest words that all parts, rows and addresses are multiples of."""
+    size = x.element_size()
+    sizes = [8, x.data_ptr(), x.stride(0) * size, *(width * size for width in widths)]
+    return next(number for number in (8, 4, 2, 1) if all(one % number == 0 for one in sizes))
+
+
+def exchange(
+    own: torch.Tensor, out: torch.Tensor, addresses: torch.Tensor, borders: torch.Tensor, widest: int,
+    turns: torch.Tensor, stopped: torch.Tensor, room_bytes: int, rank: int, size: int,
+) -> None:  # fmt: skip
+    """own [T, this rank's width] → out [T, all widths], both of integers of one type. `addresses` int64 [size]: of the
+    windows; `borders` int32 [size + 1]: where each rank's part begins; `widest`: of the parts; `turns` int64
+    [NUM_PROGRAMS]; `stopped` int32 [1]: set by the host to end all waits."""
+    ranks = next_power_of_2(size)
+    shared = next_power_of_2(cdiv(len(own) * widest, NUM_PROGRAMS))  # so that all programs have some
+    block = min(MOST_WORDS // ranks, max(LEAST_WORDS, min(shared, next_power_of_2(widest))))
+    _exchange[(NUM_PROGRAMS,)](
+        own, out, addresses, borders, turns, stopped, len(own), own.stride(0), out.stride(0), cdiv(widest, block),
+        room_bytes, rank, size, ranks, block, NUM_PROGRAMS, POLLS, num_warps=4, **launch_options(),
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Memory of a GPU that kernels of other processes can reach, on the same GPU or on others that are connected to it.
+
+By the driver's own interface (CUDA IPC): memory is allocated here, its handle goes to the other processes, and they map
+it. Memory of torch's allocator would do as well, but its sharing leaves files behind when a process is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from tokenmill.errors import InvalidConfig
+
+HANDLE_BYTES = 64
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: other GPUs' memory is mapped on first use
+
+
+class IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), IpcHandle, ctypes.c_uint]
+    driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
+    driver.cuMemsetD8_v2.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t]
+    driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(IpcHandle), ctypes.c_uint64]
+    driver.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
+    driver.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+    return driver
+
+
+def _call(name: str, *args: Any) -> None:
+    code = getattr(_driver(), name)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        reason = (text.value or b"unknown").decode()
+        raise InvalidConfig(
+            f"ranks can't reach each other's GPU memory: {name}: {reason}",
+            param="tp",
+            hint="--link nccl exchanges without that, where each rank has a GPU of its own",
+        )
+
+
+class SharedMemory:
+    """Zeroed memory of the current device; the driver frees it when this process has ended."""
+
+    def __init__(self, num_bytes: int) -> None:
+        address = ctypes.c_uint64()
+        _call("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
+        self.address = address.value
+        _call("cuMemsetD8_v2", self.address, 0, num_bytes)
+        _call("cuCtxSynchronize")
+
+    def handle(self) -> bytes:
+        """What other processes map it by."""
+        handle = IpcHandle()
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), self.address)
+        return bytes(handle)
+
+    def close(self) -> None:
+        _call("cuMemFree_v2", self.address)
+
+
+class MappedMemory:
+    """Memory of another process, as kernels of the current device reach it."""
+
+    def __init__(self, handle: bytes) -> None:
+        address = ctypes.c_uint64()
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), IpcHandle.from_buffer_copy(handle), LAZY_PEER_ACCESS)
+        self.address = address.value
+
+    def close(self) -> None:
+        _call("cuIpcCloseMemHandle", self.address)

@@ -1,0 +1,139 @@
+"""A step on ranks with GPUs: whatever rank 0's runner is told, the others' are told too, in the same order.
+
+    core: MirroredRunner.launch(plan)   ──► launch, plan ──►  mirror(): launch on ranks 1 … n-1
+          MirroredRunner.draw(masks)    ──► draw, masks  ──►            draw
+          MirroredRunner.collect(step)  ──► collect      ──►            collect
+              │                                                          │
+              └── CudaRunner of rank 0 ═══════ exchanges in kernels ═════┘
+
+Kernels of all ranks meet in each exchange, so all ranks put the same kernels on their streams in the same order:
+graphs are captured, and kernels run to be compiled, on all of them at the same place. All ranks have the same logits
+and draw by the same numbers, so each knows every row's newest token on its own device, and a step can be launched
+before rank 0 has seen the tokens of the one ahead. Where the host draws, rank 0 does, and the next plan has the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from tokenmill.errors import PeerDied
+from tokenmill.guided.masks import StepMasks
+from tokenmill.lora.adapter import Adapter
+from tokenmill.parallel.group import RankGroup
+from tokenmill.runner.cuda_runner import CudaRunner
+from tokenmill.runner.ranked import Followers, decode_plan, encode_plan, reported
+from tokenmill.types import RowInit, StepPlan, StepResult
+
+LAUNCH, DRAW, COLLECT, LARGEST, IDLE = b"l", b"d", b"c", b"m", b"i"  # first byte of a message
+
+
+class SentMasks(msgspec.Struct, frozen=True, array_like=True):
+    """The masks of a step's rows, on their way to another rank."""
+
+    ticket: int
+    rows: list[int]
+    num_words: int
+    data: bytes
+
+    @classmethod
+    def of(cls, ticket: int, masks: StepMasks, rows: Sequence[int]) -> SentMasks:
+        table = np.zeros((len(rows), masks.num_words), np.int32)
+        masks.copy_to(table, rows)
+        return cls(ticket, list(rows), masks.num_words, table.tobytes())
+
+    def masks(self) -> StepMasks:
+        table = np.zeros((1 + max(self.rows, default=0), self.num_words), np.int32)
+        table[self.rows] = np.frombuffer(self.data, np.int32).reshape(-1, self.num_words)
+        return StepMasks(table, None, {})
+
+
+class LargestStep(msgspec.Struct, frozen=True, array_like=True):
+    token_budget: int
+    step_bytes: int
+
+
+class StoppableGroup(RankGroup, Protocol):
+    @property
+    def is_aborted(self) -> bool: ...
+
+
+_encoder = msgspec.msgpack.Encoder()
+_masks_decoder = msgspec.msgpack.Decoder(SentMasks)
+_largest_decoder = msgspec.msgpack.Decoder(LargestStep)
+_ticket_decoder = msgspec.msgpack.Decoder(int)
+
+
+class MirroredRunner:
+    """Runs each step on all ranks; to its core it is a runner like any other."""
+
+    def __init__(self, own: CudaRunner, group: StoppableGroup, followers: Followers) -> None:
+        self._own = own
+        self._group = group
+        self._followers = followers
+        self.depth = own.depth
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self._own.adapters
+
+    @adapters.setter
+    def adapters(self, by_digest: Mapping[str, Adapter]) -> None:
+        self._own.adapters = by_digest
+
+    def continues(self, new: RowInit) -> bool:
+        return self._own.continues(new)
+
+    def launch(self, plan: StepPlan) -> int:
+        self._followers.raise_failure()
+        with reported(self._group, self._followers):
+            self._followers.send(LAUNCH + encode_plan(plan))
+            return self._own.launch(plan)
+
+    def draw(self, ticket: int, masks: StepMasks) -> None:
+        with reported(self._group, self._followers):
+            self._followers.send(DRAW + _encoder.encode(SentMasks.of(ticket, masks, self._own.guided_rows(ticket))))
+            self._own.draw(ticket, masks)
+
+    def collect(self, ticket: int) -> StepResult:
+        with reported(self._group, self._followers):
+            self._followers.send(COLLECT + _encoder.encode(ticket))
+            result = self._own.collect(ticket)
+            if self._group.is_aborted:  # kernels have gone on without what they waited for
+                raise PeerDied("another rank has ended")
+            return result
+
+    def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
+        """Rank 0 compiles first: the others find most kernels on disk then."""
+        self._own.compile_first(token_budget, while_compiling)
+        with reported(self._group, self._followers):
+            self._followers.send(LARGEST + _encoder.encode(LargestStep(token_budget, step_bytes)))
+            self._own.hold(step_bytes)
+            self._own.run_widest_step(token_budget)
+            self._own.capture_largest()
+
+    def next_idle_task(self) -> bool:
+        with reported(self._group, self._followers):
+            self._followers.send(IDLE)
+            return self._own.next_idle_task()
+
+
+def mirror(runner: CudaRunner, message: bytes) -> None:
+    """Do what rank 0 does."""
+    kind, body = message[:1], message[1:]
+    if kind == LAUNCH:
+        runner.launch(decode_plan(body))
+    elif kind == DRAW:
+        sent = _masks_decoder.decode(body)
+        runner.draw(sent.ticket, sent.masks())
+    elif kind == COLLECT:
+        runner.collect(_ticket_decoder.decode(body))
+    elif kind == LARGEST:
+        largest = _largest_decoder.decode(body)
+        runner.run_largest_step(largest.token_budget, largest.step_bytes, lambda: None)
+    else:
+        assert kind == IDLE, "another message of rank 0"
+        runner.next_idle_task()

@@ -98,7 +98,7 @@ def test_clients_that_do_not_read_are_hung_up_on() -> None:
         process.terminate()
         assert process.wait() == 0
         output = process.output()
-        assert "3 clients did not take their answers" in output and output.count(" path=/v1/chat/completions ") == 3
+        assert "3 clients did not read their answers" in output and output.count(" path=/v1/chat/completions ") == 3
         assert "Traceback" not in output and " error " not in output
 
 

@@ -65,6 +65,15 @@ uint8_t* aligned(PageVector<uint8_t>& scratch) {
   return scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
 }
 
+// Queries of a tile of a chunk. A short chunk has one or two large tiles for each kv head, which threads would not share
+// evenly: it is cut into smaller ones, as many as are a multiple of the threads.
+int tile_size(int queries, int kv_heads, int largest, int threads) {
+  int tiles = (queries + largest - 1) / largest;
+  if (tiles * kv_heads < 4 * threads)
+    while (tiles * kv_heads % threads != 0 && tiles < queries) ++tiles;
+  return (queries + tiles - 1) / tiles;
+}
+
 }  // namespace
 
 void Decoder::attention(const Layer& layer, const BatchView& batch) {
@@ -233,10 +242,11 @@ void Decoder::attend_chunks(const Layer& layer, const BatchView& batch) {
     int row, head, first, count;
   };
   const int kv_heads = layer.attention.cache.kv_heads, per_kv = layer.attention.heads / kv_heads;
-  const int size = kernels_->query_tile;
   std::vector<Tile> tiles;
   for (int r = 0; r < batch.rows; ++r) {
     const int queries = (batch.query_starts[r + 1] - batch.query_starts[r]) * per_kv;
+    const int most = kernels_->query_tile;
+    const int size = queries > per_kv ? tile_size(queries, kv_heads, most, pool_.threads()) : most;
     for (int head = 0; head < kv_heads; ++head)
       for (int first = (queries + size - 1) / size * size - size; first >= 0; first -= size)
         tiles.push_back({r, head, first, std::min(size, queries - first)});

@@ -196,6 +196,15 @@ void narrow(const float* from, int count, typename Stored<S>::Type* to) {
   for (; i < count; ++i) to[i] = Stored<S>::put(from[i]);
 }
 
+// A context is read once by the few tiles of a short chunk: what comes next is asked for while this pair is computed.
+template <class Cell>
+void fetch_next(const KeyPair<Cell>& pair, int n, int head_dim) {
+  for (int at = 0; at < 16 * head_dim; at += static_cast<int>(64 / sizeof(Cell))) {
+    prefetch(pair.next[n] + at);
+    prefetch_far(pair.values[n] + at);
+  }
+}
+
 template <Store S, bool Fetch>
 void score_queries(const KeyPair<typename Stored<S>::Type>& pair, const float* q, int count, int head_dim, float* out) {
   for (int first = 0; first < count; first += kScoreQueries)
@@ -242,7 +251,10 @@ void score_segment(const HeadCache& head, const Workspace& work, int count, int 
       score_queries<Store::F32, false>({{first, second}, {}, {}}, work.q, count, head_dim, out);
     } else {
       float* wide[2] = {work.widened, work.widened + 16 * head_dim};
-      for (int n = 0; n < 2; ++n) widen<S>(pair.keys[n], 16 * head_dim, wide[n]);
+      for (int n = 0; n < 2; ++n) {
+        fetch_next(pair, n, head_dim);
+        widen<S>(pair.keys[n], 16 * head_dim, wide[n]);
+      }
       score_queries<Store::F32, false>({{wide[0], wide[1]}, {}, {}}, work.q, count, head_dim, out);
     }
   }

@@ -11,7 +11,7 @@ from tests.support.scripted_engine import output_processor_for
 from tokenmill import SamplingParams
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.text.tokenizer import EOS_ID, Tokenizer
-from tokenmill.types import Event, SequenceOutput, TokenLogprobs
+from tokenmill.types import Event, Request, SequenceOutput, TokenLogprobs
 
 
 def output(ids: list[int], *, index: int = 0, finish: str | None = None, logprob: float = -1.0) -> SequenceOutput:
@@ -125,3 +125,12 @@ def test_the_first_event_says_what_the_prompt_cost() -> None:
     events = [event for byte in (rest, *b"ab") for event in processor.process(output([byte]))]
     assert events[0].usage is not None and events[0].usage.cached_tokens == 2 and events[0].queue_s == 0.5
     assert [event.usage for event in events[1:]] == [None, None]
+
+
+def test_tokens_without_a_vocabulary_come_one_by_one() -> None:
+    request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(), max_tokens=9, seed=0)
+    processor = OutputProcessor(request, None, keep_best=None, wants_logprobs=False)
+    brought = [msgspec.structs.replace(output([number]), logprobs=None) for number in (5, 6, 7)]
+    assert [[event.token_ids for event in processor.process(one)] for one in brought] == [[[5]], [[6]], [[7]]]
+    (last,) = processor.process(output([], finish="length"))
+    assert last.finish_reason == "length" and last.usage is not None and last.usage.completion_tokens == 3

@@ -274,7 +274,9 @@ class OutputProcessor:
         matched: str | None,
         parts: list[Part] | None = None,
     ) -> Event | None:
-        if not text and finish is None and not parts and output.prompt_logprobs is None:
+        # Without a vocabulary there is no text to wait for: tokens go out as they come.
+        is_awaited = not text and not parts and choice.detokenizer is not None
+        if is_awaited and finish is None and output.prompt_logprobs is None:
             return None
         ids, choice.num_sent = choice.token_ids[choice.num_sent :], len(choice.token_ids)
         if not self._is_first and finish is None and not self._wants_logprobs and output.prompt_logprobs is None:

@@ -1,7 +1,7 @@
 """Times the attention kernels of one layer of Llama-3.1-8B, variant by variant, against cuDNN and the memory's speed.
 Products are timed as parts of a step: see `gpu_steps.py`.
 
-python benchmarks/gpu_kernels.py [decode] [chunk]
+python benchmarks/gpu_kernels.py [decode] [chunk] [short_chunk]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.attention.decode import decode_attention
 from tokenmill.ops.triton.attention.prefill import PrefillConfig, prefill_attention
+from tokenmill.ops.triton.attention.split_prefill import split_prefill_attention
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 
@@ -179,12 +180,42 @@ def bench_chunk() -> None:
             print(f"     {ms:.3f} ms  {flops / ms / 1e9:.0f} TFLOP/s  {what}", flush=True)
 
 
+def bench_short_chunk() -> None:
+    """A chunk of a prompt over what is computed of it, as beside running answers: whole contexts and split ones."""
+    args = AttentionArgs(DIM**-0.5)
+    for context, length in itertools.product((4096, 16384, 65536), (16, 32, 64, 128, 256, 512)):
+        caches, tables, contexts = paged(1, context, 4)
+        q = torch.randn(length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        starts = torch.tensor([0, length], device="cuda", dtype=torch.int32)
+        outs = [torch.full_like(q, float("nan")) for _ in range(2)]
+        flops = 4 * length * context * HEADS * DIM
+        common = (tables, starts, contexts, range(1), length, args)
+        prefill_attention(q, caches[0], *common, outs[0], are_short=True)
+        found = []
+        for splits in (0, 1, 2, 4, 8, 16, 32):
+
+            def work(s=splits, q=q, caches=caches, common=common, out=outs[1]) -> None:  # type: ignore[no-untyped-def]
+                for cache in caches:
+                    if s:
+                        split_prefill_attention(q, cache, *common, out, s)
+                    else:
+                        prefill_attention(q, cache, *common, out, are_short=True)
+
+            work()
+            split_prefill_attention(q, caches[0], *common, outs[1], max(1, splits))
+            error = float((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm())
+            assert error < 1e-2, f"error {error}"
+            found.append((graph_ms(work) / len(caches), f"{splits} splits" if splits else "prefill"))
+        shown = ", ".join(f"{what} {ms * 1e3:.0f} us ({flops / ms / 1e9:.0f} TFLOP/s)" for ms, what in sorted(found))
+        print(f"context {context} chunk {length}: {shown}", flush=True)
+
+
 def main() -> None:
-    wanted = sys.argv[1:] or ["decode", "chunk"]
+    wanted = sys.argv[1:] or ["decode", "chunk", "short_chunk"]
     print(torch.__version__, triton.__version__, torch.cuda.get_device_name())
     for name in wanted:
         began = time.perf_counter()
-        {"decode": bench_decode, "chunk": bench_chunk}[name]()
+        {"decode": bench_decode, "chunk": bench_chunk, "short_chunk": bench_short_chunk}[name]()
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -23,7 +23,7 @@ pytest.importorskip("triton", minversion="3.6")
 
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.interface import LinearWeight
-from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
+from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_chunk_splits, num_splits_for
 from tokenmill.ops.triton.gemm import epilogues, linear, select
 from tokenmill.ops.triton.gemm.product import FP8, PLAIN, int_form
 from tokenmill.ops.triton.launch import capabilities, pdl
@@ -255,7 +255,7 @@ def runs_of(answer: Callable[[int], tuple[str, int]], first: int = 1) -> list[tu
 )  # fmt: skip
 def test_how_an_h200_splits_contexts_has_not_changed(kv_heads: int, context: int, expected: Any) -> None:
     def answer(num_rows: int) -> tuple[str, int]:
-        step = AttentionStep(num_rows, 1, context, kv_heads, 128, torch.bfloat16, False, H200)
+        step = AttentionStep(num_rows, 1, context, 32, kv_heads, 128, torch.bfloat16, False, H200)
         return choose_attention(step).name, num_splits_for(num_rows, kv_heads, context, H200)
 
     assert runs_of(answer) == expected
@@ -264,7 +264,7 @@ def test_how_an_h200_splits_contexts_has_not_changed(kv_heads: int, context: int
 def test_which_prompts_an_h200_takes_densely_has_not_changed() -> None:
     def names(head_dim: int, dtype: torch.dtype, *, has_extras: bool) -> list[tuple[int, str, int]]:
         def answer(length: int) -> tuple[str, int]:
-            step = AttentionStep(1, length, length, 8, head_dim, dtype, has_extras, H200)
+            step = AttentionStep(1, length, length, 32, 8, head_dim, dtype, has_extras, H200)
             return choose_attention(step).name, 0
 
         return runs_of(answer, first=2)
@@ -277,8 +277,17 @@ def test_which_prompts_an_h200_takes_densely_has_not_changed() -> None:
         (64, torch.float32, False),
     ):
         assert names(head_dim, dtype, has_extras=has_extras) == [(2, "prefill", 0)]
-    chunk = AttentionStep(1, 2048, 4096, 8, 128, torch.bfloat16, False, H200)
+    chunk = AttentionStep(1, 2048, 4096, 32, 8, 128, torch.bfloat16, False, H200)
     assert choose_attention(chunk).name == "prefill", "its keys are not all of this step"
+
+
+def test_short_chunks_over_long_contexts_are_split_as_measured_on_an_h200() -> None:
+    """Splits of the fastest variant of `gpu_kernels.py short_chunk` over 65,536 keys; 1: the plain kernel was faster."""
+    chosen = {length: num_chunk_splits(1, length, 32, 8, 65536, H200) for length in (16, 32, 64, 128, 256, 512)}
+    assert chosen == {16: 32, 32: 16, 64: 8, 128: 4, 256: 2, 512: 1}
+    assert num_chunk_splits(1, 64, 32, 8, 900, H200) == 1, "what splits leave has to be read again"
+    step = AttentionStep(1, 64, 65536, 32, 8, 128, torch.bfloat16, False, H200)
+    assert choose_attention(step).name == "split_prefill"
 
 
 def test_how_an_h200_computes_experts_has_not_changed() -> None:

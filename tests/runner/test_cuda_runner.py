@@ -165,6 +165,42 @@ def test_two_steps_in_flight_say_the_same(
         assert scheduler.stats().preemptions > 0
 
 
+def test_rows_that_decode_beside_a_prompt_are_in_its_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are read once in such a step, and the newest tokens are known to the device alone."""
+    core, scheduler = core_over(eager_runner(monkeypatch), 200)
+    runner: Any = core.runner
+    passes: list[tuple[int, int]] = []
+    mixed_steps = 0
+
+    def forward(batch: Any, storage: Any) -> torch.Tensor:
+        passes.append((batch.num_single, len(batch.context_lens)))
+        return compute(batch, storage)
+
+    def launch(plan: StepPlan) -> int:
+        nonlocal mixed_steps
+        passes.clear()
+        ticket = launch_step(plan)
+        is_mixed = len({len(row.token_ids) > 1 for row in plan.rows}) == 2
+        mixed_steps += is_mixed
+        if is_mixed:
+            assert passes == [(sum(len(row.token_ids) == 1 for row in plan.rows), len(plan.rows))]
+        return ticket
+
+    compute, runner._model.forward = runner._model.forward, forward
+    launch_step, runner.launch = runner.launch, launch
+    asked = [one for one in requests() if self_drawn(one)]
+    found = answers(core, scheduler, asked=lambda: asked)
+    assert found == answers(*core_over(ModelRunner, 400), asked=lambda: asked)
+    assert mixed_steps > 3
+
+
+def self_drawn(request: Request) -> bool:
+    """Tell whether the device draws for a request."""
+    params = request.params
+    is_scored = params.logprobs is not None or params.prompt_logprobs is not None
+    return not is_scored and params.temperature == 0.0 and request.pooling is None
+
+
 def test_aborted_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted = {"0", "1", "4", "5"}
     found = answers(*core_over(eager_runner(monkeypatch), 60), aborted)

@@ -20,6 +20,7 @@ from tokenmill.ops.reference.kv_rounding import LARGEST
 from tokenmill.ops.triton.attention.decode import fused_decode_attention
 from tokenmill.ops.triton.attention.kv_cache import norm_rope_write_kv
 from tokenmill.ops.triton.attention.prefill import dense_prefill_attention
+from tokenmill.ops.triton.attention.split_prefill import split_prefill_attention
 from tokenmill.ops.triton.build import build_ops
 
 OPS = build_ops()
@@ -104,6 +105,28 @@ def test_paged_attention(
     heads: int, kv_heads: int, dim: int, kind: str, dtype: torch.dtype, lengths: list[tuple[int, int]]
 ) -> None:
     check_attention(heads, kv_heads, dim, args_of(kind), dtype, lengths)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "kind", "dtype"),
+    [
+        (4, 2, 20, "plain", torch.float32),
+        (3, 1, 16, "plain", torch.float32),
+        (2, 1, 16, "all", torch.float32),
+        (2, 1, 16, "chunks", torch.float32),
+        (2, 2, 16, "all", torch.int8),
+    ],
+)
+def test_short_chunks_share_their_contexts_among_programs(
+    heads: int, kv_heads: int, dim: int, kind: str, dtype: torch.dtype
+) -> None:
+    lengths = [(1, 70), (3, 3), (37, 1100), (5, 1029)]
+    with (
+        patch("tokenmill.ops.triton.attention.step.split_prefill_attention", wraps=split_prefill_attention) as split,
+        patch("tokenmill.ops.triton.attention.step.num_chunk_splits", lambda *_: 5),
+    ):
+        check_attention(heads, kv_heads, dim, args_of(kind), dtype, lengths)
+    assert split.called
 
 
 @pytest.mark.parametrize("dtype", ONE_BYTE)

@@ -5,10 +5,10 @@
     collect   wait for the tokens; draw for the rows that the host draws for
 
 Most rows of a server decode: each step feeds the token that the row drew in the step before (PENDING), which only the
-device knows when the step is launched. Such rows go through captured graphs. Chunks of prompts are a forward pass of
-their own, behind the graph of the same step:
+device knows when the step is launched. Such rows go through captured graphs. Beside prompts they are in the forward
+pass of those, so that the weights are read once:
 
-    stream:   | decode k | prompts k | decode k+1 | prompts k+1 | ...
+    stream:   | decode k | prompts and decode k+1 | decode k+2 | ...
     host:       launch k ─► launch k+1 ─► collect k, apply, output, plan k+2 ─► launch k+2 ─► collect k+1 ...
 
 A row whose sequence turns out to have ended in step k is computed once more in step k+1, and its result is void. What
@@ -26,6 +26,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -100,10 +101,10 @@ class CudaRunner:
         step = LaunchedStep(plan, time.perf_counter())
         self._apply_changes(plan)
         decode, prefill, host = self._sort(plan.rows)
-        if decode:
-            self._launch_decode(step, decode)
         if prefill:
-            self._launch_prefill(step, prefill)
+            self._launch_prefill(step, decode + prefill)
+        elif decode:
+            self._launch_decode(step, decode)
         if host:
             step.host = self._launch_host(host)
         self._launched[plan.step] = step
@@ -253,18 +254,28 @@ class CudaRunner:
         return self._graphs.hidden(_decode_inputs(plans), is_adapted=self._is_adapted(plans)).clone()
 
     def _launch_prefill(self, step: LaunchedStep, plans: list[RowPlan]) -> None:
+        """Rows that feed prompts, and beside them those that decode."""
         # Rows with one query come first and whole long prompts last: each kind has a kernel of its own.
         plans = sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
         drawing = [plan for plan in plans if plan.sample]
         wanted = [[len(plan.token_ids) - 1] if plan.sample else [] for plan in plans]
         tables, adapters = self._rows.tables, self._rows.adapters(plans)
         batch = build_batch(plans, wanted, tables, self._storage.block_size, self._storage.device, adapters)
+        self._fill_pending(batch.token_ids, plans)
         hidden = self._model.forward(batch, self._storage)
         if self._lacks_masks(drawing):
             step.undrawn.append((hidden, plans))
             return
         drawn = self._drawn(hidden, drawing) if drawing else hidden.new_empty(0, dtype=torch.int64)
         step.pending.append((self._to_host(drawn, [plan.row for plan in drawing]), plans))
+
+    def _fill_pending(self, token_ids: torch.Tensor, plans: Sequence[RowPlan]) -> None:
+        """Put the tokens that rows drew last where those are fed; a row whose draw failed is void, and feeds any."""
+        starts = accumulate((len(plan.token_ids) for plan in plans), initial=0)
+        fed = [(start, plan.row) for start, plan in zip(starts, plans, strict=False) if plan.token_ids[0] == PENDING]
+        if fed:
+            places, rows = self._to_device(list(zip(*fed, strict=True)), torch.int64)
+            token_ids.index_copy_(0, places, self._graphs.newest[rows].clamp_min(0))
 
     def _drawn(self, hidden: torch.Tensor, plans: list[RowPlan], masks: StepMasks | None = None) -> torch.Tensor:
         """Tokens [R] for the rows of `plans`, which become their newest."""

@@ -27,7 +27,7 @@ from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
 from tokenmill.types import RowPlan
 
-SHORT, MIDDLE = 40, 640  # tokens of prompts
+SHORT, MIDDLE, LONG = 40, 640, 4096  # tokens of prompts
 FEW = (24, 12)  # ends of prompts that were not cached, whose products have kernels of their own
 SOME = (100, SHORT)
 FEW_ROWS = 80  # up to so many (padded to 128), decoding steps of different sizes have kernels of their own
@@ -109,8 +109,8 @@ class WarmUp:
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()
-        middle = min(MIDDLE, self._max_context - 1)
-        for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)]):
+        middle, late = min(MIDDLE, self._max_context - 1), max(0, min(LONG, self._max_context - 1) - SHORT)
+        for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)], [(late, SHORT)]):
             self.compute(self._batch(chunks))
         for size in graph_sizes(min(self._max_rows, FEW_ROWS)):
             self._ask_for_graph(size)

@@ -208,8 +208,8 @@ def attention_sections(mixer: Gqa, weights: PlannedWeights, context: int, gpu: C
     shown = f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads"
 
     def step(num_rows: int, num_queries: int, visible: int) -> AttentionStep:
-        heads, dim = mixer.num_kv_heads, mixer.head_dim
-        return AttentionStep(num_rows, num_queries, visible, heads, dim, weights.dtype, has_extras, gpu)
+        heads, kv_heads, dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        return AttentionStep(num_rows, num_queries, visible, heads, kv_heads, dim, weights.dtype, has_extras, gpu)
 
     def decode(num_rows: int) -> tuple[str, str, str]:
         row = choose_attention(step(num_rows, 1, seen))

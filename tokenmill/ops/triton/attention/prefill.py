@@ -58,7 +58,7 @@ def pick_prefill_config(dtype: torch.dtype, dim_padded: int, *, are_short: bool)
 
 
 @triton.jit
-def _attend_range(
+def attend_range(
     state, query, cache, table, kv_head, q_positions, low, high, context, scale, softcap, window, offs_d,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
@@ -122,11 +122,11 @@ def _prefill(
         diagonal = low
         if IS_PLAIN:
             diagonal = (earliest + 1) // TILE * TILE
-            state = _attend_range(
+            state = attend_range(
                 state, query, cache, table, kv_head, q_positions, low, diagonal, context, scale, softcap, window,
                 offs_d, KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, False, IS_SCALED, PRECISION,
             )  # fmt: skip
-        state = _attend_range(
+        state = attend_range(
             state, query, cache, table, kv_head, q_positions, diagonal, last, context, scale, softcap, window, offs_d,
             KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, True, IS_SCALED, PRECISION,
         )  # fmt: skip

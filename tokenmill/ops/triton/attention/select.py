@@ -2,7 +2,8 @@
 
     one query a row      a few rows: cache write and attention in one kernel, each context split among many programs;
                          more rows: the decode kernel, with fewer splits as rows become more
-    a chunk of a prompt  the prefill kernel, which reads the paged cache
+    a chunk of a prompt  the prefill kernel, which reads the paged cache; a short one over a long context, with its
+                         context split among many programs
     a whole long prompt  torch's dense attention over keys gathered from the cache, where it has what the layer needs
 
 The kernels ask the functions here; `tokenmill doctor --kernels` prints the table. Needs no Triton.
@@ -19,6 +20,9 @@ from tokenmill.ops.triton.launch.capabilities import Capabilities
 
 TILE = 64  # keys that a program looks at together
 MAX_SPLITS = 32  # of a context
+CHUNK_TILE = 64  # queries of a short chunk that a program computes together, of all heads of a KV head
+CHUNK_TILES_A_DECODE = 2  # programs of decoding rows that take the place of one of these
+CHUNK_SPLIT_KEYS = 512  # the fewest keys of a chunk's split: what it leaves has to be read again
 DENSE_HEAD_DIMS = (64, 96, 128)
 MAX_FUSED_HEAD_DIM = 256
 
@@ -29,6 +33,7 @@ class AttentionStep(NamedTuple):
     num_rows: int
     num_queries: int  # of each row in this step
     context: int  # of the longest row, its queries included
+    num_heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype  # of queries
@@ -48,6 +53,17 @@ def num_splits_for(num_rows: int, kv_heads: int, max_context: int, gpu: Capabili
     wanted = gpu.tuning.attention_decode_programs // max(1, num_rows * kv_heads)
     splits = max(1, min(wanted, MAX_SPLITS, -(-max_context // TILE)))
     return 1 << (splits.bit_length() - 1)
+
+
+def num_chunk_splits(
+    num_rows: int, num_tokens: int, num_heads: int, kv_heads: int, max_context: int, gpu: Capabilities
+) -> int:
+    """The number of programs that share the context of each tile of chunks with so many tokens together: so many that
+    all programs fill the GPU. 1: the chunks have enough tiles without."""
+    group = 1 << (num_heads // kv_heads - 1).bit_length()
+    tiles = max(num_rows, num_tokens * group // CHUNK_TILE)
+    wanted = gpu.tuning.attention_decode_programs // CHUNK_TILES_A_DECODE // (tiles * kv_heads)
+    return max(1, min(wanted, MAX_SPLITS, max_context // CHUNK_SPLIT_KEYS))
 
 
 def takes_fused_decode(num_rows: int, kv_heads: int, head_dim: int, max_context: int, gpu: Capabilities) -> bool:
@@ -87,6 +103,14 @@ ATTENTION: tuple[AttentionRow, ...] = (
             and can_be_dense(s.dtype, s.head_dim, has_extras=s.has_extras)
         ),
         "whole long prompts: torch's attention (cuDNN) over gathered keys",
+    ),
+    AttentionRow(
+        "split_prefill",
+        lambda s: (
+            num_chunk_splits(s.num_rows, s.num_rows * s.num_queries, s.num_heads, s.kv_heads, s.context, s.capabilities)
+            > 1
+        ),
+        "short chunks over long contexts: the heads of a KV head in one tile, each context split among programs",
     ),
     AttentionRow("prefill", lambda s: True, "chunks of prompts, over the paged cache"),
 )

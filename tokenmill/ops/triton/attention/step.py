@@ -11,7 +11,8 @@ from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.attention.decode import decode_attention
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.prefill import dense_prefill_attention, prefill_attention
-from tokenmill.ops.triton.attention.select import can_be_dense, num_splits_for
+from tokenmill.ops.triton.attention.select import can_be_dense, num_chunk_splits, num_splits_for
+from tokenmill.ops.triton.attention.split_prefill import split_prefill_attention
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 
 SPLITS_BESIDE = 8  # of decoding rows' contexts beside chunks, or none: fewer variants to compile
@@ -41,15 +42,19 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
             dense_prefill_attention(queries[tokens].view(shape), cache, plan.tables[rows], args)
         )
         end, last_row = tokens.start, rows.start
+    heads, kv_heads, gpu = queries.shape[1], cache.keys.shape[1], capabilities_of(queries.device)
     if single:
-        splits = num_splits_for(single, cache.keys.shape[1], plan.max_context, capabilities_of(queries.device))
+        splits = num_splits_for(single, kv_heads, plan.max_context, gpu)
         if single < num_rows:
             splits = SPLITS_BESIDE if splits >= SPLITS_BESIDE else 1
         decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
     chunks = range(single, num_rows - len(prompts))
-    if chunks:
-        prefill_attention(
-            queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out,
-            are_short=plan.max_queries <= SHORT_CHUNK,
-        )  # fmt: skip
+    if not chunks:
+        return out.flatten(1)
+    chunk_args = (queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out)
+    splits = num_chunk_splits(len(chunks), end - single, heads, kv_heads, plan.max_context, gpu)
+    if splits > 1:
+        split_prefill_attention(*chunk_args, splits)
+    else:
+        prefill_attention(*chunk_args, are_short=plan.max_queries <= SHORT_CHUNK)
     return out.flatten(1)

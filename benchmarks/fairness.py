@@ -5,7 +5,7 @@
 Without a MODEL a scripted one is served whose steps sleep, so that the figures are the scheduler's and the front's.
 
     alone       nine tenants ask now and then: the time to their first tokens
-    flooded     the same, and a tenth sends a thousand requests at once: the time again, asked to be at most 2 x
+    flooded     the same, and a tenth has always a thousand requests under way: the time again, asked to be at most 2 x
     contended   all ten have always four requests under way, the tenth a thousand: seconds of the device that each was
                 given, by the server's ledger, as Jain's index ((sum x)^2 / n sum x^2), asked to be at least 0.95
     work        a fixed set of requests, with a key for each tenant and with one key for all (first come, first
@@ -58,13 +58,17 @@ class Tenants:
         await client.fetch(client.encode(spec), record, TIMEOUT_S)
         return record
 
-    async def keep_asking(self, key: str, pause_s: float, found: list[BenchRecord]) -> None:
+    async def keep_asking(self, key: str, num_prompt: int, pause_s: float, found: list[BenchRecord]) -> None:
         """Ask again and again, with a pause after each answer."""
         while True:
-            found.append(await self.ask(key, 200, 20))
+            found.append(await self.ask(key, num_prompt, 20))
             await asyncio.sleep(pause_s)
 
-    def flood(self, key: str, number: int) -> list[asyncio.Task[BenchRecord]]:
+    def flood(self, key: str, number: int) -> list[asyncio.Task[None]]:
+        """So many requests that are always under way."""
+        return [asyncio.create_task(self.keep_asking(key, 100, 0.0, [])) for _ in range(number)]
+
+    def burst(self, key: str, number: int) -> list[asyncio.Task[BenchRecord]]:
         return [asyncio.create_task(self.ask(key, 100, 20)) for _ in range(number)]
 
     def close(self) -> None:
@@ -86,9 +90,8 @@ async def polite_p95_s(tenants: Tenants, seconds: float, num_flooding: int) -> t
     polite = []
     for place, key in enumerate(POLITE):  # not all at once, nor in step
         await asyncio.sleep(0.2)
-        polite.append(asyncio.create_task(tenants.keep_asking(key, 2.5 * (1 + 0.17 * place), found)))
+        polite.append(asyncio.create_task(tenants.keep_asking(key, 200, 2.5 * (1 + 0.17 * place), found)))
     await asyncio.sleep(max(0.0, began + seconds - (time.perf_counter() - tenants.began)))
-    assert not num_flooding or any(not task.done() for task in flood), "the flood ended before the scene: take a larger"
     await end([*polite, *flood])
     times = [one.ttft_s for one in found if one.is_ok and one.sent_s > began + WARM_UP_S]
     return percentile(times, 95), len(times)
@@ -99,13 +102,12 @@ async def contended(server: Served, tenants: Tenants, seconds: float, num_floodi
     tasks: list[asyncio.Task[Any]] = list(tenants.flood(FLOOD, num_flooding))
     answers: dict[str, list[BenchRecord]] = {key: [] for key in POLITE}
     for key in POLITE:
-        tasks += [asyncio.create_task(tenants.keep_asking(key, 0.0, answers[key])) for _ in range(4)]
+        tasks += [asyncio.create_task(tenants.keep_asking(key, 200, 0.0, answers[key])) for _ in range(4)]
     while min(map(len, answers.values())) < 4:
         await asyncio.sleep(0.1)
     before = await asyncio.to_thread(given, server)
     await asyncio.sleep(seconds)
     after = await asyncio.to_thread(given, server)
-    assert any(not task.done() for task in tasks[:num_flooding]), "the flood ended before the scene: take a larger"
     await end(tasks)
     return {key: one - before[key] for key, one in after.items()}
 
@@ -118,7 +120,7 @@ def given(server: Served) -> dict[str, float]:
 async def work_s(tenants: Tenants, *, is_fair: bool) -> float:
     """Seconds that a set of requests takes: 120 of one tenant, and nine times six."""
     began = time.perf_counter()
-    flood = tenants.flood(FLOOD, 120)
+    flood = tenants.burst(FLOOD, 120)
 
     async def polite(key: str) -> None:
         for _ in range(6):
@@ -137,7 +139,7 @@ def jain(values: Sequence[float]) -> float:
 async def measure(server: Served, asked: argparse.Namespace) -> dict[str, Any]:
     tenants = Tenants(server, 4000 if asked.model else 256)
     try:
-        await asyncio.gather(*tenants.flood(FLOOD, 8))  # the first steps: what they cost is learned
+        await asyncio.gather(*tenants.burst(FLOOD, 8))  # the first steps: what they cost is learned
         alone_s, num_alone = await polite_p95_s(tenants, asked.seconds, 0)
         print(f"alone      first tokens p95 {alone_s * 1e3:.0f} ms ({num_alone} requests)", flush=True)
         flooded_s, num_flooded = await polite_p95_s(tenants, asked.seconds, asked.flood)

@@ -2,9 +2,10 @@
 
     python benchmarks/long_prompt.py MODEL [--prompt-len 4096] [--streams 8] [--step-ms 0,100] [--slo tpot=60ms]
 
-For each setting: the gaps between tokens of the streams before the prompt comes and while it is computed, and the time
-to its own first token, alone and beside them. Against the first setting, what the limit costs in throughput: how much
-longer it takes to compute the prompt and as many tokens of streams. One JSON object a setting.
+For each setting: the gaps between tokens of the streams before the prompt comes, while it is computed and afterwards
+(their contexts have grown by then), and the time to its own first token, alone and beside them. Against the first
+setting, what the limit costs in throughput: how much longer it takes to compute the prompt and as many tokens of
+streams. One JSON object a setting.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tokenmill.types import PromptRequest
 NUM_WARM = 20  # tokens of each stream before anything is measured
 STORY = "Once upon a time a miller lived beside a quiet river, and every day he ground the corn of his neighbours. "
 BEFORE_S = 3.0  # the undisturbed time that is measured
+AFTER_S = 2.0
+WARM_PROMPT = 8192  # tokens of the longest prompt that is computed before anything is measured
 
 
 def prompt(length: int, seed: int) -> PromptRequest:
@@ -63,7 +66,8 @@ async def first_token_s(engine: AsyncEngine, asked: PromptRequest) -> float:
 async def measure(model: str, length: int, num_streams: int, settings: dict[str, Any]) -> dict[str, Any]:
     engine = await AsyncEngine.start(model, speculate="off", **settings)
     try:
-        await first_token_s(engine, prompt(512, 1))
+        for warm in (512, min(length, WARM_PROMPT)):
+            await first_token_s(engine, prompt(warm, 1))
         alone_s = await first_token_s(engine, prompt(length, 2))
         times: list[list[float]] = [[] for _ in range(num_streams)]
         tasks = [asyncio.create_task(stream(engine, number, seen)) for number, seen in enumerate(times)]
@@ -73,6 +77,7 @@ async def measure(model: str, length: int, num_streams: int, settings: dict[str,
         beside_s = await first_token_s(engine, prompt(length, 3))
         ended = time.perf_counter()
         await wait_for_tokens(tasks, times, 1)
+        await asyncio.sleep(AFTER_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -80,11 +85,14 @@ async def measure(model: str, length: int, num_streams: int, settings: dict[str,
         await engine.close()
     gaps = [(after, after - before) for seen in times for before, after in pairwise(seen)]
     quiet = [gap for at, gap in gaps if began - BEFORE_S < at < began]
+    after = [gap for at, gap in gaps if at - gap >= ended]
     during = [gap for at, gap in gaps if began < at and at - gap < ended]  # the one that it ended in too
     return {
         **settings,
         "gap_p50_ms_before": round(percentile(quiet, 50) * 1e3, 1),
         "gap_p99_ms_before": round(percentile(quiet, 99) * 1e3, 1),
+        "gap_p50_ms_after": round(percentile(after, 50) * 1e3, 1),
+        "gap_p99_ms_after": round(percentile(after, 99) * 1e3, 1),
         "gap_p50_ms_during": round(percentile(during, 50) * 1e3, 1),
         "gap_p99_ms_during": round(percentile(during, 99) * 1e3, 1),
         "gap_ratio_p99": round(percentile(during, 99) / percentile(quiet, 99), 2),

@@ -1,15 +1,15 @@
 """Where admission begins to refuse, beside the edge that `bench search` finds, and what is answered in time beyond it.
 
-    python benchmarks/promises.py MODEL [--slo ttft=1s,tpot=60ms] [--seconds 14] [--trials 8]
+    python benchmarks/promises.py MODEL [--slo ttft=1s,tpot=60ms] [--seconds 14] [--trials 12]
 
     edge        a server that promises no time to the first token, and so refuses nobody: the highest rate of requests
                 at which 19 of 20 are answered within the times, by the search of `bench search`
-    admission   a server that promises both: at parts of that rate, how many requests are refused, and how many a
-                second are answered in time (goodput)
+    admission   a server that promises both: the highest rate at which 19 of 20 are admitted and answered in time, by
+                the same search; and at parts of that rate, how many a second are answered in time (goodput)
 
-Requests come at random (Poisson), with prompts of 50 to 350 random tokens and answers of 10 to 50. Asked: refusals
-begin within 10 % of the edge; at 1.5 times the edge goodput is at least 90 % of its peak. Prints a line a trial and, as
-the last line, one JSON object.
+Requests come at random (Poisson), with prompts of 50 to 350 random tokens and answers of 10 to 50. Asked: the two
+edges are within 10 % of each other; at 1.5 times the edge goodput is at least 90 % of its peak. Prints a line a trial
+and, as the last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from served import Served
 from tokenmill.bench.client import Client
 from tokenmill.bench.dialects import RequestSpec, find_dialect
 from tokenmill.bench.request_records import BenchRecord
-from tokenmill.bench.search import SearchSettings, Trial, search
+from tokenmill.bench.search import SearchSettings, Trial, Verdict, search
 from tokenmill.config.promises import ServiceLevel, read_service_level
 
-PARTS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
+PARTS = (0.9, 1.0, 1.1, 1.25, 1.5)
 WARM_UP_S = 2.0
 DRAIN_S = 2.5
 LATE_PART = 0.05
@@ -102,17 +102,22 @@ async def load(server: Served, rate: float, seconds: float, level: ServiceLevel,
     return outcome
 
 
-def find_edge(server: Served, level: ServiceLevel, asked: argparse.Namespace) -> float:
+def find_edge(server: Served, level: ServiceLevel, asked: argparse.Namespace) -> Verdict:
+    """The highest rate at which 19 of 20 requests are answered in time."""
+
     def try_rate(rate: float) -> Trial:
         outcome = asyncio.run(load(server, rate, asked.seconds, level, seed=1))
         is_late = outcome.late_part > LATE_PART
         return Trial(rate, not is_late, {}, "late" if is_late else "", outcome.num_sent)
 
+    asyncio.run(load(server, asked.start, 4.0, level, seed=2))  # the first steps: what they cost is learned
     settings = SearchSettings(start=asked.start, most=256.0, is_whole=False, most_trials=asked.trials)
-    best = search(try_rate, settings).best
-    if best is None:
+    verdict = search(try_rate, settings)
+    if verdict.best is None:
         raise SystemExit("no rate is held: promise more time")
-    return best
+    low, high = verdict.likely
+    print(f"edge {verdict.best:.2f}/s (nine times in ten {low:.2f} to {high:.2f})", flush=True)
+    return verdict
 
 
 def main() -> None:
@@ -120,7 +125,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--slo", default="ttft=1s,tpot=60ms")
     parser.add_argument("--seconds", type=float, default=14.0, help="of one trial")
-    parser.add_argument("--trials", type=int, default=8, help="to find the edge")
+    parser.add_argument("--trials", type=int, default=12, help="to find each edge")
     parser.add_argument("--start", type=float, default=4.0, help="the first rate")
     asked = parser.parse_args()
     level = read_service_level(asked.slo)
@@ -128,19 +133,22 @@ def main() -> None:
         raise SystemExit("--slo takes both: ttft and tpot")
     flags = ("--max-running", "64", "--speculate", "off", "--slo")
     with Served(asked.model, *flags, f"tpot={level.tpot_s}s") as server:
-        asyncio.run(load(server, asked.start, 4.0, level, seed=2))  # the first steps: what they cost is learned
         edge = find_edge(server, level, asked)
-    print(f"edge {edge:.2f}/s", flush=True)
     with Served(asked.model, *flags, asked.slo) as server:
-        asyncio.run(load(server, asked.start, 4.0, level, seed=2))
-        found = {part: asyncio.run(load(server, part * edge, asked.seconds, level, seed=1)) for part in PARTS}
+        admitted = find_edge(server, level, asked)
+        assert edge.best is not None and admitted.best is not None
+        found = {part: asyncio.run(load(server, part * edge.best, asked.seconds, level, seed=3)) for part in PARTS}
     peak = max(one.goodput for one in found.values())
     print(
         json.dumps(
             {
                 "benchmark": "promises",
                 "slo": asked.slo,
-                "edge": round(edge, 2),
+                "edge": round(edge.best, 2),
+                "edge_likely": [round(one, 2) for one in edge.likely],
+                "edge_of_admission": round(admitted.best, 2),
+                "edge_of_admission_likely": [round(one, 2) for one in admitted.likely],
+                "edges_ratio": round(admitted.best / edge.best, 3),
                 "refused": {str(part): round(one.refused_part, 3) for part, one in found.items()},
                 "goodput": {str(part): round(one.goodput, 2) for part, one in found.items()},
                 "goodput_beyond": round(found[1.5].goodput / peak, 3),

@@ -217,6 +217,24 @@ def test_a_key_is_a_tenant_with_its_weight_and_limits(serving: Serving, tmp_path
     assert (bob.id, bob.weight, bob.max_sequences) == ("bob", 1.0, None)
 
 
+def test_of_several_keys_one_that_sees_all_changes_models(serving: Serving, tmp_path: Path) -> None:
+    """Behind a proxy on the same machine every client comes from there."""
+    path = keys_file(tmp_path, alice={}, bob={"sees_all": True})
+    server = serving(ServerConfig(keys_file=path), keys=KeyRing(path=path))
+    for route, body in (
+        ("/models/unload", {"model": "fake/tiny"}),
+        ("/replicas/restart", {"model": "fake/tiny"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "x"}),
+        ("/api/create", {"model": "evil", "from": "fake/tiny", "stream": False}),
+        ("/api/copy", {"source": "fake/tiny", "destination": "evil"}),
+    ):
+        assert server.post(route, body, headers=ALICE).status_code == 403, route
+    unload = ("/v1/unload_lora_adapter", {"lora_name": "x"})
+    assert server.post(*unload, headers=BOB).status_code == 404
+    alone = serving(ServerConfig(api_key=("alice",)))
+    assert alone.post(*unload, headers=ALICE).status_code == 404, "a lone key is that of who runs the server"
+
+
 def test_a_key_has_a_smallest_priority_of_its_own(serving: Serving, tmp_path: Path) -> None:
     path = keys_file(tmp_path, alice={"min_priority": -2}, bob={})
     server = serving(ServerConfig(keys_file=path), keys=KeyRing(path=path))

@@ -55,7 +55,7 @@ class ServerConfig:
     come computed from those, so that no prompt holds up its streams, `any` both, which is the default."""
     manage_models: bool | None = None
     """Let clients load and unload models, and pull, create, copy, delete and upload them (Ollama's /api routes for
-    that); by default only where the server listens on this machine alone."""
+    that); by default only where the server listens on this machine alone, and of several keys those that see all."""
     share_cache: bool = False
     """Let requests with different API keys share cached prompts. A client can then find out, from the number of cached
     tokens and from the time of an answer, what others have sent."""

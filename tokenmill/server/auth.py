@@ -43,10 +43,13 @@ def require_safe_exposure(config: ServerConfig, keys: KeyRing) -> None:
 
 def may_manage(request: Request, config: ServerConfig) -> bool:
     """Return whether a client may change models. Where that rests on the server's address, the request must name this
-    machine too: a web page whose name was made to lead here (DNS rebinding) names its own."""
+    machine too: a web page whose name was made to lead here (DNS rebinding) names its own. And of several keys it must
+    be one that sees all: a proxy on this machine lets all tenants in, and none may unload the model of the others."""
     if config.manage_models is not None:
         return config.manage_models
-    return is_loopback(config.host) and is_loopback(request.url.hostname or "")
+    record: RequestRecord = request.scope["state"]["record"]
+    is_operator = record.key is None or record.key.sees_all
+    return is_operator and is_loopback(config.host) and is_loopback(request.url.hostname or "")
 
 
 def require_manager(request: Request, config: ServerConfig) -> None:

@@ -282,10 +282,10 @@ def test_which_prompts_an_h200_takes_densely_has_not_changed() -> None:
 
 
 def test_short_chunks_over_long_contexts_are_split_as_measured_on_an_h200() -> None:
-    """Splits of the fastest variant of `gpu_kernels.py short_chunk` over 65,536 keys; 1: the plain kernel was faster."""
-    chosen = {length: num_chunk_splits(1, length, 32, 8, 65536, H200) for length in (16, 32, 64, 128, 256, 512)}
+    """The fastest variants of `gpu_kernels.py short_chunk` over 65,536 keys; 1: the plain kernel."""
+    chosen = {length: num_chunk_splits(length, 32, 8, 65536, H200) for length in (16, 32, 64, 128, 256, 512)}
     assert chosen == {16: 32, 32: 16, 64: 8, 128: 4, 256: 2, 512: 1}
-    assert num_chunk_splits(1, 64, 32, 8, 900, H200) == 1, "what splits leave has to be read again"
+    assert num_chunk_splits(64, 32, 8, 900, H200) == 1, "what splits leave has to be read again"
     step = AttentionStep(1, 64, 65536, 32, 8, 128, torch.bfloat16, False, H200)
     assert choose_attention(step).name == "split_prefill"
 

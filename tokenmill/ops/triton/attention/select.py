@@ -55,13 +55,11 @@ def num_splits_for(num_rows: int, kv_heads: int, max_context: int, gpu: Capabili
     return 1 << (splits.bit_length() - 1)
 
 
-def num_chunk_splits(
-    num_rows: int, num_tokens: int, num_heads: int, kv_heads: int, max_context: int, gpu: Capabilities
-) -> int:
+def num_chunk_splits(num_tokens: int, num_heads: int, kv_heads: int, max_context: int, gpu: Capabilities) -> int:
     """The number of programs that share the context of each tile of chunks with so many tokens together: so many that
     all programs fill the GPU. 1: the chunks have enough tiles without."""
     group = 1 << (num_heads // kv_heads - 1).bit_length()
-    tiles = max(num_rows, num_tokens * group // CHUNK_TILE)
+    tiles = max(1, num_tokens * group // CHUNK_TILE)
     wanted = gpu.tuning.attention_decode_programs // CHUNK_TILES_A_DECODE // (tiles * kv_heads)
     return max(1, min(wanted, MAX_SPLITS, max_context // CHUNK_SPLIT_KEYS))
 
@@ -106,10 +104,7 @@ ATTENTION: tuple[AttentionRow, ...] = (
     ),
     AttentionRow(
         "split_prefill",
-        lambda s: (
-            num_chunk_splits(s.num_rows, s.num_rows * s.num_queries, s.num_heads, s.kv_heads, s.context, s.capabilities)
-            > 1
-        ),
+        lambda s: num_chunk_splits(s.num_rows * s.num_queries, s.num_heads, s.kv_heads, s.context, s.capabilities) > 1,
         "short chunks over long contexts: the heads of a KV head in one tile, each context split among programs",
     ),
     AttentionRow("prefill", lambda s: True, "chunks of prompts, over the paged cache"),

@@ -52,7 +52,7 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
     if not chunks:
         return out.flatten(1)
     chunk_args = (queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out)
-    splits = num_chunk_splits(len(chunks), end - single, heads, kv_heads, plan.max_context, gpu)
+    splits = num_chunk_splits(end - single, heads, kv_heads, plan.max_context, gpu)
     if splits > 1:
         split_prefill_attention(*chunk_args, splits)
     else:

@@ -21,11 +21,12 @@ from tokenmill.scheduler.running import RunningSet
 from tokenmill.scheduler.step_time import Excess, StepSize, StepTime
 from tokenmill.scheduler.tenants import TenantAccount
 from tokenmill.scheduler.waiting import WaitingQueue
-from tokenmill.types import BACKGROUND_PRIORITY, Request
+from tokenmill.types import BACKGROUND_PRIORITY, Request, StepPlan
 
 LEAST_PROMPT_PART = 0.25  # of the time of a step that prompts may always have
 LATE_PART = 0.5  # of the promised time to the first token
 CHUNK_UNIT = 16  # tokens: what is longer than a few of these is cut to a multiple, as kernels compute it best
+FIRST_CHUNK = 64  # tokens of prompts in the first step beside answers, where a time between tokens is promised
 STEADINESS = 20  # the newest answer weighs a twentieth in the mean length
 
 
@@ -44,6 +45,7 @@ class Promises:
         self._running = running
         self._waiting = waiting
         self._excess = Excess()  # of the waits of those whose first token came late in the promised time, or too late
+        self._largest_chunk = FIRST_CHUNK // 2  # tokens of prompts in the steps beside answers that were measured
         self._answer_steps = 0.0  # mean number of an answer's steps; 0: none has ended yet
 
     def note_end(self, sequence: Sequence) -> None:
@@ -51,6 +53,12 @@ class Promises:
         if (num_steps := sequence.num_outputs - sequence.num_accepted) > 0:
             part = 1.0 if not self._answer_steps else 1.0 / STEADINESS
             self._answer_steps += part * (num_steps - self._answer_steps)
+
+    def note_step(self, plan: StepPlan) -> None:
+        """Learn how many tokens of prompts were computed beside answers."""
+        num_answers = sum(len(row.token_ids) == 1 for row in plan.rows)
+        if num_answers:
+            self._largest_chunk = max(self._largest_chunk, plan.num_tokens - num_answers)
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -62,6 +70,9 @@ class Promises:
             return all_tokens
         part_s = self._part_s(self._step_time.seconds(_size(answers)), self.step_limit_s)
         num_tokens = self._step_time.tokens_in(part_s, start)
+        if self.level.tpot_s is not None:
+            # What whole steps of prompts take says little about small chunks: those are approached from below.
+            num_tokens = min(num_tokens, 2 * self._largest_chunk)
         if num_tokens > 4 * CHUNK_UNIT:
             num_tokens -= num_tokens % CHUNK_UNIT
         return min(all_tokens, max(1, num_tokens))

@@ -467,6 +467,7 @@ class Scheduler:
         self._applied_s = now_s
         if result.step_s > 0.0 and (plan.step % LEARNING_STRIDE == 0 or num_tokens > len(plan.rows)):
             self.step_time.note(size_of(plan), seconds)
+            self._promises.note_step(plan)
         return seconds
 
     def _share_time(self, step: StepInFlight, num_tokens: int, seconds: float) -> None:

@@ -3,9 +3,11 @@ same tokens as without; whatever is wrong with the folder, answers are the same.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,26 @@ def test_damaged_files_change_no_answer(
     again = opened(stories_dir, tmp_path)
     assert answers(again) == expected
     again.close()
+
+
+def test_a_disk_that_fills_up_changes_no_answer(
+    tmp_path: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(opened(stories_dir, None))
+    written, write = count(), os.writev
+
+    def fill_up(descriptor: int, buffers: Sequence[bytes]) -> int:
+        if next(written) < 20:
+            return write(descriptor, buffers)
+        write(descriptor, [buffers[0]])  # half of a file fits
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", fill_up)
+    llm = opened(stories_dir, tmp_path)
+    for _ in range(2):
+        assert answers(llm) == expected
+    llm.close()
+    assert len(files_of(tmp_path)) == 20 and sum("No space left" in one.message for one in caplog.records) == 1
 
 
 def test_mixed_requests_in_two_engines_on_one_folder(tmp_path: Path, stories_dir: Path) -> None:

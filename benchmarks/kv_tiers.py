@@ -140,7 +140,7 @@ def host(args: argparse.Namespace, _: str) -> dict[str, Any]:
     first_tokens(llm, [conversation(-1, length // 4)])
     one, *others = (conversation(number, length) for number in range(1, 5))
     (first_s,), expected = first_tokens(llm, [one])
-    computed_s, _ = first_tokens(llm, others)  # together they take all of the first one's blocks
+    computed_s, computed = first_tokens(llm, others)  # together they take all of the first one's blocks
     saved_bytes = llm.core.stats().saved_bytes
     wait_until_saved(llm)
     note(
@@ -149,15 +149,20 @@ def host(args: argparse.Namespace, _: str) -> dict[str, Any]:
         saved_gb=saved_bytes / 1e9,
         saved_in_the_end_gb=llm.core.stats().saved_bytes / 1e9,
     )
-    (fetched_s,), answers = first_tokens(llm, [one])
+    before = llm.core.stats()
+    fetched_s, answers = first_tokens(
+        llm, [one, others[0]]
+    )  # the first one compiles a kernel for a prompt's last block
     stats = llm.core.stats()
+    fetch_s = max(1e-9, stats.fetch_s - before.fetch_s)
     note(
-        fetched_s=fetched_s,
-        times=found["computed_s"] / fetched_s,
-        is_same=answers == expected,
-        fetched_tokens=stats.fetched_tokens,
-        fetch_s=stats.fetch_s,
-        gb_per_s=stats.fetched_bytes / max(1e-9, stats.fetch_s) / 1e9,
+        first_fetched_s=fetched_s[0],
+        fetched_s=fetched_s[1],
+        times=found["computed_s"] / fetched_s[1],
+        is_same=answers == [*expected, *computed[:1]],
+        fetched_tokens=stats.fetched_tokens - before.fetched_tokens,
+        fetch_s=fetch_s,
+        gb_per_s=(stats.fetched_bytes - before.fetched_bytes) / fetch_s / 1e9,
     )
     pinned = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(pinned, device="cuda")
@@ -170,7 +175,7 @@ def host(args: argparse.Namespace, _: str) -> dict[str, Any]:
     pinned_gb_per_s = 4 * pinned.nbytes / (time.perf_counter() - began) / 1e9
     note(pinned_gb_per_s=pinned_gb_per_s, share=found["gb_per_s"] / pinned_gb_per_s)
     del pinned, device
-    note(**steps_beside(llm, others[0]))
+    note(**steps_beside(llm, others[1]))
     return found
 
 

@@ -174,9 +174,8 @@ def test_other_settings_share_nothing(stories_dir: Path, shared_dir: Path, tmp_p
 
 
 def test_what_can_not_work_is_refused(stories_dir: Path, tmp_path: Path) -> None:
-    for settings in ({"prefix_caching": False}, {"tp": 2}):
-        with pytest.raises(InvalidConfig, match="kv_disk was given"):
-            opened(stories_dir, tmp_path, **settings)
+    with pytest.raises(InvalidConfig, match="kv_disk was given"):
+        opened(stories_dir, tmp_path, prefix_caching=False)
     with pytest.raises(InvalidConfig, match="in host memory already"):
         opened(stories_dir, None, kv_host_gb=1.0)
     (tmp_path / "file").write_text("")

@@ -22,7 +22,7 @@ from tokenmill.config.promises import read_service_level
 from tokenmill.engine.adapters import AdapterStore
 from tokenmill.engine.backends import find_device
 from tokenmill.engine.core import EngineCore, Runner, no_vocabulary
-from tokenmill.engine.kv_tiers import BlocksDigest, block_traffic, blocks_digest
+from tokenmill.engine.kv_tiers import BlocksDigest, MakeRecords, block_traffic, blocks_digest, may_move_blocks
 from tokenmill.engine.model import build_mtp_head, kv_storage, open_source
 from tokenmill.engine.resolve import Resolved, resolve_model_config
 from tokenmill.engine.scripted import scripted_config
@@ -85,7 +85,9 @@ def build_core(
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if resolved.backend.uses_torch_threads else 1)
     if config.parallel.num_ranks > 1:
-        return build_ranked_core(resolved, spec, model_path, started, when_rank_dies, fork_rank, while_compiling)
+        return build_ranked_core(
+            resolved, spec, model_path, started, when_rank_dies, fork_rank, while_compiling, block_address
+        )
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
         source = open_source(config, model_path, spec)
@@ -116,12 +118,15 @@ def build_ranked_core(
     when_rank_dies: Callable[[str], None],
     fork_rank: ForkRank | None,
     while_compiling: Callable[[], None],
+    block_address: str,
 ) -> EngineCore:
     """A core whose model several ranks compute: this process has the first one's part."""
-    from tokenmill.engine.ranks import Ranks, load_part  # one rank needs nothing of it
+    from tokenmill.engine.ranked_blocks import ranked_records  # one rank needs nothing of these
+    from tokenmill.engine.ranks import Ranks, load_part
 
     config = resolved.config
-    ranks = Ranks(config, model_path, when_rank_dies, fork_rank)
+    are_blocks_moved = may_move_blocks(config, spec, block_address)
+    ranks = Ranks(config, model_path, when_rank_dies, fork_rank, shares_pools=are_blocks_moved)
     with ExitStack() as unless_built:
         unless_built.callback(ranks.close)
         part = load_part(config, spec, model_path, 0, ranks.group, ranks.link)
@@ -138,6 +143,9 @@ def build_ranked_core(
             lambda draft: build_draft(draft, config.model.max_context, model_path, spec),
             make_runner=lambda _storage, sampler, *_limits: ranks.make_runner(part, sampler),
             adapters=adapters,
+            digest=partial(blocks_digest, config, spec, model_path),
+            block_address=block_address if are_blocks_moved else "",
+            make_records=ranked_records(config, spec, part.storage, ranks.pools) if are_blocks_moved else None,
         )
         run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
         unless_built.pop_all()
@@ -260,6 +268,7 @@ def assemble(
     adapters: AdapterStore | None = None,
     digest: BlocksDigest = bytes,
     block_address: str = "",
+    make_records: MakeRecords | None = None,
 ) -> EngineCore:
     """Put scheduler and runner over a model that is loaded already (a real one or a scripted one).
 
@@ -267,12 +276,12 @@ def assemble(
     `load_draft` is called where the config asks for a draft model, `load_head` where it asks for the model's own head
     that predicts further tokens. `make_runner`: by default the device's. `digest`:
     of all that blocks depend on, asked where they are kept beside the pool. `block_address`: the socket at which other
-    cores may ask for them; empty: none.
+    cores may ask for them; empty: none. `make_records`: how blocks are copied, by default those of `storage`.
     """
     assert config.model.max_context is not None
     max_rows = config.scheduler.num_rows
     cache = kv_cache(config, storage)
-    traffic = block_traffic(config, storage, cache, digest, block_address)
+    traffic = block_traffic(config, storage, cache, digest, block_address, make_records)
     device = find_device(storage.device.type)
     grammars = Grammars(Compiler(load_vocabulary), max_rows, model.vocab_size)
     sampler = Sampler(model.vocab_size, max_rows, storage.device)

@@ -35,6 +35,7 @@ DEFAULT_DISK_GB = 16.0
 
 
 BlocksDigest = Callable[[bool], bytes]  # for a folder of this machine?
+MakeRecords = Callable[[], BlockRecords]
 
 
 def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_for_disk: bool) -> bytes:
@@ -56,18 +57,34 @@ def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_fo
     assert model.max_context is not None
     # Some turn keys differently in a longer context; its length alone changes nothing.
     ropes = [rope_frequencies(rope, model.max_context).tolist() for rope in spec.ropes]
+    num_parts = 1 if ops.backend == "cpu" else config.parallel.tp  # native kernels compute the same bits on any number
     facts = (
         *(VERSION, spec, files, kernels, ropes, model.dtype, model.quantization),
-        *(cache.block_size, cache.kv_dtype, ops.device, ops.backend, ops.activation_bits, ops.deterministic),
+        *(cache.block_size, cache.kv_dtype, ops.device, ops.backend, ops.activation_bits, ops.deterministic, num_parts),
     )
     return hashlib.sha256(repr(facts).encode()).digest()
 
 
+def may_move_blocks(config: EngineConfig, spec: ModelSpec, address: str) -> bool:
+    """Tell whether the blocks of a model's ranks are kept elsewhere, or given to other cores."""
+    from tokenmill.engine.ranked_blocks import ranked_block_limits  # one rank needs nothing of it
+
+    cache = config.cache
+    is_asked = bool(cache.kv_disk or cache.kv_disk_gb or (address and cache.prefix_caching))
+    return is_asked and ranked_block_limits(config.parallel, spec, config.ops.device) is None
+
+
 def block_traffic(
-    config: EngineConfig, storage: KVStorage, cache: KVCache, digest: BlocksDigest, address: str
+    config: EngineConfig,
+    storage: KVStorage,
+    cache: KVCache,
+    digest: BlocksDigest,
+    address: str,
+    make_own_records: MakeRecords | None = None,
 ) -> BlockTraffic | None:
     """Make the object that moves a core's blocks from and to tiers; None where there are none. `address`: the socket at
-    which other cores may ask for them; empty: none."""
+    which other cores may ask for them; empty: none. `make_own_records`: how blocks are copied, by default those of
+    `storage`."""
     settings, regions = config.cache, [rule.region for rule in cache.rules]
     digest = functools.cache(digest)  # read from files, so not before it is needed
 
@@ -75,6 +92,8 @@ def block_traffic(
     steps = torch.cuda.current_stream(storage.device) if storage.device.type == "cuda" else None
 
     def make_records() -> BlockRecords:
+        if make_own_records is not None:
+            return make_own_records()
         return HostRecords(storage) if steps is None else DeviceRecords(storage, GpuCopyStream(steps))
 
     tiers: list[KeepingTier] = []

@@ -17,6 +17,7 @@ from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, KVLayout
+from tokenmill.kv.pool_memory import PoolMemory
 from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.forward_context import PositionTables
@@ -130,8 +131,11 @@ def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
     return open_cache(source_of(source.checkpoint.files, layout_digest(), recipe))
 
 
-def kv_storage(config: EngineConfig, spec: ModelSpec, layers: range | None = None) -> KVStorage:
-    """The KV pool of a resolved config; `layers`: of those only, where others are computed elsewhere."""
+def kv_storage(
+    config: EngineConfig, spec: ModelSpec, layers: range | None = None, memory: PoolMemory | None = None
+) -> KVStorage:
+    """The KV pool of a resolved config; `layers`: of those only, where others are computed elsewhere. `memory`: where
+    it lies, if another process maps it too."""
     cache, device = config.cache, torch.device(config.ops.device)
     assert cache.num_blocks is not None
     layout = KVLayout.from_spec(spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
@@ -139,4 +143,14 @@ def kv_storage(config: EngineConfig, spec: ModelSpec, layers: range | None = Non
         layout = layout.of_layers(layers)
     num_states = cache.num_states or 0
     num_cells = cells_for_states(layout, num_states, cache.block_size, config.scheduler.num_rows)
-    return KVStorage(layout, cache.num_blocks, cache.block_size, device, num_cells=num_cells, num_states=num_states)
+    return KVStorage(
+        layout, cache.num_blocks, cache.block_size, device, num_cells=num_cells, num_states=num_states, memory=memory
+    )
+
+
+def one_block_storage(config: EngineConfig, spec: ModelSpec) -> KVStorage:
+    """A pool of the whole model with its null block alone: it says how a block is laid out."""
+    layout = KVLayout.from_spec(spec, CacheDtypes(config.cache.kv_dtype, config.model.dtype))
+    number = int(layout.is_recurrent)
+    device = torch.device(config.ops.device)
+    return KVStorage(layout, 1, config.cache.block_size, device, num_cells=number, num_states=number)

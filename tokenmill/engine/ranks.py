@@ -53,6 +53,7 @@ from tokenmill.engine.joined_ranks import (
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve_ranks import gpu_of_each_rank
 from tokenmill.errors import InvalidConfig, PeerDied, TokenmillError
+from tokenmill.kv.pool_memory import PoolMemory, pool_file
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import StagedModel
 from tokenmill.ops.cpu import is_available
@@ -95,14 +96,15 @@ class RankStart(msgspec.Struct, frozen=True):
     before: int = -1  # descriptors of the connections to the stages before and behind, where there are several
     behind: int = -1
     behind_at: tuple[str, int] | None = None  # of a rank on another machine: where the next stage is; None: the core
+    pool: int = -1  # descriptor of the file that its part of the KV pool lies in, where the core maps it too
 
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.config.parallel.tp, self.config.parallel.pp)
 
     @property
-    def descriptors(self) -> tuple[int, int, int]:
-        return self.descriptor, self.before, self.behind
+    def descriptors(self) -> tuple[int, int, int, int]:
+        return self.descriptor, self.before, self.behind, self.pool
 
 
 class StageRing:
@@ -183,9 +185,15 @@ class RankPart:
 
 
 def load_part(
-    config: EngineConfig, spec: ModelSpec, model_path: Path, rank: int, group: RankGroup, link: StageLink | None
+    config: EngineConfig,
+    spec: ModelSpec,
+    model_path: Path,
+    rank: int,
+    group: RankGroup,
+    link: StageLink | None,
+    memory: PoolMemory | None = None,
 ) -> RankPart:
-    """Load one rank's part of a model, and allocate its part of the KV cache."""
+    """Load one rank's part of a model, and allocate its part of the KV cache, in `memory` if the core maps it too."""
     mesh = Mesh(config.parallel.tp, config.parallel.pp)
     layers = split_layers(spec, mesh.pp)[mesh.stage(rank)]
     parallel = config.parallel
@@ -197,7 +205,7 @@ def load_part(
     own = cut_spec(spec, group.size, group.rank, by_heads=by_heads)
     model = find_backend(config.ops.backend).build_model(config, own, source, Shard(group, cuts, layers))
     torch.cuda.empty_cache()  # what loading needed for a moment may lie where the pool will; nothing without a GPU
-    return RankPart(config, rank, layers, model, kv_storage(config, own, layers), link)
+    return RankPart(config, rank, layers, model, kv_storage(config, own, layers, memory), link)
 
 
 def read_loads(path: Path, spec: ModelSpec) -> dict[str, list[float]]:
@@ -221,7 +229,8 @@ def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, lea
     """Load a part of the model and follow rank 0 until it closes the connection."""
     config, path = start.config, Path(start.model_path)
     try:
-        part = load_part(config, read_spec(path), path, start.rank, group, link)
+        memory = PoolMemory(start.pool, is_owner=True) if start.pool >= 0 else None
+        part = load_part(config, read_spec(path), path, start.rank, group, link, memory)
     except TokenmillError as error:
         log.error("rank %d could not load its part: %s", start.rank, error.message)
         _answer(leader, RankReady(start.rank, error.message, error.hint))
@@ -290,9 +299,12 @@ class Ranks:
         model_path: Path,
         when_rank_dies: Callable[[str], None] = lambda _how: None,
         fork: ForkRank | None = None,
+        *,
+        shares_pools: bool = False,
     ) -> None:
         """Start them: they load beside rank 0, which is the caller's. `config`: resolved. `fork`: copies this process,
-        which is a core's; programs that opened a model themselves may have threads that forbid it."""
+        which is a core's; programs that opened a model themselves may have threads that forbid it. `shares_pools`: let
+        their parts of the KV pool lie in files, `pools`, that this process can map."""
         self._fork = fork if config.ops.device == "cpu" else None  # no copy of a process may use its GPU
         self.group: RankGroup
         self.link: StageLink | None = None
@@ -302,15 +314,18 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes] | ForkedProcess] = []
         self._is_closed = False
         self._descriptors: list[int] = []
+        self.pools: list[int] = []  # by rank, from rank 1 on
         mesh, link = Mesh(config.parallel.tp, config.parallel.pp), config.parallel.link
         if config.parallel.stages_at is not None:
             self._let_join(config.parallel.stages_at, mesh, model_path)
             return
         ring = StageRing(mesh)
+        self.pools = [pool_file() for _ in range(1, mesh.size)] if shares_pools else []
+        pools = self.pools or [-1] * (mesh.size - 1)
         if link == "threads":
             groups = [group for _ in range(mesh.pp) for group in thread_groups(config)]
             for rank in range(1, mesh.size):
-                start = RankStart(config, str(model_path), rank)
+                start = RankStart(config, str(model_path), rank, pool=pools[rank - 1])
                 self._start_thread(start, groups[rank], ring.link(rank))
             self.group = groups[0]
         else:
@@ -318,7 +333,8 @@ class Ranks:
             for rank in range(1, mesh.size):
                 descriptor = self._descriptors[mesh.stage(rank)] if self._descriptors else -1
                 before, behind = ring.descriptors(rank)
-                self._start_process(RankStart(config, str(model_path), rank, descriptor, before, behind))
+                start = RankStart(config, str(model_path), rank, descriptor, before, behind, pool=pools[rank - 1])
+                self._start_process(start)
             self.group = join_group(config, 0, self._descriptors[0] if self._descriptors else -1)
         self.link = ring.link(0)
         if link != "threads":
@@ -437,7 +453,7 @@ class Ranks:
         self.group.close()
         if self.link is not None:
             self.link.close()
-        for descriptor in self._descriptors:
+        for descriptor in (*self._descriptors, *self.pools):
             os.close(descriptor)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes] | ForkedProcess) -> None:

@@ -123,7 +123,7 @@ def resolve(
     device = choose_device(config.ops, machine, backends)
     backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
     parallel = resolve_parallel(config, spec, device, backend, machine.num_gpus, reasons)
-    require_usable_tiers(config, device.name)
+    require_usable_tiers(config, spec, device.name)
     ops = _resolve_ops(config.ops, spec, device, backend, machine, reasons, parallel.num_ranks)
     free_bytes = machine.free_bytes[device.name]
     scheduler = _resolve_scheduler(config.scheduler, device, free_bytes, reasons)
@@ -165,7 +165,7 @@ def resolve(
     return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
 
 
-def require_usable_tiers(config: EngineConfig, device: str) -> None:
+def require_usable_tiers(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     """Refuse tiers that could not work with the other settings."""
     cache = config.cache
     given = [name for name in ("kv_disk", "kv_disk_gb", "kv_host_gb") if getattr(cache, name)]
@@ -174,9 +174,11 @@ def require_usable_tiers(config: EngineConfig, device: str) -> None:
     asked = given[0]
     if not cache.prefix_caching:
         raise InvalidConfig(f"{asked} was given, but prefix_caching is off: no block is ever found again", param=asked)
-    if (num_ranks := config.parallel.num_ranks) > 1:
-        problem = f"{asked} was given with {num_ranks} ranks: blocks of several ranks are not kept elsewhere yet"
-        raise InvalidConfig(problem, param=asked)
+    if config.parallel.num_ranks > 1:
+        from tokenmill.engine.ranked_blocks import ranked_block_limits  # one rank needs nothing of it
+
+        if limit := ranked_block_limits(config.parallel, spec, device):
+            raise InvalidConfig(f"{asked} was given, but blocks of this model are not kept: {limit}", param=asked)
     if cache.kv_host_gb and device == "cpu":
         problem = "kv_host_gb was given, but the pool is in host memory already"
         raise InvalidConfig(problem, param="kv_host_gb", hint="on a CPU give the pool more blocks, or use --kv-disk")

@@ -31,6 +31,7 @@ import torch
 
 from tokenmill.arch.cache_parts import CacheField
 from tokenmill.kv.layout import CacheGroup, KVLayout, has_scale
+from tokenmill.kv.pool_memory import PoolMemory
 from tokenmill.ops.batch import LayerCache
 
 MAX_COPIED_BYTES = 64 << 20  # of a copy's sources that lie beside the pool at a time, at least one layer's
@@ -56,15 +57,17 @@ class KVStorage:
         *,
         num_cells: int = 0,
         num_states: int = 0,
+        memory: PoolMemory | None = None,
     ) -> None:
         """`num_blocks`, `num_cells` and `num_states` count the null block; models without recurrent layers have none of
-        the latter two."""
+        the latter two. `memory`: where a pool on a CPU lies, if another process maps it too."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_cells = num_cells
         self.num_states = num_states
         self.block_size = block_size
         self.device = device
+        self._memory = memory
         self._pools: list[torch.Tensor] = []  # everything that is allocated for blocks: [planes, num_blocks, ...]
         self._cells: list[torch.Tensor] = []  # [layers, num_cells, ...]
         self._states: list[torch.Tensor] = []  # [layers, num_states, ...]
@@ -193,4 +196,6 @@ class KVStorage:
         if self.device.type != "cpu" or not math.prod(shape):  # a stage may have no layer of a kind
             return torch.zeros(shape, dtype=kind, device=self.device)
         num_bytes = math.prod(shape) * kind.itemsize
+        if self._memory is not None:
+            return torch.from_numpy(self._memory.allocate(num_bytes)).view(kind).view(shape)
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(kind).view(shape)

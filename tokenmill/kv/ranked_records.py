@@ -1,0 +1,86 @@
+"""Records of a pool whose blocks are spread over ranks: each has some heads, or some layers, of every block.
+
+    ranks     rank 0: [heads 0 1 of all layers]      rank 1: [head 2 of all layers]
+    record    [ keys of layer 0: heads 0 1 2 | keys of layer 1: heads 0 1 2 | ... | values ... ]
+
+A record is that of one rank which has everything (`records.py`), so blocks that a model has computed on two ranks can
+be used by one on three, or on one. What several ranks have alike is read from the first of them and written to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenmill.kv.records import Record, region_planes
+from tokenmill.kv.storage import KVStorage
+
+
+@dataclass(frozen=True)
+class RankBlocks:
+    """One rank's part of every block."""
+
+    storage: KVStorage
+    layers: range  # of the whole model's
+    heads: tuple[int, int]  # of the key heads, where these are cut
+
+
+class RankedRecords:
+    """Records of all ranks' pools, in host memory."""
+
+    def __init__(self, whole: KVStorage, parts: Sequence[RankBlocks]) -> None:
+        """`whole`: a pool of the whole model, of any number of blocks: it says what a record is."""
+        self._whole = [[as_bytes(tensor) for tensor in tensors] for tensors in whole.regions]
+        self.sizes = [region.record_bytes for region in region_planes(whole)]
+        self._parts = list(parts)
+        self._planes = [region_planes(part.storage) for part in parts]
+        self._arrays = [[list(map(as_bytes, tensors)) for tensors in part.storage.regions] for part in parts]
+        self._layers = [own_layers(whole, part) for part in parts]
+
+    def empty(self, region: int, number: int) -> list[Record]:
+        return list(torch.empty((number, self.sizes[region]), dtype=torch.uint8))
+
+    def read(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
+        for block, record in zip(blocks, records, strict=True):
+            for pool, piece, is_first in self._pieces(region, block, record):
+                if is_first:
+                    np.copyto(piece, pool)
+
+    def write(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
+        for block, record in zip(blocks, records, strict=True):
+            for pool, piece, _ in self._pieces(region, block, record):
+                np.copyto(pool, piece)
+
+    def _pieces(self, region: int, block: int, record: Record) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
+        """Yield each rank's part of a block beside that of its record, and whether no rank before it has the same."""
+        values, start = record.numpy(), 0
+        for number, whole in enumerate(self._whole[region]):
+            shape = (whole.shape[0], *whole.shape[2:])
+            size = int(np.prod(shape))
+            plane = values[start : start + size].reshape(shape)
+            start += size
+            seen: set[tuple[int, int, int, int]] = set()
+            for place, part in enumerate(self._parts):
+                own = self._arrays[place][region][number]
+                layers = self._layers[place] if own.shape[0] < whole.shape[0] else slice(0, whole.shape[0])
+                heads = slice(*part.heads) if own.shape[2:] != whole.shape[2:] else slice(0, whole.shape[2])
+                span = (layers.start, layers.stop, heads.start, heads.stop)
+                pool = own[:, self._planes[place][region].row(block)]
+                yield pool, plane[layers, heads], span not in seen
+                seen.add(span)
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor of a pool, [layers, blocks, ...], with bytes as its last axis."""
+    found: np.ndarray = tensor.view(torch.uint8).numpy()
+    return found
+
+
+def own_layers(whole: KVStorage, part: RankBlocks) -> slice:
+    """Return which of the layers that a block of the whole model holds a rank has; of the first group, where stages
+    have some layers each: there is no other one then."""
+    places = [place for place, layer in enumerate(whole.layout.groups[0].layers) if layer in part.layers]
+    return slice(places[0], places[-1] + 1) if places else slice(0, 0)

@@ -147,7 +147,7 @@ def command_apps() -> Iterator[tuple[str, App]]:
 
 def verb_arguments(app: App) -> Iterator[Any]:
     for argument in app.assemble_argument_collection(parse_docstring=True):
-        if argument.parse and argument.names[0] != "*":
+        if argument.parse and argument.show and argument.names[0] != "*":
             yield argument
 
 

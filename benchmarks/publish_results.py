@@ -33,8 +33,8 @@ ENGINES = {"Tokenmill": "#0b5394", "OpenVINO": "#93a7b8", "llama.cpp": "#d5b58a"
 CHAPTERS = {
     "On a CPU": ["cpu-compare", "cpu-compare-zen4", "cpu-compare-1b", "cpu-engine", "cpu-rebuild", "cpu-busy-neighbour",
                  "cpu-amx"],
-    "On a GPU": ["gpu-offline", "gpu-steps-quantised", "gpu-moe-quantised", "gpu-serving", "gpu-deterministic",
-                 "gpu-memory", "gpu-sampling", "gpu-guided", "gpu-start"],
+    "On a GPU": ["gpu-offline", "gpu-rebuild", "gpu-steps-quantised", "gpu-moe-quantised", "gpu-serving",
+                 "gpu-deterministic", "gpu-memory", "gpu-sampling", "gpu-guided", "gpu-start"],
     "Accuracy": ["perplexity", "llama-cpp-agreement", "gpu-dtype"],
     "Features": ["speculation", "context-shift", "kv-int8-cpu", "guided", "batching"],
     "Server, load generator, planner": ["server-compare", "fleet-routing", "load-generator", "planner-calibration"],

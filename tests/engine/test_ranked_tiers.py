@@ -4,6 +4,7 @@ by three, by stages, and back, with the same tokens."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,6 @@ def test_ranks_in_processes_share_their_pools_with_the_core(tmp_path: Path, stor
 
 
 def with_ranks(config: EngineConfig, tp: int) -> EngineConfig:
-    from dataclasses import replace
-
     return replace(config, parallel=ParallelConfig(tp=tp, link="threads" if tp > 1 else "auto"))
 
 

@@ -70,6 +70,7 @@ def test_a_file_says_groups_load_and_hosts(tmp_path: Path) -> None:
         ("[[group]]\nreplicas = 0\n", "must be a number"),
         ("[[group]]\nreplicas = true\n", "must be a number"),
         ('[[group]]\ntp = "two"\n', "tp must be auto"),
+        ("[[group]]\npp = 0\n", "pp must be 1 to"),
         ('[[group]]\nrole = "answer"\n', "any, prefill or decode"),
         ('[[group]]\nrole = "decode"\nreplicas = "0..2"\n', "one replica at least"),
         ("[group]\nreplicas = 2\n", r"write \[\[group\]\]"),
@@ -123,6 +124,18 @@ def test_what_does_not_fit_is_told() -> None:
     with pytest.raises(InvalidConfig, match="no replica of 16 ranks"):
         planned("h200x8", Asked(1, 1, tp=16))
     assert all(one.tp == 4 for one in planned("h200x8", Asked(1, 2, tp=4)))
+
+
+def test_a_replica_may_have_stages() -> None:
+    found = planned("h200x8", Asked(1, 8, pp=2))
+    assert {(one.num_replicas, one.tp, one.name) for one in found} == {
+        (4, 1, "4x1x2"),
+        (2, 2, "2x2x2"),
+        (1, 4, "1x4x2"),
+    }
+    assert "2 stages" in reason(found) and all(one.num_ranks == 2 * one.tp for one in found)
+    alone = planned("h200x8", Asked(1, 8))[0].plan.memory
+    assert found[0].plan.memory.weights < 0.7 * alone.weights, "each has half of the layers"
 
 
 def test_a_virtual_device_takes_as_long_as_its_plan_says() -> None:

@@ -109,8 +109,9 @@ def refuse_idle_settings(server: ServerConfig, base: EngineConfig, virtual: str,
         raise InvalidConfig("the file's [[group]] says how many replicas there are", param="replicas")
     if server.roles is not None:
         raise InvalidConfig("the file's [[group]] says what its replicas are for: role", param="roles")
-    if base.parallel.tp != 1:
-        raise InvalidConfig("the file's [[group]] says how many ranks a replica has", param="tp")
+    for name in ("tp", "pp"):
+        if getattr(base.parallel, name) != 1:
+            raise InvalidConfig("the file's [[group]] says how many ranks a replica has", param=name)
     if virtual and (is_scripted(base.model.model) or cluster.hosts.listen or cluster.hosts.ray):
         raise InvalidConfig("--virtual is for a real model on virtual devices of its own", param="virtual")
 
@@ -124,9 +125,9 @@ def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str, take: 
         raise InvalidConfig("--take is for one group that is planned on this machine", param="take")
     if not cluster.hosts.local:
         print("No replica runs on this machine: the others fit the model to themselves.", flush=True)
-        return [PlannedGroup(group, with_ranks(base, group.tp or 1)) for group in cluster.groups]
+        return [PlannedGroup(group, with_ranks(base, group.tp or 1, group.pp)) for group in cluster.groups]
     if is_scripted(base.model.model):
-        if any(group.tp not in (None, 1) for group in cluster.groups):
+        if any(group.tp not in (None, 1) or group.pp > 1 for group in cluster.groups):
             raise InvalidConfig("a scripted model has no ranks", param="tp")
         print("A scripted model has no weights: nothing to plan.", flush=True)
         return [PlannedGroup(group, base) for group in cluster.groups]
@@ -142,7 +143,7 @@ def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str, take: 
         chosen = found[0] if not take else named_topology(take, found)
         print(f"Taken: {f'{take}, not by the plan' if take else reason(found)}.\n", flush=True)
         planned.append(PlannedGroup(group, engine_of(base, chosen, number, is_virtual=bool(virtual)), chosen))
-        left -= 0 if device.is_cpu else chosen.num_replicas * chosen.tp
+        left -= 0 if device.is_cpu else chosen.num_replicas * chosen.num_ranks
     return planned
 
 
@@ -176,7 +177,7 @@ def topologies_of(
     here = cluster.most if virtual else cluster.num_local
     most = here if device.is_cpu else min(here, group.most)
     requests_s = cluster.load.requests_s if len(cluster.groups) == 1 else None
-    asked = Asked(min(group.least, most), most, group.tp, requests_s)
+    asked = Asked(min(group.least, most), most, group.tp, group.pp, requests_s)
     return topologies(model, device, num_devices, asked_question(cluster, base, device), asked)
 
 
@@ -226,16 +227,16 @@ def num_local_devices(device: PlanDevice, base: EngineConfig) -> int:
     return (base.ops.threads or probe_cpu().usable_cores) if device.is_cpu else len(probe_nvidia())
 
 
-def with_ranks(base: EngineConfig, tp: int) -> EngineConfig:
-    return replace(base, parallel=replace(base.parallel, tp=tp))
+def with_ranks(base: EngineConfig, tp: int, pp: int) -> EngineConfig:
+    return replace(base, parallel=replace(base.parallel, tp=tp, pp=pp))
 
 
 def engine_of(base: EngineConfig, chosen: Topology, num_devices: int, *, is_virtual: bool) -> EngineConfig:
     """The settings of a replica: its ranks, its share of the threads, its KV pool as it was planned."""
-    config = with_ranks(base, chosen.tp)
+    config = with_ranks(base, chosen.tp, chosen.asked.pp)
     if is_virtual or not chosen.plan.device.is_cpu:
         return config
-    threads = max(1, num_devices // (chosen.num_replicas * chosen.tp))
+    threads = max(1, num_devices // (chosen.num_replicas * chosen.num_ranks))
     memory = chosen.plan.memory
     cache = replace(base.cache, num_blocks=memory.num_blocks, num_states=memory.num_states or base.cache.num_states)
     return replace(config, ops=replace(base.ops, threads=threads), cache=cache)
@@ -255,7 +256,7 @@ def run_here(cluster: ClusterConfig, planned: Sequence[PlannedGroup], base: Engi
 
     slots = slots_of(planned)
     first, num_local = planned[0].engine, cluster.num_local
-    gpus = gpus_of(first, num_local * first.parallel.tp) if num_local else []
+    gpus = gpus_of(first, num_local * first.parallel.num_ranks) if num_local else []
     key = None if cluster.hosts.listen is None else read_key(cluster.hosts.key_file, None)
     spare = SpareCore(take_core(fast_start=bool(first.ops.fast_start)), is_refilled=not gpus)
 

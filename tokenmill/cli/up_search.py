@@ -53,7 +53,7 @@ def best_of(path: Path, found: Sequence[Topology], load: ExpectedLoad, slo: str 
         raise InvalidConfig(f"no topology does what is asked: {found[0].name} {found[0].why_not}", param="search")
     measured = []
     for one in tried:
-        print(f"Trying {one.num_replicas} replicas of tp {one.tp} …", flush=True)
+        print(f"Trying {one.num_replicas} replicas of {one.ranks} …", flush=True)
         with started(path, one.name) as url:
             measured.append(held_by(one, url, load, slo, num_trials))
     best = max(measured, key=lambda one: one.requests_s or 0.0)

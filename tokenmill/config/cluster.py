@@ -6,6 +6,7 @@
     [[group]]                             # one or more
     replicas = "2..6"                     # or one number; "0..6" ends the last one too when there are no requests
     tp = "auto"                           # ranks of a replica; auto: the planner's choice
+    pp = 1                                # stages of a replica, each of tp ranks
     role = "any"                          # or "prefill", "decode": as with `serve --roles`
 
     [load]                                # what to plan for
@@ -39,6 +40,7 @@ from tokenmill.errors import InvalidConfig
 
 MAX_REPLICAS = 64
 MAX_TP = 64
+MAX_PP = 64
 MAX_FILE_BYTES = 1 << 20
 ROLES = ("any", "prefill", "decode")
 FORMER_LOCAL_REPLICAS = "seats"  # still read
@@ -51,8 +53,9 @@ class GroupConfig:
 
     least: int = 1
     most: int = 1
-    tp: int | None = None  # ranks of each; None: as the planner chooses
+    tp: int | None = None  # ranks of each stage; None: as the planner chooses
     role: str = "any"  # what each is for
+    pp: int = 1  # stages of each
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,14 @@ def read_cluster(path: Path) -> ClusterConfig:
 
 
 def _group(path: Path, table: Mapping[str, Any]) -> GroupConfig:
-    _require_known(path, "[[group]]", table, ("replicas", "tp", "role"))
+    _require_known(path, "[[group]]", table, ("replicas", "tp", "pp", "role"))
     least, most = replica_range(table.get("replicas", 1), f"{path}: [[group]] ")
     tp = table.get("tp", "auto")
     if tp != "auto" and not (type(tp) is int and 1 <= tp <= MAX_TP):
         raise InvalidConfig(f"{path}: [[group]] tp must be auto or 1 to {MAX_TP}, got {tp!r}", param="tp")
+    pp = table.get("pp", 1)
+    if not (type(pp) is int and 1 <= pp <= MAX_PP):
+        raise InvalidConfig(f"{path}: [[group]] pp must be 1 to {MAX_PP}, got {pp!r}", param="pp")
     role = table.get("role", "any")
     if role not in ROLES:
         raise InvalidConfig(f"{path}: [[group]] role must be any, prefill or decode, got {role!r}", param="role")
@@ -165,7 +171,7 @@ def _group(path: Path, table: Mapping[str, Any]) -> GroupConfig:
         raise InvalidConfig(
             f"{path}: [[group]] a {role} group needs one replica at least", param="replicas", hint='replicas = "1..4"'
         )
-    return GroupConfig(least, most, None if tp == "auto" else tp, role)
+    return GroupConfig(least, most, None if tp == "auto" else tp, role, pp)
 
 
 def replica_range(given: Any, where: str = "") -> tuple[int, int]:

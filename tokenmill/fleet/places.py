@@ -96,8 +96,8 @@ class LocalPlace:
         return self._capacity
 
     def take(self, config: EngineConfig) -> CoreClient:
-        gpus = self._gpus[: config.parallel.tp] if self._has_gpus else []
-        if not self._capacity or (self._has_gpus and len(gpus) < config.parallel.tp):
+        gpus = self._gpus[: config.parallel.num_ranks] if self._has_gpus else []
+        if not self._capacity or (self._has_gpus and len(gpus) < config.parallel.num_ranks):
             raise NoCapacity
         self._capacity -= 1
         self._gpus = self._gpus[len(gpus) :]

@@ -41,6 +41,7 @@ class Asked:
     least: int  # replicas
     most: int
     tp: int | None = None  # None: any
+    pp: int = 1
     requests_s: float | None = None
 
 
@@ -55,7 +56,17 @@ class Topology:
 
     @property
     def name(self) -> str:
-        return f"{self.num_replicas}x{self.tp}"
+        return f"{self.num_replicas}x{self.tp}" + (f"x{self.asked.pp}" if self.asked.pp > 1 else "")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of a replica."""
+        return self.tp * self.asked.pp
+
+    @property
+    def ranks(self) -> str:
+        """The ranks of a replica, in words."""
+        return f"tp {self.tp}" + (f", {self.asked.pp} stages" if self.asked.pp > 1 else "")
 
     @property
     def why_not(self) -> str:
@@ -85,7 +96,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        return self.num_needed * self.tp
+        return self.num_needed * self.num_ranks
 
     @property
     def usd_per_hour(self) -> float | None:
@@ -125,11 +136,11 @@ def topologies(
     """Return every topology of these devices, the best first. `num_devices`: of a processor, the threads to share
     out."""
     found = [
-        Topology(num_replicas, tp, make_plan(model, share, replace(question, split=Split(tp))), asked)
+        Topology(num_replicas, tp, make_plan(model, share, replace(question, split=Split(tp, asked.pp))), asked)
         for num_replicas, tp, share in _candidates(model, device, num_devices, asked)
     ]
     if not found:
-        tp = "" if asked.tp is None else f" of {asked.tp} ranks"
+        tp = "" if asked.tp is None else f" of {asked.tp * asked.pp} ranks"
         raise InvalidConfig(f"no replica{tp} can be put on {num_devices} × {device.name}", param="tp")
     return sorted(found, key=lambda one: one.order)
 
@@ -139,15 +150,16 @@ def _candidates(
 ) -> Iterator[tuple[int, int, PlanDevice]]:
     for tp in TPS if asked.tp is None else (asked.tp,):
         try:
-            Split(tp).check(model.spec)
+            Split(tp, asked.pp).check(model.spec)
         except InvalidConfig:
             continue
-        if not device.is_cpu and tp <= num_devices:
-            yield min(asked.most, num_devices // tp), tp, device
-        elif device.is_cpu and tp <= num_devices:
+        num_ranks = tp * asked.pp
+        if not device.is_cpu and num_ranks <= num_devices:
+            yield min(asked.most, num_devices // num_ranks), tp, device
+        elif device.is_cpu and num_ranks <= num_devices:
             # Replicas share a processor, so as many are planned as there may be: more than threads, if it is asked for.
             number = asked.most
-            yield number, tp, share_of(device, number * tp)
+            yield number, tp, share_of(device, number * num_ranks)
 
 
 def share_of(device: PlanDevice, num_shares: int) -> PlanDevice:
@@ -193,12 +205,12 @@ def reason(found: Sequence[Topology]) -> str:
     best, others = found[0], [one for one in found[1:] if not one.why_not]
     if best.why_not:
         raise InvalidConfig(
-            f"no topology does what is asked: {counted(best.num_replicas, 'replica')} of tp {best.tp} {best.why_not}",
+            f"no topology does what is asked: {counted(best.num_replicas, 'replica')} of {best.ranks} {best.why_not}",
             hint="ask for less, or give it more devices",
         )
     load = best.plan.best
     assert load is not None
-    what = f"{counted(best.num_replicas, 'replica')} of tp {best.tp}"
+    what = f"{counted(best.num_replicas, 'replica')} of {best.ranks}"
     carried = f"{best.requests_s:.2f} requests/s, a token after {duration(load.tpot_s)}"
     if not others:
         return f"{what}: {carried}; no other topology does what is asked"

@@ -53,10 +53,14 @@ def prompts(count: int) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (lengths[n % len(lengths)],), generator=rng).tolist() for n in range(count)]
 
 
-def answers(model: Path, env: dict[str, str], params: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
-    asked = {
+def answers(
+    model: Path, env: dict[str, str], params: list[dict[str, Any]], kill_after: int = 0, **settings: Any
+) -> dict[str, Any]:
+    asked: dict[str, Any] = {
         "model": str(model), "settings": {**SETTINGS, **settings}, "prompts": prompts(len(params)), "params": params,
     }  # fmt: skip
+    if kill_after:
+        asked["kill_after"] = kill_after
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.gpu_rank_program"],
         input=json.dumps(asked), env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
@@ -84,3 +88,14 @@ def test_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path, mps: dict[str
     one = answers(tmp_path, mps, params, **settings)
     two = answers(tmp_path, mps, params, tp=2, rank_gpus="0,0", **settings)
     assert one["logprobs"][2] and one == two
+
+
+def test_streams_go_on_when_a_rank_is_killed(tmp_path: Path, mps: dict[str, str]) -> None:
+    """Kernels of the other rank wait for it in the middle of a step: the group ends, is started again, and answers go
+    on with the tokens that they would have had."""
+    make_reference("llama").save_pretrained(tmp_path)
+    params = [{"temperature": 0.0, "max_tokens": 90}, {"temperature": 0.8, "max_tokens": 90}, {"temperature": 0.0}]
+    found = answers(tmp_path, mps, params, kill_after=30, tp=2, rank_gpus="0,0")
+    reference = LLM(str(tmp_path), device="cpu", backend="reference", **SETTINGS)
+    expected = reference.generate(prompts(len(params)), list(map(params_of, params)), progress=False)
+    assert found["tokens"] == [one.outputs[0].token_ids for one in expected]

@@ -6,19 +6,61 @@ JSON from standard input; its last line has the tokens and logprobs.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-from tokenmill import LLM, SamplingParams
+from tokenmill import LLM, AsyncEngine, SamplingParams
+from tokenmill.config.by_name import engine_config
+from tokenmill.types import PromptRequest
 
 
 def params_of(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{"seed": 7, "max_tokens": 30, "ignore_eos": True, **given})
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def rank_processes() -> list[int]:
+    """The ranks of this program's core, but for the first, which is the core."""
+    found = [pid for core in children_of(os.getpid()) for pid in children_of(core)]
+    return [pid for pid in found if Path(f"/proc/{pid}/comm").read_text().startswith("rank-")]
+
+
+async def through_a_kill(asked: dict[str, Any]) -> list[list[int]]:
+    """Stream answers; a rank is killed once the first of them has some tokens."""
+    engine = await AsyncEngine.start(engine_config(asked["model"], {"device": "cuda", **asked["settings"]}))
+
+    async def stream(number: int) -> list[int]:
+        request = PromptRequest(prompt=asked["prompts"][number], params=params_of(asked["params"][number]))
+        tokens: list[int] = []
+        async for event in engine.submit(request):
+            tokens += event.token_ids
+            if number == 0 and len(tokens) >= asked["kill_after"] and not killed:
+                killed.extend(rank_processes())
+                os.kill(killed[0], signal.SIGKILL)
+        return tokens
+
+    killed: list[int] = []
+    try:
+        tokens = await asyncio.gather(*(stream(number) for number in range(len(asked["prompts"]))))
+        assert killed and killed != rank_processes(), "other ranks have taken over"
+        return tokens
+    finally:
+        await engine.close()
+
+
 def main() -> None:
     asked = json.load(sys.stdin)
+    if "kill_after" in asked:
+        print(json.dumps({"errors": [], "tokens": asyncio.run(through_a_kill(asked))}))
+        return
     llm = LLM(asked["model"], device="cuda", fast_start=True, **asked["settings"])
     found = llm.generate(asked["prompts"], [params_of(one) for one in asked["params"]], progress=False)
     errors = [one.error for one in found if one.error]

@@ -41,7 +41,7 @@ def _call(name: str, *args: Any) -> None:
         raise InvalidConfig(
             f"ranks can't reach each other's GPU memory: {name}: {reason}",
             param="tp",
-            hint="--link nccl exchanges without that, where each rank has a GPU of its own",
+            hint="GPUs of several ranks must be able to map each other's memory (nvidia-smi topo -p2p r)",
         )
 
 

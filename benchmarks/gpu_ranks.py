@@ -41,6 +41,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.launch import compile_workers
 from tokenmill.parallel.alone import Alone
 from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
 from tokenmill.parallel.device import ARRIVAL_BYTES, WINDOW_BYTES, DeviceGroup
@@ -336,6 +337,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> int:
+    compile_workers.enable()  # one process after the other would take minutes
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["bits", "alone"])
     parser.add_argument("--shape", type=Path, help="a folder with a config.json; Llama 8B or 70B by default")

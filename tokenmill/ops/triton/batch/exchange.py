@@ -36,10 +36,10 @@ _MAX_RANKS = tl.constexpr(MAX_RANKS)
 
 
 @triton.jit
-def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK: tl.constexpr, POLLS: tl.constexpr):
+def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, rank, POLLS: tl.constexpr):
     """Announce a turn to all ranks, and wait until all have announced it here."""
     tl.debug_barrier()  # what all threads of this program stored is announced by one of them
-    announce = (windows + 8 * (program * _MAX_RANKS + RANK)).to(tl.pointer_type(tl.int64))
+    announce = (windows + 8 * (program * _MAX_RANKS + rank)).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(announce, tl.zeros_like(ranks).to(tl.int64) + turn, mask=is_rank, sem="release", scope="sys")
     arrivals = (own_window + 8 * (program * _MAX_RANKS + ranks)).to(tl.pointer_type(tl.int64))
     missing, polls = 1, 0
@@ -49,16 +49,16 @@ def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK: tl.
         polls += 1
         is_stopped = tl.load(stopped, mask=polls % POLLS == 0, other=0, volatile=True)
         missing = tl.where(is_stopped != 0, 0, missing)
-    own = (own_window + 8 * (program * _MAX_RANKS + RANK)).to(tl.pointer_type(tl.int64))
+    own = (own_window + 8 * (program * _MAX_RANKS + rank)).to(tl.pointer_type(tl.int64))
     tl.atomic_add(own, tl.zeros((), tl.int64), sem="acquire", scope="sys")  # nothing is read that was read before
     tl.debug_barrier()
 
 
-@kernel_unspecialized("num_rows", "own_stride", "out_stride", "blocks")
+@kernel_unspecialized("rank", "num_rows", "own_stride", "out_stride", "blocks")
 def _exchange(
-    own, out, addresses, borders, turns, stopped, num_rows, own_stride, out_stride, blocks, ROOM_BYTES: tl.constexpr,
-    RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
-    POLLS: tl.constexpr, OVERLAPS: tl.constexpr,
+    own, out, addresses, borders, turns, stopped, rank, num_rows, own_stride, out_stride, blocks,
+    ROOM_BYTES: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, POLLS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     wait_for_previous(OVERLAPS)
     program = tl.program_id(0)
@@ -66,16 +66,16 @@ def _exchange(
     is_rank = ranks < SIZE
     turn = tl.load(turns + program) + 1
     windows = tl.load(addresses + ranks, mask=is_rank, other=0)
-    own_window = tl.load(addresses + RANK)
+    own_window = tl.load(addresses + rank)
     room = _ARRIVAL_BYTES + (turn % 2) * ROOM_BYTES
     own_room = (own_window + room).to(tl.pointer_type(own.dtype.element_ty))
-    own_width = tl.load(borders + RANK + 1) - tl.load(borders + RANK)
+    own_width = tl.load(borders + rank + 1) - tl.load(borders + rank)
     for task in range(program, num_rows * blocks, NUM_PROGRAMS):
         row = (task // blocks).to(tl.int64)
         columns = (task % blocks) * BLOCK + tl.arange(0, BLOCK)
         words = tl.load(own + row * own_stride + columns, mask=columns < own_width)
         tl.store(own_room + row * own_width + columns, words, mask=columns < own_width)
-    _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK, POLLS)
+    _meet(windows, own_window, turn, stopped, program, ranks, is_rank, rank, POLLS)
     rooms = (windows + room).to(tl.pointer_type(own.dtype.element_ty))
     firsts = tl.load(borders + ranks, mask=is_rank, other=0)
     widths = tl.load(borders + ranks + 1, mask=is_rank, other=0) - firsts
@@ -107,6 +107,6 @@ def exchange(
     shared = next_power_of_2(cdiv(len(own) * widest, NUM_PROGRAMS))  # so that all programs have some
     block = min(MOST_WORDS // ranks, max(LEAST_WORDS, min(shared, next_power_of_2(widest))))
     _exchange[(NUM_PROGRAMS,)](
-        own, out, addresses, borders, turns, stopped, len(own), own.stride(0), out.stride(0), cdiv(widest, block),
-        room_bytes, rank, size, ranks, block, NUM_PROGRAMS, POLLS, num_warps=4, **launch_options(),
+        own, out, addresses, borders, turns, stopped, rank, len(own), own.stride(0), out.stride(0),
+        cdiv(widest, block), room_bytes, size, ranks, block, NUM_PROGRAMS, POLLS, num_warps=4, **launch_options(),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ def mps_daemon() -> Iterator[dict[str, str]]:
         there = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         env = {**os.environ, **there}
         subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True, timeout=30)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the daemon must not stay behind
         try:
             yield there
         finally:

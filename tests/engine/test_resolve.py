@@ -224,7 +224,8 @@ def ranks_on(num_gpus: int, **parallel: Any) -> Resolved:
     return settle(EngineConfig(parallel=ParallelConfig(**parallel)), replace(gpu_with(6 << 30), num_gpus=num_gpus))
 
 
-def test_ranks_have_a_gpu_each_and_its_memory() -> None:
+def test_ranks_have_a_gpu_each_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_UNPROVEN_KERNELS", "gpu_ranks")
     two = ranks_on(2, tp=2)
     assert two.config.parallel.link == "ipc" and any("2 ranks with a GPU each" in reason for reason in two.reasons)
     one, shared = ranks_on(2), ranks_on(1, tp=2, rank_gpus="0,0")
@@ -240,6 +241,8 @@ def test_ranks_have_a_gpu_each_and_its_memory() -> None:
         ({"tp": 2, "rank_gpus": "0,2"}, "needs GPUs 0 to 2"),
         ({"tp": 2, "rank_gpus": "1,0"}, "0 first"),
         ({"tp": 2, "rank_gpus": "0,one"}, "not '0,one'"),
+        ({"tp": 2}, "only two ranks on one GPU have been run"),
+        ({"tp": 4, "rank_gpus": "0,0,0,0"}, "only two ranks on one GPU have been run"),
         ({"tp": 2, "link": "gloo"}, "by ipc, not by gloo"),
         ({"pp": 2}, "pipelines of GPUs"),
         ({"rank_gpus": "0"}, "those of several ranks"),

@@ -18,7 +18,9 @@ from typing import Literal, NamedTuple, get_args
 from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
-KernelSet = Literal["fp8_blocks", "fp4_matrices", "sparse_attention", "ungated_experts", "tiled_recurrence"]
+KernelSet = Literal[
+    "fp8_blocks", "fp4_matrices", "sparse_attention", "ungated_experts", "tiled_recurrence", "gpu_ranks"
+]
 
 
 class KernelTrial(NamedTuple):
@@ -43,6 +45,9 @@ TRIALS: dict[KernelSet, KernelTrial] = {
     "tiled_recurrence": KernelTrial(
         "recurrent layers whose value heads take turns over key heads (GGUF of Qwen3.5)",
         "not computed by Triton",
+    ),
+    "gpu_ranks": KernelTrial(
+        "ranks on several GPUs, or more than two on one (--tp): two ranks on one H200 are proven", "refused"
     ),
 }
 

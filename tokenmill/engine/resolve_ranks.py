@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.unproven import VARIABLE, is_chosen
 from tokenmill.config import EngineConfig, ParallelConfig
 from tokenmill.config.engine import Link
 from tokenmill.engine.backends import Backend, Device
@@ -20,6 +21,7 @@ from tokenmill.parallel.stages import split_layers, stage_limits, stage_share
 
 MAX_RANKS = 64
 MAX_GPU_RANKS = 16  # whose arrivals a window has places for (`ops/triton/batch/exchange.py`)
+PROVEN_GPUS = [0, 0]  # of the ranks that tests/gpu has passed with
 LINKS = {"shared": "processes that share memory", "gloo": "processes that exchange over loopback", "threads": "threads"}
 
 
@@ -110,6 +112,12 @@ def _on_gpus(parallel: ParallelConfig, num_gpus: int, reasons: list[str]) -> Par
             f"tp {parallel.tp} needs GPUs 0 to {max(gpus)}, and torch sees {num_gpus}",
             param="tp" if parallel.rank_gpus is None else "rank_gpus",
             hint="--rank-gpus 0,0 puts two ranks on one GPU, for tests",
+        )
+    if gpus != PROVEN_GPUS and not is_chosen("gpu_ranks"):
+        raise InvalidConfig(
+            f"tp {parallel.tp} on GPUs {', '.join(map(str, gpus))}: only two ranks on one GPU have been run so far",
+            param="tp",
+            hint=f"{VARIABLE}=gpu_ranks tries it all the same",
         )
     where = "a GPU each" if len(set(gpus)) == len(gpus) else f"GPUs {', '.join(map(str, gpus))}"
     reasons.append(f"tensor parallel: {parallel.tp} ranks with {where}, each with its rows of every matrix")

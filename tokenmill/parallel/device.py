@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from tokenmill.errors import PeerDied
-from tokenmill.ops.triton.batch.exchange import ARRIVAL_BYTES, MAX_RANKS, NUM_PROGRAMS, WORDS, exchange, word_bytes
+from tokenmill.ops.triton.batch.exchange import ARRIVAL_BYTES, MAX_RANKS, NUM_PROGRAMS, exchange, in_words, word_bytes
 from tokenmill.ops.triton.launch.kernel import is_asking
 from tokenmill.parallel.device_memory import HANDLE_BYTES, MappedMemory, SharedMemory
 
@@ -74,10 +74,9 @@ class DeviceGroup:
             self._addresses.copy_(torch.tensor([window.address for window in self._windows]))
         total, size = sum(widths), x.element_size()
         out = torch.empty(len(x), total, dtype=x.dtype, device=x.device)
-        own = x if x.stride(-1) == 1 else x.contiguous()
-        number = word_bytes(own, tuple(widths))
+        number = word_bytes(size, widths)
         borders = self._borders_of(tuple(width * size // number for width in widths))
-        own, words = own.view(WORDS[number]), out.view(WORDS[number])
+        own, words = in_words(x, number), in_words(out, number)
         most = max(1, ROOM_BYTES // max(1, max(widths) * size))
         assert max(widths) * size <= ROOM_BYTES, "a row of one rank is larger than its room"
         for first in range(0, len(x), most):

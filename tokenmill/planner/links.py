@@ -52,7 +52,7 @@ class Link:
 LINKS = {
     link.name: link
     for link in (
-        Link("one_gpu", "several ranks on one GPU, under CUDA MPS", 4e-6, 300e9),
+        Link("one_gpu", "several ranks on one GPU, under CUDA MPS", 4e-6, 150e9),
         Link("nvlink", "NVLink or Infinity Fabric", 5e-6, 370e9),
         Link("pcie5", "PCIe 5 x16", 10e-6, 64e9),
         Link("pcie4", "PCIe 4 x16", 12e-6, 30e9),

@@ -17,18 +17,19 @@ A wait ends early when the host sets `stopped`; what comes out then is not to be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2
-from tokenmill.ops.triton.launch.pdl import launch_options, wait_for_previous
 
-NUM_PROGRAMS = 64
+NUM_PROGRAMS = 32
 MAX_RANKS = 16
 ARRIVAL_BYTES = 8 * NUM_PROGRAMS * MAX_RANKS
 POLLS = 1024  # between two looks at `stopped`, which is in the host's memory
-MOST_WORDS = 2048  # that a program takes from all ranks at once
+MOST_WORDS = 1024  # that a program takes from all ranks at once
 LEAST_WORDS = 64
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARRIVAL_BYTES = tl.constexpr(ARRIVAL_BYTES)
@@ -36,10 +37,10 @@ _MAX_RANKS = tl.constexpr(MAX_RANKS)
 
 
 @triton.jit
-def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, rank, POLLS: tl.constexpr):
+def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK: tl.constexpr, POLLS: tl.constexpr):
     """Announce a turn to all ranks, and wait until all have announced it here."""
     tl.debug_barrier()  # what all threads of this program stored is announced by one of them
-    announce = (windows + 8 * (program * _MAX_RANKS + rank)).to(tl.pointer_type(tl.int64))
+    announce = (windows + 8 * (program * _MAX_RANKS + RANK)).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(announce, tl.zeros_like(ranks).to(tl.int64) + turn, mask=is_rank, sem="release", scope="sys")
     arrivals = (own_window + 8 * (program * _MAX_RANKS + ranks)).to(tl.pointer_type(tl.int64))
     missing, polls = 1, 0
@@ -49,33 +50,32 @@ def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, rank, POL
         polls += 1
         is_stopped = tl.load(stopped, mask=polls % POLLS == 0, other=0, volatile=True)
         missing = tl.where(is_stopped != 0, 0, missing)
-    own = (own_window + 8 * (program * _MAX_RANKS + rank)).to(tl.pointer_type(tl.int64))
+    own = (own_window + 8 * (program * _MAX_RANKS + RANK)).to(tl.pointer_type(tl.int64))
     tl.atomic_add(own, tl.zeros((), tl.int64), sem="acquire", scope="sys")  # nothing is read that was read before
     tl.debug_barrier()
 
 
-@kernel_unspecialized("rank", "num_rows", "own_stride", "out_stride", "blocks")
+@kernel_unspecialized("num_rows", "own_stride", "out_stride", "blocks")
 def _exchange(
-    own, out, addresses, borders, turns, stopped, rank, num_rows, own_stride, out_stride, blocks,
-    ROOM_BYTES: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr, POLLS: tl.constexpr, OVERLAPS: tl.constexpr,
+    own, out, addresses, borders, turns, stopped, num_rows, own_stride, out_stride, blocks, ROOM_BYTES: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    POLLS: tl.constexpr,
 ) -> None:  # fmt: skip
-    wait_for_previous(OVERLAPS)
     program = tl.program_id(0)
     ranks = tl.arange(0, RANKS)
     is_rank = ranks < SIZE
     turn = tl.load(turns + program) + 1
     windows = tl.load(addresses + ranks, mask=is_rank, other=0)
-    own_window = tl.load(addresses + rank)
+    own_window = tl.load(addresses + RANK)
     room = _ARRIVAL_BYTES + (turn % 2) * ROOM_BYTES
     own_room = (own_window + room).to(tl.pointer_type(own.dtype.element_ty))
-    own_width = tl.load(borders + rank + 1) - tl.load(borders + rank)
+    own_width = tl.load(borders + RANK + 1) - tl.load(borders + RANK)
     for task in range(program, num_rows * blocks, NUM_PROGRAMS):
         row = (task // blocks).to(tl.int64)
         columns = (task % blocks) * BLOCK + tl.arange(0, BLOCK)
         words = tl.load(own + row * own_stride + columns, mask=columns < own_width)
         tl.store(own_room + row * own_width + columns, words, mask=columns < own_width)
-    _meet(windows, own_window, turn, stopped, program, ranks, is_rank, rank, POLLS)
+    _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK, POLLS)
     rooms = (windows + room).to(tl.pointer_type(own.dtype.element_ty))
     firsts = tl.load(borders + ranks, mask=is_rank, other=0)
     widths = tl.load(borders + ranks + 1, mask=is_rank, other=0) - firsts
@@ -89,11 +89,16 @@ def _exchange(
     tl.store(turns + program, turn)
 
 
-def word_bytes(x: torch.Tensor, widths: tuple[int, ...]) -> int:
-    """The largest words that all parts, rows and addresses are multiples of."""
+def word_bytes(element_size: int, widths: Sequence[int]) -> int:
+    """Return the largest words that all parts are multiples of: from what all ranks know, so that they agree."""
+    return next(number for number in (8, 4, 2, 1) if all(width * element_size % number == 0 for width in widths))
+
+
+def in_words(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Return a matrix as integers of so many bytes, copied where its rows do not begin at multiples of them."""
     size = x.element_size()
-    sizes = [8, x.data_ptr(), x.stride(0) * size, *(width * size for width in widths)]
-    return next(number for number in (8, 4, 2, 1) if all(one % number == 0 for one in sizes))
+    is_aligned = x.stride(-1) == 1 and x.data_ptr() % number == 0 and x.stride(0) * size % number == 0
+    return (x if is_aligned else x.contiguous()).view(WORDS[number])
 
 
 def exchange(
@@ -104,9 +109,8 @@ def exchange(
     windows; `borders` int32 [size + 1]: where each rank's part begins; `widest`: of the parts; `turns` int64
     [NUM_PROGRAMS]; `stopped` int32 [1]: set by the host to end all waits."""
     ranks = next_power_of_2(size)
-    shared = next_power_of_2(cdiv(len(own) * widest, NUM_PROGRAMS))  # so that all programs have some
-    block = min(MOST_WORDS // ranks, max(LEAST_WORDS, min(shared, next_power_of_2(widest))))
+    block = min(MOST_WORDS // ranks, max(LEAST_WORDS, next_power_of_2(widest)))
     _exchange[(NUM_PROGRAMS,)](
-        own, out, addresses, borders, turns, stopped, rank, len(own), own.stride(0), out.stride(0),
-        cdiv(widest, block), room_bytes, size, ranks, block, NUM_PROGRAMS, POLLS, num_warps=4, **launch_options(),
+        own, out, addresses, borders, turns, stopped, len(own), own.stride(0), out.stride(0), cdiv(widest, block),
+        room_bytes, rank, size, ranks, block, NUM_PROGRAMS, POLLS, num_warps=4,
     )  # fmt: skip

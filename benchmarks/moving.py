@@ -6,10 +6,10 @@
     python benchmarks/moving.py split MODEL [--streams 8] [--prompt-len 4096]   prompts on one core, streams on another
 
 Answers are compared with those of an undisturbed engine. moves: the longest gap of each stream with each move, beside
-the usual one (a step) and the seconds that the blocks of one move were on their way. drain: until the core is empty,
-and until every stream has its next token from elsewhere. roll: conversations of several turns; TTFT and cached share of
-prompts before, while and after. split: gaps of streams while long prompts arrive, on cores with roles and, beside it,
-on two that do both. One JSON object as the last line.
+that in as long a time without one, the usual gap (a step) and the seconds that the blocks of one move were on their
+way. drain: until the core is empty, and until every stream has its next token from elsewhere. roll: conversations of
+several turns; TTFT and cached share of prompts before, while and after. split: gaps of streams while long prompts
+arrive, on cores with roles and, beside it, on two that do both. One JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -105,6 +105,10 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
     reading = [asyncio.create_task(read(engine, stream, num_tokens)) for stream in streams]
     await all_under_way(streams)
     usual = [after - before for stream in streams for before, after in pairwise(stream.times[3:])]
+    still = [time.perf_counter()]
+    for _ in range(given.times):
+        await asyncio.sleep(PAUSE_S)
+        still.append(time.perf_counter())
     moments = []
     for turn in range(given.times):
         moments.append(time.perf_counter())
@@ -118,6 +122,7 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
     await engine.close()
     expected = await undisturbed(config, given.streams, num_tokens)
     stalls = [stream.longest_gap(*turn) for stream in streams for turn in pairwise(moments)]
+    gaps = [stream.longest_gap(*turn) for stream in streams for turn in pairwise(still)]
     step_s, transfer_s = statistics.median(usual), stats.fetch_s / stats.resumed
     return {
         "moved": stats.resumed,
@@ -126,6 +131,8 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
         "step_p50_s": round(step_s, 4),
         "transfer_s": round(transfer_s, 4),
         "fetched_tokens": stats.fetched_tokens,
+        "longest_gap_without_moves_p50_s": round(percentile(gaps, 50), 4),
+        "longest_gap_without_moves_p99_s": round(percentile(gaps, 99), 4),
         "stall_p50_s": round(percentile(stalls, 50), 4),
         "stall_p99_s": round(percentile(stalls, 99), 4),
         "limit_s": round(3 * step_s + transfer_s, 4),

@@ -26,7 +26,7 @@ from tokenmill.types import Request, SequenceOutput
 MOVE_S = 2.0  # that a core which is to end gives its requests' blocks to others
 MOVE_CHECK_S = 0.005
 MOVED_SHARE = 16  # of so many requests with tokens one moves at a time
-PREPARED_AT_ONCE = 4  # ... and for each of these, so many are prepared together
+PREPARED_AT_ONCE = 2  # ... and for each of these, so many are prepared together
 FETCHED_BLOCKS = 3  # behind the prepared ones, from which on they are fetched: that takes a step, computing does not
 
 _numbers = count(1)

@@ -8,7 +8,7 @@ or the fetch has failed. Other groups are planned meanwhile.
                       │ none, or computing is faster                      │ damaged, late
                       └───────────────► it wants those tokens ◄───────────┘
 
-For a request that was moved here no tier is asked: the core that computed it until now has its blocks.
+For a request that is moved here, or prepared for that, no tier is asked: the core that computes it has its blocks.
 
 Whether to fetch is decided by measured seconds. A late fetch is not waited for: its blocks are released when its thread
 is done with them, and those that have arrived by then are in the prefix cache.
@@ -91,7 +91,7 @@ class Fetches:
         late_s = self._clock() + UNKNOWN_S
         group.arriving = arrival = Arrival(group, fetch, hashes, limit, match.num_tokens, late_s)
         self._arrivals.append(arrival)
-        if request.given and request.fetch_from:  # that core was computing it until now
+        if request.fetch_from and (request.given or not request.max_tokens):  # that core computes it, or did until now
             fetcher.expect(fetch)
             self._load(arrival)
         else:

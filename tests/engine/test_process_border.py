@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -18,6 +19,7 @@ from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import BeamParams, Guided, SamplingParams
+from tokenmill.runner.runner import ModelRunner
 from tokenmill.scheduler import Scheduler
 from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, room_for_drafts
@@ -28,6 +30,7 @@ VOCAB, EOS, ROWS = 258, 257, 6
 MANY, FEW = Limits(VOCAB, 400, 4, ROWS, 128), Limits(VOCAB, 26, 4, ROWS, 128)
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["age"]}
 Answers = dict[tuple[str, int], list[int]]
+Clock = Callable[[], float]
 
 
 def draws_alone(new: RowInit) -> bool:
@@ -38,10 +41,10 @@ def draws_alone(new: RowInit) -> bool:
 class KnowingDrafter:
     """Drafts the tokens that a sequence is known to say, some of them wrong."""
 
-    def __init__(self, answers: Answers, grammars: Grammars) -> None:
+    def __init__(self, answers: Answers, grammars: Grammars, seed: int) -> None:
         self._answers = answers
         self._grammars = grammars
-        self._random = random.Random(4)
+        self._random = random.Random(seed)
 
     def propose(self, groups: Seq[SequenceGroup]) -> dict[Sequence, list[int]]:
         found = {one: self._drafts(group, one) for group in groups for one in group.members}
@@ -79,15 +82,17 @@ def requests() -> list[Request]:
     return found
 
 
-def answers(runner: Runner, limits: Limits, known: Answers | None = None) -> tuple[Answers, Scheduler]:
-    """`known`: what the requests are known to say, to draft from."""
+def answers(
+    runner: Runner, limits: Limits, known: Answers | None = None, clock: Clock = time.monotonic, seed: int = 4
+) -> tuple[Answers, Scheduler]:
+    """`known`: what the requests are known to say, to draft from; `seed`: of the drafts that are wrong."""
     grammars = Grammars(Compiler(lambda: Vocabulary(byte_tokenizer(), VOCAB, (EOS,))), ROWS, VOCAB)
-    drafter: Drafter = NO_DRAFTS if known is None else KnowingDrafter(known, grammars)
+    drafter: Drafter = NO_DRAFTS if known is None else KnowingDrafter(known, grammars, seed)
     scheduler = Scheduler(
         config=SchedulerConfig(max_running=ROWS, token_budget=24),
         cache=KVCache(windows=(None,), num_blocks=limits.num_blocks, block_size=limits.block_size),
         max_rows=ROWS,
-        clock=time.monotonic,
+        clock=clock,
         continues=runner.continues,
         drafter=drafter,
     )
@@ -116,3 +121,29 @@ def test_plans_and_results_cross_a_process_border(with_drafts: bool) -> None:
     assert stats.preemptions > 0
     if with_drafts:
         assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+class TwoStepsInFlight(ModelRunner):
+    depth = 2
+
+    def continues(self, new: RowInit) -> bool:
+        return draws_alone(new)
+
+
+@pytest.mark.parametrize(("num_blocks", "seed"), [(25, 4), (26, 45)])
+def test_beams_of_which_some_find_no_room_lose_no_block(
+    num_blocks: int, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A beam that writes into a shared block gets a copy, which must be made even where the next beam has to wait."""
+    rng, now = random.Random(seed), 0.0
+    expected, _ = answers(local_runner(MANY), MANY)
+
+    def clock() -> float:
+        nonlocal now
+        now += rng.expovariate(100.0)
+        return now
+
+    few = Limits(VOCAB, num_blocks, 4, ROWS, 128)
+    found, _ = answers(local_runner(few, TwoStepsInFlight), few, expected, clock, seed)
+    assert found == expected
+    assert "failed" not in caplog.text, "every row has found its own tokens in its blocks"

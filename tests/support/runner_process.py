@@ -64,12 +64,12 @@ class ReceivedMasks:
         return np.stack([self._lines[row, number] for row, number in zip(rows, drafts, strict=True)])
 
 
-def local_runner(limits: Limits) -> ModelRunner:
+def local_runner(limits: Limits, make: type[ModelRunner] = ModelRunner) -> ModelRunner:
     cpu = torch.device("cpu")
     model = ContextModel(limits.vocab_size)
     storage = KVStorage(model.layout, limits.num_blocks, limits.block_size, cpu)
     sampler = Sampler(limits.vocab_size, limits.max_rows, cpu)
-    return ModelRunner(model, storage, sampler, limits.max_rows, limits.max_context)
+    return make(model, storage, sampler, limits.max_rows, limits.max_context)
 
 
 def serve(connection: Connection, limits: bytes) -> None:

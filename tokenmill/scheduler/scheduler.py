@@ -380,7 +380,7 @@ class Scheduler:
         where groups behind it are planned already."""
         if builder.is_full:
             return True
-        served = []
+        served, is_short = [], False
         for sequence in group.members:
             if self._lanes.number > 1 and group.wants(sequence) <= 0:
                 continue  # in flight on another lane: nothing is reserved for it
@@ -399,10 +399,12 @@ class Scheduler:
             elif sequence.num_in_flight or not may_preempt:
                 builder.budget.refund(granted)
             else:
-                return False
-        for sequence, granted, copies, drafts in served:
-            builder.add(sequence, granted, copies, drafts)
-        return True
+                is_short = True
+                break
+        if group.is_running:  # also when it is short: copies that were reserved for some members must be made
+            for sequence, granted, copies, drafts in served:
+                builder.add(sequence, granted, copies, drafts)
+        return not is_short
 
     def _fitting_drafts(self, sequence: Sequence, granted: int, builder: PlanBuilder) -> list[int]:
         """Drafts as far as tokens and blocks are left over: no sequence gets less, or is preempted, for them."""

@@ -42,6 +42,7 @@ class Decoder:
         embedding and head this one uses too."""
         self.spec = spec
         self.ops = load.ops
+        self.is_whole = load.shard is None  # not one of several ranks
         self.classes = BatchClasses(load.ops.row_borders(load.device))
         self.numbers = range(spec.num_layers) if load.shard is None else load.shard.layers  # of its layers
         self.embedding: Projection

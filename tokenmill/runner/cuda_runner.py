@@ -26,7 +26,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -37,6 +37,7 @@ from tokenmill.models.protocol import Model
 from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs, Kind, PendingTokens, best_tokens
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.inputs import build_batch
+from tokenmill.runner.mixed_graphs import MixedGraphs, can_mix
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, RowsForward, SlicedSampler, drawn_result
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.sampling.steps import steps_used
@@ -79,6 +80,7 @@ class CudaRunner:
         self._kinds: list[Kind] = ["host"] * max_rows  # how each row's tokens are chosen
         self._is_guided = [False] * max_rows  # drawn on the device, by masks
         self._graphs = DecodeGraphs(model, storage, self._sampler, max_rows, self._rows.tables.shape[2], max_context)
+        self._mixed = MixedGraphs(model, storage, self._graphs, max_context) if can_mix(model) else None
         self._launched: dict[int, LaunchedStep] = {}
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
         self._preparations: Iterator[Callable[[], object]] = iter(())
@@ -164,6 +166,8 @@ class CudaRunner:
     def run_widest_step(self, token_budget: int) -> None:
         self._warm_up.run_widest(token_budget)
         self._preparations = self._warm_up.preparations(token_budget)
+        if self._mixed is not None:
+            self._preparations = chain(self._preparations, self._mixed.captures(len(self._kinds)))
 
     def capture_largest(self) -> None:
         self._graphs.capture_largest()
@@ -258,16 +262,25 @@ class CudaRunner:
         # Rows with one query come first and whole long prompts last: each kind has a kernel of its own.
         plans = sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
         drawing = [plan for plan in plans if plan.sample]
-        wanted = [[len(plan.token_ids) - 1] if plan.sample else [] for plan in plans]
-        tables, adapters = self._rows.tables, self._rows.adapters(plans)
-        batch = build_batch(plans, wanted, tables, self._storage.block_size, self._storage.device, adapters)
-        self._fill_pending(batch.token_ids, plans)
-        hidden = self._model.forward(batch, self._storage)
+        hidden = self._states(plans)
         if self._lacks_masks(drawing):
             step.undrawn.append((hidden, plans))
             return
         drawn = self._drawn(hidden, drawing) if drawing else hidden.new_empty(0, dtype=torch.int64)
         step.pending.append((self._to_host(drawn, [plan.row for plan in drawing]), plans))
+
+    def _states(self, plans: list[RowPlan]) -> torch.Tensor:
+        """Hidden states [D, H] of the rows that draw, of a step with prompts."""
+        tables, adapters = self._rows.tables, self._rows.adapters(plans)
+        if self._mixed is not None and adapters is None and self._mixed.takes(plans):
+            hidden = self._mixed.hidden(plans)
+            drawing = [number for number, plan in enumerate(plans) if plan.sample]
+            # A copy: the graph's own are overwritten by the next step of the same size.
+            return hidden.index_select(0, self._to_device(drawing, torch.int64))
+        wanted = [[len(plan.token_ids) - 1] if plan.sample else [] for plan in plans]
+        batch = build_batch(plans, wanted, tables, self._storage.block_size, self._storage.device, adapters)
+        self._fill_pending(batch.token_ids, plans)
+        return self._model.forward(batch, self._storage)
 
     def _fill_pending(self, token_ids: torch.Tensor, plans: Sequence[RowPlan]) -> None:
         """Put the tokens that rows drew last where those are fed; a row whose draw failed is void, and feeds any."""

@@ -195,6 +195,14 @@ class DecodeGraphs:
         self._captured[(size, kind, version)] = captured
         return captured
 
+    def recorded_step(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        """Capture a step of another make, in the same memory; what replays it, and its result. It is run once before,
+        which may change nothing."""
+        step()
+        torch.cuda.synchronize()
+        graph, result = self._recorded(step)
+        return graph.replay, result
+
     def _recorded(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Capture by hand: `torch.cuda.graph` gives the memory that is held for steps back to the driver each time."""
         graph = torch.cuda.CUDAGraph()

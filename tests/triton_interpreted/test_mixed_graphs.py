@@ -1,0 +1,91 @@
+"""Steps of chunks beside decoding rows, as they are captured: in the interpreter each replay is the step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.support.triton_inputs import assert_near
+from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.kv.layout import KVLayout
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.linear import Loader
+from tokenmill.ops.triton.build import build_ops
+from tokenmill.runner.inputs import build_batch
+from tokenmill.runner.mixed_graphs import MAX_PROMPTS, MixedGraphs, can_mix
+from tokenmill.types import PENDING, RowPlan
+from tokenmill.weights.dummy import dummy_weights
+
+CPU = torch.device("cpu")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 90, "hidden_size": 32,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
+    "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+ROWS, BLOCK, MAX_BLOCKS = 12, 16, 20
+
+
+def model_of(config: dict[str, Any]) -> Decoder:
+    spec = spec_from_hf(config)
+    return Decoder(spec, Loader(dummy_weights(spec), build_ops(), torch.float32, CPU), MAX_BLOCKS * BLOCK)
+
+
+def filled_storage(layout: KVLayout) -> KVStorage:
+    torch.manual_seed(1)
+    storage = KVStorage(layout, 1 + ROWS * MAX_BLOCKS, BLOCK, CPU)
+    cache = storage.layer(0)
+    cache.keys.normal_()
+    cache.values.normal_()
+    return storage
+
+
+def replayed(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+    result = step()
+    return lambda: result.copy_(step()), result
+
+
+@torch.inference_mode()
+def test_a_padded_step_computes_what_a_plain_one_does() -> None:
+    model = model_of(LLAMA)
+    layout = KVLayout.from_spec(model.spec)
+    tables = torch.arange(1, 1 + ROWS * MAX_BLOCKS, dtype=torch.int32).view(1, ROWS, MAX_BLOCKS)
+    newest = torch.arange(ROWS) + 40
+    plans = [RowPlan(row=row, start=17 * row, token_ids=[5 + row], sample=True) for row in (4, 0, 9)]
+    plans += [
+        RowPlan(row=5 + number, start=200 * (number == 1) + number, token_ids=list(range(2 + 2 * number)))
+        for number in range(1, 4)
+    ]
+    expected_storage, storage = filled_storage(layout), filled_storage(layout)
+    wanted = [[len(plan.token_ids) - 1] for plan in plans]
+    expected = model.forward(build_batch(plans, wanted, tables.numpy(), BLOCK, CPU), expected_storage)
+
+    graphs: Any = SimpleNamespace(newest=newest, rows=SimpleNamespace(tables=tables), recorded_step=replayed)
+    mixed = MixedGraphs(model, storage, graphs, MAX_BLOCKS * BLOCK)
+    newest[9] = plans[2].token_ids[0]
+    plans[2] = RowPlan(row=9, start=17 * 9, token_ids=[PENDING], sample=True)  # what only the device knows
+    assert mixed.takes(plans)
+    assert_near(mixed.hidden(plans), expected, tolerance=1e-4)
+    ours, theirs = storage.layer(0), expected_storage.layer(0)
+    assert_near(ours.keys[1:], theirs.keys[1:])
+    assert_near(ours.values[1:], theirs.values[1:])
+
+
+def test_which_steps_and_models_have_graphs() -> None:
+    graphs: Any = None
+    mixed = MixedGraphs(graphs, graphs, graphs, 64)
+    single = RowPlan(row=0, start=3, token_ids=[1], sample=True)
+    chunk = RowPlan(row=1, start=0, token_ids=[1] * 40)
+    assert mixed.takes([single, chunk])
+    assert not mixed.takes([chunk]), "for a prompt alone nobody waits"
+    assert not mixed.takes([single, *[chunk] * (MAX_PROMPTS + 1)])
+    assert not mixed.takes([single, RowPlan(row=1, start=0, token_ids=[1] * 1000)])
+    assert [one.args for one in mixed.captures(16)] == [(8, 64), (8, 128)]  # type: ignore[attr-defined]
+    assert can_mix(model_of(LLAMA))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16}
+    assert not can_mix(model_of({**LLAMA, **family, **experts, "decoder_sparse_step": 1, "mlp_only_layers": []}))

@@ -1,0 +1,167 @@
+"""Steps of short chunks of prompts beside rows that decode, as CUDA graphs.
+
+Launched one by one, the kernels of such a step take the host longer than they take the device: 17 ms for 32 layers,
+where 128 tokens of a prompt and 32 rows of an 8B model are computed in 7. So they are captured, for a number of single
+rows and of chunk tokens that the step is padded to:
+
+    tokens   [ single 0 | single 1 | ... | padding | chunk of prompt A ... | chunk of prompt B ... | padding ]
+    rows     [ one each .....................      | A | B | unused | unused ]
+
+The host sends one array of numbers; block tables, newest tokens and slots are looked up on the device, in the graph.
+Padding tokens belong to no row: they are written into the null block and read by nobody. The graph ends with hidden
+states, from which rows draw as they do behind a step without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenmill.arch.spec import Gqa, MlpSpec
+from tokenmill.kv.storage import KVStorage
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.protocol import Model
+from tokenmill.ops.batch import ForwardBatch, GroupTables
+from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.types import PENDING, RowPlan
+
+SINGLES = (8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows that a step is padded to
+CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 768)  # tokens of prompts; with more the host is fast enough
+IDLE_SINGLES, IDLE_CHUNKS = (8, 32, 64), (64, 128)  # that are captured while the engine is idle
+MAX_PROMPTS = 4  # rows of prompts in a step
+NO_ROW = -1
+
+Replay = Callable[[], object]
+
+
+def can_mix(model: Model) -> bool:
+    """Tell whether steps of a model can be captured whatever the lengths of its chunks: its attention looks them up on
+    the device."""
+    if not isinstance(model, Decoder) or not model.is_whole:
+        return False
+    if model.spec.streams is not None or model.layer_inputs is not None:
+        return False
+    layers = model.spec.layers
+    return all(isinstance(layer.mlp, MlpSpec) and layer.side_experts is None for layer in layers) and all(
+        isinstance(mixer, Gqa) for layer in layers for mixer in layer.mixers
+    )
+
+
+@dataclass(frozen=True)
+class MixedGraph:
+    replay: Replay
+    sent: torch.Tensor  # int64: what the host sends
+    hidden: torch.Tensor  # [rows, H], overwritten by the next step of the same size
+
+
+class MixedGraphs:
+    def __init__(self, model: Model, storage: KVStorage, graphs: DecodeGraphs, max_context: int) -> None:
+        self._model = model
+        self._storage = storage
+        self._graphs = graphs
+        self._max_context = max_context
+        self._captured: dict[tuple[int, int], MixedGraph] = {}
+
+    def takes(self, plans: Sequence[RowPlan]) -> bool:
+        """Tell whether a step is small enough, and has rows that decode: for a prompt alone nobody waits."""
+        num_single = num_singles(plans)
+        num_tokens = sum(len(plan.token_ids) for plan in plans) - num_single
+        return 0 < num_single <= SINGLES[-1] and len(plans) - num_single <= MAX_PROMPTS and num_tokens <= CHUNKS[-1]
+
+    def hidden(self, plans: Sequence[RowPlan]) -> torch.Tensor:
+        """Put a step on the stream, its single rows first; hidden states [R, H] behind each row's last token,
+        overwritten by the next step of the same size."""
+        num_single = num_singles(plans)
+        num_tokens = sum(len(plan.token_ids) for plan in plans) - num_single
+        singles = next(size for size in SINGLES if size >= num_single)
+        tokens = next(size for size in CHUNKS if size >= num_tokens)
+        graph = self._captured.get((singles, tokens)) or self._capture(singles, tokens)
+        numbers = torch.from_numpy(packed(plans, singles, tokens))
+        is_pinned = graph.sent.device.type == "cuda"
+        graph.sent.copy_(numbers.pin_memory() if is_pinned else numbers, non_blocking=True)
+        graph.replay()
+        if num_single == singles:
+            return graph.hidden[: len(plans)]
+        return torch.cat([graph.hidden[:num_single], graph.hidden[singles : singles + len(plans) - num_single]])
+
+    def captures(self, max_rows: int) -> Iterator[Callable[[], object]]:
+        """Capture steps of a few usual sizes, for which most kernels are compiled; others are captured when they are
+        first met."""
+        for singles in IDLE_SINGLES:
+            for tokens in IDLE_CHUNKS:
+                if singles < 2 * max_rows and (singles, tokens) not in self._captured:
+                    yield partial(self._capture, singles, tokens)
+
+    def _capture(self, singles: int, tokens: int) -> MixedGraph:
+        sent = torch.from_numpy(packed([], singles, tokens)).to(self._storage.device)
+
+        def step() -> torch.Tensor:
+            return self._model.forward(self._batch(sent, singles, tokens), self._storage)
+
+        with torch.inference_mode():
+            replay, hidden = self._graphs.recorded_step(step)
+        captured = self._captured[(singles, tokens)] = MixedGraph(replay, sent, hidden)
+        return captured
+
+    def _batch(self, sent: torch.Tensor, singles: int, tokens: int) -> ForwardBatch:
+        """The batch that the numbers of `packed` tell of."""
+        num_tokens, num_rows = singles + tokens, singles + MAX_PROMPTS
+        lengths = [num_tokens, num_tokens, num_tokens, num_rows, num_rows, num_rows, num_rows + 1]
+        token_ids, positions, owners, rows, contexts, last, starts = torch.split(sent, lengths)
+        rows, is_token, owners = rows.clamp_min(0), owners != NO_ROW, owners.clamp_min(0)
+        newest = self._graphs.newest[rows[owners]].clamp_min(0)
+        tables = self._graphs.rows.tables[:, rows]
+        size = self._storage.block_size
+        groups = []
+        for table in tables:
+            blocks = table[owners, positions // size].long()
+            groups.append(GroupTables(table, torch.where(is_token, blocks * size + positions % size, 0)))
+        return ForwardBatch(
+            token_ids=torch.where(token_ids == PENDING, newest, token_ids),
+            positions=positions,
+            query_starts=starts.int(),
+            context_lens=contexts.int(),
+            groups=tuple(groups),
+            logit_rows=last,
+            block_size=size,
+            max_query_len=tokens,
+            max_context_len=self._max_context,
+            num_single=singles,
+            mode="captured",
+        )
+
+
+def num_singles(plans: Sequence[RowPlan]) -> int:
+    """How many rows feed one token; they come first."""
+    return sum(len(plan.token_ids) == 1 for plan in plans)
+
+
+def packed(plans: Sequence[RowPlan], singles: int, tokens: int) -> NDArray[np.int64]:
+    """All numbers of a step: of each token its id, position and row; of each row its number, the length of its context,
+    its last token and its first one."""
+    num_single, num_tokens, num_rows = num_singles(plans), singles + tokens, singles + MAX_PROMPTS
+    by_token = np.zeros((3, num_tokens), np.int64)
+    by_row = np.zeros((3, num_rows), np.int64)
+    starts = np.zeros(num_rows + 1, np.int64)
+    by_token[2], by_row[0] = NO_ROW, NO_ROW
+    starts[: singles + 1] = np.arange(singles + 1)
+    at = singles
+    for number, plan in enumerate(plans):
+        row = number if number < num_single else singles + number - num_single
+        first, count = (number, 1) if number < num_single else (at, len(plan.token_ids))
+        span = slice(first, first + count)
+        by_token[0, span] = plan.token_ids
+        by_token[1, span] = np.arange(plan.start, plan.start + count)
+        by_token[2, span] = row
+        by_row[:, row] = plan.row, plan.start + count, first + count - 1
+        if number >= num_single:
+            at += count
+            starts[row + 1] = at
+    for row in range(singles + len(plans) - num_single, num_rows):  # those that are not used are empty
+        starts[row + 1] = at
+    return np.concatenate([by_token.ravel(), by_row.ravel(), starts])

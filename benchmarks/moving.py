@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -33,6 +34,7 @@ from tokenmill.types import PromptRequest
 
 WARM_S = 2.0
 PAUSE_S = 0.7  # between two moves
+PROCESSORS = sorted(os.sched_getaffinity(0))
 
 
 @dataclass
@@ -253,10 +255,13 @@ async def roll(given: argparse.Namespace) -> dict[str, Any]:
 
 
 async def gaps_beside_prompts(given: argparse.Namespace, roles: str | None) -> dict[str, Any]:
+    run_on(os.getpid(), PROCESSORS)
     engine = await start_fleet(config_of(given.model), 2, roles=roles)
     streams = [Stream(place) for place in range(given.streams)]
     reading = [asyncio.create_task(read(engine, stream, 7000)) for stream in streams]
     await all_under_way(streams)
+    if given.pin:
+        pin(engine)
     idle_from = time.perf_counter()
     await asyncio.sleep(given.seconds)
     began, first = time.perf_counter(), []
@@ -287,6 +292,19 @@ async def gaps_beside_prompts(given: argparse.Namespace, roles: str | None) -> d
     }
 
 
+def pin(engine: AsyncEngine) -> None:
+    """Let the second core have a processor of its own, as on another machine; all else shares the other one."""
+    first, second = PROCESSORS[:2]
+    run_on(os.getpid(), [first])
+    for core, processor in zip(engine.replicas(), (first, second), strict=True):
+        run_on(core["engine_pid"], [processor])
+
+
+def run_on(pid: int, processors: list[int]) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), processors)
+
+
 async def split(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "split": await gaps_beside_prompts(given, "prefill,decode"),
@@ -303,6 +321,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--prompt-len", type=int, default=4096)
+    parser.add_argument("--pin", action="store_true", help="split: give the second core a processor of its own")
     parser.add_argument("--disk", action="store_true", help="roll: keep blocks on disk too")
     given = parser.parse_args()
     work = {"moves": moves, "drain": drain, "roll": roll, "split": split}[given.what]

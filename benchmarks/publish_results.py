@@ -37,7 +37,8 @@ CHAPTERS = {
                  "gpu-deterministic", "gpu-memory", "gpu-sampling", "gpu-guided", "gpu-start"],
     "Accuracy": ["perplexity", "llama-cpp-agreement", "gpu-dtype"],
     "Features": ["speculation", "context-shift", "kv-int8-cpu", "guided", "batching"],
-    "Server, load generator, planner": ["server-compare", "fleet-routing", "load-generator", "planner-calibration"],
+    "Server, load generator, planner": ["server-compare", "fleet-routing", "route-choice", "moving-prepared",
+                                        "kv-tiers", "load-generator", "planner-calibration"],
     "Tenants": ["fairness", "long-prompt", "ledger", "timing-oracle"],
 }  # fmt: skip
 HEAD = """# Performance

@@ -122,7 +122,8 @@ class Loader:
         if shard is None:
             return made
         made = replace(made, weight=replace(weight, whole_rows=shard.whole_rows(names)))
-        return replace(made, inputs=shard.gather_inputs(names[0]), outputs=shard.gather_outputs(names))
+        outputs = shard.gather_outputs(names, [raw.shape[0] for raw in raws])
+        return replace(made, inputs=shard.gather_inputs(names[0]), outputs=outputs)
 
     def embedding(self, name: str) -> Projection:
         """Make a projection whose rows are looked up; tied models multiply by it too."""

@@ -107,14 +107,20 @@ class Shard:
     cuts: Cuts
     layers: range  # of the whole model's: those of this rank's stage
 
-    def gather_outputs(self, names: Sequence[str]) -> Gather | None:
+    def gather_outputs(self, names: Sequence[str], rows: Sequence[int] = ()) -> Gather | None:
         """Return the gather of a product with stacked matrices; None where each rank continues with its own part, or
-        has all of it."""
+        has all of it. `rows`: of each matrix as this rank has it, where some of several may be whole."""
         cuts = [self.cuts.find(name) for name in names]
         if not any(cut is not None and cut.gathered == "product" for cut in cuts):
             return None
-        assert all(cut is not None for cut in cuts), f"of {names} some are cut and some are whole"
-        return Gather(self.group, tuple((cut.rows, cut.gathered == "product") for cut in cuts if cut is not None))
+        return Gather(self.group, tuple(self._part(cut, rows[place : place + 1]) for place, cut in enumerate(cuts)))
+
+    def _part(self, cut: MatrixCut | None, rows: Sequence[int]) -> tuple[Cut, bool]:
+        """Return the columns of one matrix's product, and whether they are gathered: those of a whole one are not."""
+        if cut is not None:
+            return cut.rows, cut.gathered == "product"
+        (count,) = rows
+        return Cut(((0, count),) * self.group.size), False
 
     def gather_inputs(self, name: str) -> Gather | None:
         cut = self.cuts.find(name)

@@ -13,7 +13,7 @@ from tests.support.fixed_order import sums_in_fixed_order
 from tests.support.triton_inputs import assert_near, paged_batch
 from tokenmill.ops.interface import LatentInputs, Norm
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
-from tokenmill.ops.triton.attention import latent
+from tokenmill.ops.triton.attention import latent, latent_prompts
 from tokenmill.ops.triton.build import build_ops
 
 OPS, DETERMINISTIC = build_ops(), build_ops(deterministic=True)
@@ -61,6 +61,19 @@ def test_any_number_of_splits_gives_the_same(splits: int) -> None:
     mine, plain = random_inputs(DECODE, 4)
     with patch.object(latent, "num_latent_splits", lambda *_: splits):
         assert_near(OPS.latent_attend(mine), PLAIN.latent_attend(plain))
+
+
+@pytest.mark.parametrize("memory", [1, 1 << 20], ids=["a head at a time", "all heads"])
+def test_whole_prompts_are_expanded(memory: int) -> None:
+    """Beside a row that decodes and a chunk; the reference attends in the absorbed form."""
+    mine, plain = random_inputs([(1, 70), (5, 50), (37, 37), (21, 21)], 5)
+    plan = replace(mine.plan, prompts=(37, 21))
+    with (
+        patch.object(latent, "can_be_expanded", lambda _: True),  # float32 too
+        patch.object(latent_prompts, "EXPANDED_BYTES", memory),
+    ):
+        assert_near(OPS.latent_attend(mine._replace(plan=plan)), PLAIN.latent_attend(plain))
+    assert_near(mine.latents, plain.latents)
 
 
 def test_without_rotation() -> None:

@@ -8,6 +8,7 @@ reading the entries takes. Kernels of a layer:
     _expand     what the splits of a pair found, merged × each head's matrix → values; `_expand_token` for a few tokens
 
 A tile has 16 pairs where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
+Whole long prompts are computed in the expanded form (`latent_prompts.py`), unless a result may not depend on that.
 `_absorb` and `_expand` load their matrices before the kernel that precedes them has ended.
 """
 
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.interface import LatentInputs
+from tokenmill.ops.triton.attention.latent_prompts import can_be_expanded, expanded_prompt
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.select import TILE
 from tokenmill.ops.triton.attention.softmax import LOG2E, LOWEST, add_keys, attention_output, empty_state
@@ -59,14 +61,16 @@ def _rotated(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@kernel_unspecialized("num_tokens", "query_stride", "entry_stride")
+@kernel_unspecialized("num_tokens", "num_absorbed", "query_stride", "entry_stride")
 def _absorb(
-    queries, entries, latents, slots, norm, cos, sin, absorb, out, num_tokens, query_stride, entry_stride, eps,
+    queries, entries, latents, slots, norm, cos, sin, absorb, out, num_tokens, num_absorbed, query_stride, entry_stride,
+    eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_PADDED: tl.constexpr, ROPE: tl.constexpr, HALF_PADDED: tl.constexpr,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
     IS_ROTATED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS, RANK + ROPE]; the last block of programs rotates and writes entries instead of multiplying"""
+    """out [T, HEADS, RANK + ROPE]; the last block of programs rotates and writes entries instead of multiplying. Only
+    the first num_absorbed queries are multiplied; of the others the rotated part is written alone."""
     launch_dependents(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
@@ -80,11 +84,12 @@ def _absorb(
         is_there = (ranks < RANK)[:, None] & (offs_k < NOPE)[None, :]
         matrix = tl.load(absorb + (head * RANK + ranks)[:, None] * NOPE + offs_k[None, :], mask=is_there, other=0.0)
         wait_for_previous(OVERLAPS)
-        plain = queries + wide[:, None] * query_stride + head * (NOPE + ROPE) + offs_k[None, :]
-        query = tl.load(plain, mask=is_token[:, None] & (offs_k < NOPE)[None, :], other=0.0)
-        product = tl.dot(query, tl.trans(matrix), input_precision=PRECISION)
-        is_result = is_token[:, None] & (ranks < RANK)[None, :]
-        tl.store(target[:, None] + ranks[None, :], product.to(out.dtype.element_ty), mask=is_result)
+        if tl.program_id(0) * TOKENS < num_absorbed:
+            plain = queries + wide[:, None] * query_stride + head * (NOPE + ROPE) + offs_k[None, :]
+            query = tl.load(plain, mask=is_token[:, None] & (offs_k < NOPE)[None, :], other=0.0)
+            product = tl.dot(query, tl.trans(matrix), input_precision=PRECISION)
+            is_result = is_token[:, None] & (ranks < RANK)[None, :]
+            tl.store(target[:, None] + ranks[None, :], product.to(out.dtype.element_ty), mask=is_result)
     else:
         wait_for_previous(OVERLAPS)
         half = tl.arange(0, HALF_PADDED)
@@ -334,8 +339,10 @@ def num_latent_splits(num_programs: int, max_context: int, gpu: Capabilities) ->
 def dense_latent_attend(inputs: LatentInputs) -> torch.Tensor:
     """→ [T, heads * value_dim]"""
     plan: AttentionPlan = inputs.plan
-    absorbed = absorb_queries(inputs)
-    num_heads, num_rows, single = absorbed.shape[1], plan.contexts.shape[0], plan.num_single
+    prompts = plan.prompts if can_be_expanded(inputs) else ()
+    first_prompt = len(inputs.queries) - sum(prompts)  # whole long prompts come last
+    absorbed = absorb_queries(inputs, first_prompt)
+    num_heads, num_rows, single = absorbed.shape[1], plan.contexts.shape[0] - len(prompts), plan.num_single
     num_programs = single * cdiv(num_heads, tiles_for(absorbed.dtype, num_heads, are_single=True).pairs)
     splits = num_latent_splits(num_programs, plan.max_context, capabilities_of(absorbed.device))
     out = absorbed.new_empty(len(absorbed), inputs.expand.shape[0] * inputs.expand.shape[1])
@@ -343,22 +350,26 @@ def dense_latent_attend(inputs: LatentInputs) -> torch.Tensor:
         expand_mixtures(_attend_rows(inputs, absorbed, range(single), splits), slice(single), inputs.expand, out)
     if single < num_rows:
         found = _attend_rows(inputs, absorbed, range(single, num_rows), 1)
-        expand_mixtures(found, slice(single, None), inputs.expand, out)
+        expand_mixtures(found, slice(single, first_prompt), inputs.expand, out)
+    for length in prompts:
+        expanded_prompt(inputs, absorbed, slice(first_prompt, first_prompt + length), out)
+        first_prompt += length
     return out
 
 
 def deterministic_latent_attend(inputs: LatentInputs) -> torch.Tensor:
     """The same with sums that depend on a query and its context alone: every pair is computed by one program of one
     form, which adds up its entries in their order."""
-    absorbed = absorb_queries(inputs, are_alike=True)
+    absorbed = absorb_queries(inputs, len(inputs.queries), are_alike=True)
     found = _attend_rows(inputs, absorbed, range(inputs.plan.contexts.shape[0]), 1, are_alike=True)
     out = absorbed.new_empty(len(absorbed), inputs.expand.shape[0] * inputs.expand.shape[1])
     expand_mixtures(found, slice(None), inputs.expand, out, are_alike=True)
     return out
 
 
-def absorb_queries(inputs: LatentInputs, *, are_alike: bool = False) -> torch.Tensor:
-    """Writes the entries; → queries over entries [T, heads, rank + rope]"""
+def absorb_queries(inputs: LatentInputs, num_absorbed: int, *, are_alike: bool = False) -> torch.Tensor:
+    """Writes the entries; → queries over entries [T, heads, rank + rope], those behind the first `num_absorbed` with
+    their rotated part alone"""
     num_heads, rank, nope = inputs.absorb.shape
     num_tokens, width = inputs.entries.shape
     queries, entries, rope = inputs.queries, inputs.entries, width - rank
@@ -367,7 +378,7 @@ def absorb_queries(inputs: LatentInputs, *, are_alike: bool = False) -> torch.Te
     cos, sin = inputs.cos_sin or (inputs.norm.weight, inputs.norm.weight)
     _absorb[(cdiv(num_tokens, tokens), num_heads, cdiv(rank, RANK_BLOCK) + 1)](
         queries, entries, inputs.latents, inputs.slots, inputs.norm.weight, cos, sin, inputs.absorb, out,
-        num_tokens, queries.stride(0), entries.stride(0), inputs.norm.eps,
+        num_tokens, num_absorbed, queries.stride(0), entries.stride(0), inputs.norm.eps,
         num_heads, nope, max(16, next_power_of_2(nope)), rope, next_power_of_2(rope // 2), rank,
         max(16, next_power_of_2(rank)), tokens, max(1, tokens // (1 << num_heads.bit_length() - 1)), RANK_BLOCK,
         inputs.cos_sin is not None, precision_of(queries),

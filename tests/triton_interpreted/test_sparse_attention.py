@@ -1,5 +1,4 @@
-"""Latent attention over entries that an indexer chooses: kernels that no GPU has run yet (`arch/unproven.py`), in the
-interpreter, against the reference."""
+"""Latent attention over entries that an indexer chooses, in the interpreter, against the reference"""
 
 from __future__ import annotations
 
@@ -73,10 +72,11 @@ def test_equal_to_the_reference(lengths: list[tuple[int, int]]) -> None:
     assert_near(mine.attention.latents, plain.attention.latents)
 
 
-def test_of_equal_scores_the_first_are_chosen() -> None:
+@pytest.mark.parametrize("programs", [0, 100, 1000], ids=["one program a token", "few", "several"])
+def test_of_equal_scores_the_first_are_chosen(programs: int) -> None:
     """Tokens before the last, whose sums are the same in any order; in tiles smaller than a context"""
     mine, plain = steps([(1, 90), (30, 60)], is_equal=True)
-    with patch.object(sparse, "CHOOSE_TILE", 16):
+    with patch.multiple(sparse, CHOOSE_TILE=16, CHOOSE_PROGRAMS=programs):
         chosen = OPS.choose_entries(mine.index)
     expected: dict[int, list[int]] = {}
     for task, seen in zip(plain.index.plan, PLAIN.choose_entries(plain.index), strict=True):
@@ -84,6 +84,13 @@ def test_of_equal_scores_the_first_are_chosen() -> None:
         expected |= dict(zip(tokens, (one.nonzero().flatten().tolist() for one in seen.flatten(0, 1)), strict=True))
     found = [row[:count].tolist() for row, count in zip(chosen.positions, chosen.counts.tolist(), strict=True)]
     assert found == [expected[token] for token in range(31)] and max(map(len, found)) == INDEXER.top_k
+
+
+def test_in_a_short_context_everything_is_seen() -> None:
+    mine, plain = steps([(1, INDEXER.top_k), (3, 7)])
+    assert OPS.choose_entries(mine.index) is None
+    assert_near(mine.run(OPS), plain.run(PLAIN))
+    assert_near(mine.index.kept, plain.index.kept)
 
 
 @pytest.mark.parametrize("splits", [2, 4])

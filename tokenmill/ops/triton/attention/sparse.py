@@ -1,7 +1,9 @@
 """Latent attention over entries that an indexer chooses (see `arch/indexer.py` and `attention/latent.py`).
 
+    _prepare    an index key, normed, rotated and written into the cache; rotated queries
     _score      a query's score for each entry before it: products of its index heads with the entries' short keys
-    _choose     positions of the highest scores, in their order: the lowest score that is among them is found bit by bit
+    _choose     positions of the highest scores, in their order: the lowest score that is among them is found digit by
+                digit, by counting how often each digit occurs; for a few tokens a kernel each counts parts of a context
     _attend     a token's heads over its chosen entries, in splits that run side by side; `latent.py` merges them
 
 Scores of as many tokens at a time are kept as MAX_SCORES holds.
@@ -16,7 +18,6 @@ import triton
 import triton.language as tl
 
 from tokenmill.ops.interface import IndexInputs, LatentInputs
-from tokenmill.ops.reference.elementwise import layer_norm, rotate
 from tokenmill.ops.triton.attention.latent import (
     Mixtures,
     absorb_queries,
@@ -28,7 +29,6 @@ from tokenmill.ops.triton.attention.latent import (
     store_mixtures,
     tiles_for,
 )
-from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.softmax import empty_state
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2, precision_of
@@ -37,6 +37,11 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 MAX_SCORES = 1 << 24  # float32
 SCORE_TILE = 64  # entries that a program of `_score` looks at
 CHOOSE_TILE = 2048  # scores that a program of `_choose` looks at together
+CHOOSE_PROGRAMS = 256  # of so many tokens or more each is chosen for by one program
+MAX_PARTS = 64  # of a token's scores
+DIGIT_BITS = tl.constexpr(8)
+BINS = tl.constexpr(256)
+NUM_DIGITS = tl.constexpr(4)  # of a score's 32 bits
 
 
 class ChosenEntries(NamedTuple):
@@ -73,6 +78,59 @@ def _score(
         tl.store(out + token * width + offs_n, total, mask=inside)
 
 
+@kernel_unspecialized("num_rows")
+def _prepare(
+    queries, keys, weights, kept, slots, norm, norm_bias, cos, sin, starts, contexts,
+    turned, scaled, rows, lasts, num_rows, eps, scale,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:  # fmt: skip
+    """A token's key, normed and rotated, into the cache; its rotated queries and the heads' weights; the row that it is
+    of, and the position of the last entry that it may look at"""
+    token = tl.program_id(0).to(tl.int64)
+    heads, dims = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM_PADDED)
+    is_dim, is_head = dims < DIM, heads < HEADS
+    partners = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+    angles, is_turned = dims % tl.maximum(HALF, 1), is_dim & (dims < 2 * HALF)
+    cosine = tl.load(cos + token * HALF + angles, mask=is_turned, other=1.0)
+    sine = tl.load(sin + token * HALF + angles, mask=is_turned, other=0.0)
+    sine = tl.where(dims < HALF, -sine, sine)
+
+    row = 0
+    for first in range(0, num_rows, 256):
+        some = first + tl.arange(0, 256)
+        ends = tl.load(starts + 1 + some, mask=some < num_rows, other=0x7FFFFFFF)
+        row += tl.sum((ends <= token).to(tl.int32), axis=0)
+    row = tl.minimum(row, num_rows - 1)
+    tl.store(rows + token, row)
+    behind = tl.load(starts + 1 + row) - token.to(tl.int32)  # queries of the row from this one on
+    tl.store(lasts + token, tl.load(contexts + row) - behind)
+
+    key = tl.load(keys + token * DIM + dims, mask=is_dim, other=0.0).to(tl.float32)
+    mean = tl.sum(key, axis=0) / DIM
+    centred = tl.where(is_dim, key - mean, 0.0)
+    factor = tl.rsqrt(tl.sum(centred * centred, axis=0) / DIM + eps)
+    other = tl.load(keys + token * DIM + partners, mask=is_dim, other=0.0).to(tl.float32) - mean
+    own = centred * factor * tl.load(norm + dims, mask=is_dim, other=0.0)
+    other = other * factor * tl.load(norm + partners, mask=is_dim, other=0.0)
+    if HAS_BIAS:
+        own += tl.load(norm_bias + dims, mask=is_dim, other=0.0)
+        other += tl.load(norm_bias + partners, mask=is_dim, other=0.0)
+    own, other = own.to(keys.dtype.element_ty).to(tl.float32), other.to(keys.dtype.element_ty).to(tl.float32)
+    key = (own * cosine + other * sine).to(keys.dtype.element_ty)
+    tl.store(kept + tl.load(slots + token) * DIM + dims, key.to(kept.dtype.element_ty), mask=is_dim)
+
+    inside = is_head[:, None] & is_dim[None, :]
+    source = queries + (token * HEADS + heads)[:, None] * DIM
+    query = tl.load(source + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(source + partners[None, :], mask=inside, other=0.0).to(tl.float32)
+    query = query * cosine[None, :] + partner * sine[None, :]
+    target = turned + (token * HEADS + heads)[:, None] * DIM + dims[None, :]
+    tl.store(target, query.to(turned.dtype.element_ty), mask=inside)
+    weight = tl.load(weights + token * HEADS + heads, mask=is_head, other=0.0).to(tl.float32)
+    tl.store(scaled + token * HEADS + heads, weight * scale, mask=is_head)
+
+
 @triton.jit
 def _ordered(scores, offs_n, last):
     """Scores as whole numbers of the same order, all above 0; what lies behind the last is 0"""
@@ -83,80 +141,187 @@ def _ordered(scores, offs_n, last):
 
 
 @triton.jit
-def _num_from(scores, lowest, last, TILE: tl.constexpr):
-    """How many scores are as high as `lowest`, or higher"""
-    found = tl.zeros((TILE,), tl.int32)
-    for start in range(0, last + 1, TILE):
-        found += (_ordered(scores, start + tl.arange(0, TILE), last) >= lowest).to(tl.int32)
-    return tl.sum(found, axis=0)
+def _digits(scores, lowest, low, high, DIGIT: tl.constexpr, TILE: tl.constexpr):
+    """How often each value of digit DIGIT occurs in scores [low, high) whose digits before it are those of `lowest`"""
+    FIRST: tl.constexpr = DIGIT_BITS * DIGIT  # digits begin at the highest bits
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(low, high, TILE):
+        offs_n = start + tl.arange(0, TILE)
+        number = _ordered(scores, offs_n, high - 1)
+        is_candidate = offs_n < high
+        if DIGIT > 0:
+            is_candidate &= (number >> (32 - FIRST)) == (lowest >> (32 - FIRST))
+        digit = (number << FIRST) >> (32 - DIGIT_BITS)
+        counts += tl.histogram(digit.to(tl.int32), BINS, mask=is_candidate)
+    return counts
+
+
+@triton.jit
+def _next_digit(counts, lowest, room, DIGIT: tl.constexpr):
+    """`lowest` with one digit more, such that `room` of the counted scores are as high or higher; and how many of those
+    that have just this digit are among them"""
+    higher = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)  # than each value
+    is_reached = (higher + counts >= room).to(tl.int32)
+    digit = tl.sum(is_reached, axis=0) - 1
+    values = tl.arange(0, BINS)
+    room -= tl.sum(tl.where(values == digit, higher, 0), axis=0)
+    FIRST: tl.constexpr = DIGIT_BITS * DIGIT
+    return lowest | ((digit.to(tl.uint32) << (32 - DIGIT_BITS)) >> FIRST), room
+
+
+@triton.jit
+def _lowest_chosen(bins, top_k, DIGITS: tl.constexpr):
+    """The lowest score that is chosen, as far as its first DIGITS digits were counted, and how many scores of it are"""
+    lowest, room = (top_k * 0).to(tl.uint32), top_k
+    for digit in tl.static_range(DIGITS):
+        counts = tl.load(bins + digit * BINS + tl.arange(0, BINS))
+        lowest, room = _next_digit(counts, lowest, room, digit)
+    return lowest, room
+
+
+@triton.jit
+def _write_chosen(
+    scores, positions, low, high, lowest, room, place, num_equal, TILE: tl.constexpr
+):  # fmt: skip
+    """Positions of the chosen scores among [low, high), from place `place` on. Of scores that are just the lowest,
+    `room` are chosen; `num_equal` are before these."""
+    for start in range(low, high, TILE):
+        offs_n = start + tl.arange(0, TILE)
+        number = _ordered(scores, offs_n, high - 1)
+        is_equal = ((number == lowest) & (offs_n < high)).to(tl.int32)
+        is_early = num_equal + tl.cumsum(is_equal, axis=0) <= room
+        is_chosen = ((number > lowest) | ((is_equal > 0) & is_early)) & (offs_n < high)
+        chosen = is_chosen.to(tl.int32)
+        targets = place + tl.cumsum(chosen, axis=0) - 1
+        tl.store(positions + targets, offs_n, mask=is_chosen)
+        place += tl.sum(chosen, axis=0)
+        num_equal += tl.sum(is_equal, axis=0)
 
 
 @kernel_unspecialized("width", "top_k")
 def _choose(scores, lasts, positions, counts, width, top_k, TILE: tl.constexpr) -> None:
     """The top_k highest of a token's scores, of equal ones the first; all where there are no more than that"""
     token = tl.program_id(0).to(tl.int64)
-    last, own = tl.load(lasts + token), scores + token * width
-    tl.store(counts + token, tl.minimum(last + 1, top_k))
-    lowest = (last * 0).to(tl.uint32)
-    room = top_k
-    if last + 1 > top_k:
-        bit = lowest + 0x80000000
-        for _ in range(32):
-            tried = lowest | bit
-            lowest = tl.where(_num_from(own, tried, last, TILE) >= top_k, tried, lowest)
-            bit = bit >> 1
-        room = top_k - _num_from(own, lowest + 1, last, TILE)
-    place, num_equal = top_k * 0, top_k * 0
-    for start in range(0, last + 1, TILE):
+    num, own = tl.load(lasts + token) + 1, scores + token * width
+    tl.store(counts + token, tl.minimum(num, top_k))
+    lowest, room = (top_k * 0).to(tl.uint32), top_k
+    if num > top_k:
+        for digit in tl.static_range(NUM_DIGITS):
+            lowest, room = _next_digit(_digits(own, lowest, 0, num, digit, TILE), lowest, room, digit)
+    _write_chosen(own, positions + token * top_k, 0, num, lowest, room, top_k * 0, top_k * 0, TILE)
+
+
+@kernel_unspecialized("width", "top_k")
+def _count_digits(
+    scores, lasts, bins, width, top_k, part_size, DIGIT: tl.constexpr, TILE: tl.constexpr
+) -> None:  # fmt: skip
+    """Adds one part of a token's scores to the bins of a digit, where there are more than top_k"""
+    token = tl.program_id(0).to(tl.int64)
+    num, low = tl.load(lasts + token) + 1, tl.program_id(1) * part_size
+    if (num > top_k) & (low < num):
+        own = bins + token * (NUM_DIGITS * BINS)
+        lowest, _ = _lowest_chosen(own, top_k, DIGIT)
+        counts = _digits(scores + token * width, lowest, low, tl.minimum(low + part_size, num), DIGIT, TILE)
+        tl.atomic_add(own + DIGIT * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+
+
+@kernel_unspecialized("width", "top_k")
+def _count_chosen(scores, lasts, bins, parts, width, top_k, part_size, TILE: tl.constexpr) -> None:
+    """How many scores of a part are above the lowest that is chosen, and how many are equal to it"""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num, low = tl.load(lasts + token) + 1, part * part_size
+    higher, equal = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.int32)
+    lowest = (top_k * 0).to(tl.uint32)
+    if num > top_k:
+        lowest, _ = _lowest_chosen(bins + token * (NUM_DIGITS * BINS), top_k, NUM_DIGITS)
+    high = tl.minimum(low + part_size, num)
+    for start in range(low, high, TILE):
         offs_n = start + tl.arange(0, TILE)
-        number = _ordered(own, offs_n, last)
-        is_equal = (number == lowest).to(tl.int32)
-        is_early = num_equal + tl.cumsum(is_equal, axis=0) <= room
-        is_chosen = ((number > lowest) | ((is_equal > 0) & is_early)) & (offs_n <= last)
-        chosen = is_chosen.to(tl.int32)
-        targets = place + tl.cumsum(chosen, axis=0) - 1
-        tl.store(positions + token * top_k + targets, offs_n, mask=is_chosen)
-        place += tl.sum(chosen, axis=0)
-        num_equal += tl.sum(is_equal, axis=0)
+        number = _ordered(scores + token * width, offs_n, high - 1)
+        higher += ((number > lowest) & (offs_n < high)).to(tl.int32)
+        equal += ((number == lowest) & (offs_n < high)).to(tl.int32)
+    target = parts + (token * tl.num_programs(1) + part) * 2
+    tl.store(target, tl.sum(higher, axis=0))
+    tl.store(target + 1, tl.sum(equal, axis=0))
 
 
-def choose_entries(inputs: IndexInputs) -> ChosenEntries:
-    """Writes index keys into their cache."""
+@kernel_unspecialized("width", "top_k")
+def _write_parts(
+    scores, lasts, bins, parts, positions, counts, width, top_k, part_size, PARTS: tl.constexpr, TILE: tl.constexpr
+) -> None:
+    """The chosen positions of one part, behind those of the parts before it"""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num, low = tl.load(lasts + token) + 1, part * part_size
+    if part == 0:
+        tl.store(counts + token, tl.minimum(num, top_k))
+    lowest, room = (top_k * 0).to(tl.uint32), top_k
+    if num > top_k:
+        lowest, room = _lowest_chosen(bins + token * (NUM_DIGITS * BINS), top_k, NUM_DIGITS)
+    before = tl.arange(0, PARTS)
+    found = parts + (token * tl.num_programs(1) + before) * 2
+    higher = tl.sum(tl.load(found, mask=before < part, other=0), axis=0)
+    equal = tl.sum(tl.load(found + 1, mask=before < part, other=0), axis=0)
+    _write_chosen(
+        scores + token * width, positions + token * top_k, low, tl.minimum(low + part_size, num), lowest, room,
+        higher + tl.minimum(equal, room), equal, TILE,
+    )  # fmt: skip
+
+
+def choose_entries(inputs: IndexInputs) -> ChosenEntries | None:
+    """Writes index keys into their cache. None: every query sees all entries before it."""
     indexer, kept, plan = inputs.indexer, inputs.kept, inputs.plan
-    num_tokens, heads, dim = len(inputs.queries), indexer.num_heads, indexer.head_dim
-    queries = inputs.queries.view(num_tokens, heads, dim)
-    keys = layer_norm(inputs.keys, inputs.norm.weight, inputs.norm.bias, inputs.norm.eps).unsqueeze(1)
-    if inputs.cos_sin is not None:
-        queries, keys = rotate(queries, *inputs.cos_sin), rotate(keys, *inputs.cos_sin)
-    kept.view(-1, dim)[inputs.slots] = keys[:, 0].to(kept.dtype)
-    weights = (inputs.weights.float() * indexer.scale).contiguous()
-    rows, lasts = _places(plan, num_tokens)
-    positions = torch.empty(num_tokens, indexer.top_k, dtype=torch.int32, device=kept.device)
-    counts = torch.empty(num_tokens, dtype=torch.int32, device=kept.device)
-    queries, width = queries.contiguous(), plan.max_context
+    num_tokens, heads, dim, device = len(inputs.queries), indexer.num_heads, indexer.head_dim, kept.device
+    queries = torch.empty(num_tokens, heads, dim, dtype=inputs.queries.dtype, device=device)
+    weights = torch.empty(num_tokens, heads, dtype=torch.float32, device=device)
+    rows, lasts, counts = torch.empty(3, num_tokens, dtype=torch.int32, device=device)
+    cos, sin = inputs.cos_sin or (weights, weights)
+    norm_bias = inputs.norm.bias
+    _prepare[(num_tokens,)](
+        inputs.queries.contiguous(), inputs.keys.contiguous(), inputs.weights.contiguous(), kept, inputs.slots,
+        inputs.norm.weight, inputs.norm.weight if norm_bias is None else norm_bias, cos.contiguous(), sin.contiguous(),
+        plan.query_starts, plan.contexts, queries, weights, rows, lasts, len(plan.contexts), inputs.norm.eps,
+        indexer.scale, heads, max(16, next_power_of_2(heads)), dim, max(16, next_power_of_2(dim)),
+        cos.shape[1] if inputs.cos_sin else 0, norm_bias is not None,
+        num_warps=4,
+    )  # fmt: skip
+    top_k, width = indexer.top_k, plan.max_context
+    if width <= top_k:
+        return None
+    positions = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
     each = max(1, MAX_SCORES // width)
     for first in range(0, num_tokens, each):
         some = slice(first, first + each)
         count = len(rows[some])
-        scores = torch.empty(count, width, dtype=torch.float32, device=kept.device)
+        scores = torch.empty(count, width, dtype=torch.float32, device=device)
         _score[(count, cdiv(width, SCORE_TILE))](
             queries[some], weights[some], kept, plan.tables, rows[some], lasts[some], scores, plan.tables.stride(0),
             width, heads, max(16, next_power_of_2(heads)), dim, max(16, next_power_of_2(dim)), kept.shape[1],
             SCORE_TILE, precision_of(queries),
             num_warps=4,
         )  # fmt: skip
-        _choose[(count,)](
-            scores, lasts[some], positions[some], counts[some], width, indexer.top_k, CHOOSE_TILE, num_warps=8
-        )
+        _choose_highest(scores, lasts[some], positions[some], counts[some], top_k)
     return ChosenEntries(positions, counts, rows)
 
 
-def _places(plan: AttentionPlan, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the queries, and positions of the last entries that they may look at: int32 [T] each"""
-    numbers = torch.arange(num_tokens, device=plan.contexts.device, dtype=torch.int32)
-    rows = torch.searchsorted(plan.query_starts[1:], numbers, right=True).clamp_(max=len(plan.contexts) - 1)
-    behind = plan.query_starts[1:][rows] - numbers  # queries of the row from this one on
-    return rows.int(), (plan.contexts[rows] - behind).int()
+def _choose_highest(
+    scores: torch.Tensor, lasts: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor, top_k: int
+) -> None:
+    """A program a token where there are many tokens, otherwise several"""
+    num_tokens, width = scores.shape
+    num_parts = min(CHOOSE_PROGRAMS // num_tokens, cdiv(width, CHOOSE_TILE), MAX_PARTS)
+    if num_parts < 2:
+        _choose[(num_tokens,)](scores, lasts, positions, counts, width, top_k, CHOOSE_TILE, num_warps=8)
+        return
+    part_size = cdiv(width, num_parts * CHOOSE_TILE) * CHOOSE_TILE
+    grid = (num_tokens, num_parts)
+    bins = torch.zeros(num_tokens, NUM_DIGITS.value, BINS.value, dtype=torch.int32, device=scores.device)
+    parts = torch.empty(num_tokens, num_parts, 2, dtype=torch.int32, device=scores.device)
+    for digit in range(NUM_DIGITS.value):
+        _count_digits[grid](scores, lasts, bins, width, top_k, part_size, digit, CHOOSE_TILE, num_warps=8)
+    _count_chosen[grid](scores, lasts, bins, parts, width, top_k, part_size, CHOOSE_TILE, num_warps=8)
+    _write_parts[grid](
+        scores, lasts, bins, parts, positions, counts, width, top_k, part_size, MAX_PARTS, CHOOSE_TILE, num_warps=8
+    )
 
 
 @kernel_unspecialized("table_stride", "top_k")
@@ -200,7 +365,7 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
 
 
 def sparse_latent_attend(inputs: LatentInputs) -> torch.Tensor:
-    absorbed, chosen, plan = absorb_queries(inputs), inputs.choice, inputs.plan
+    absorbed, chosen, plan = absorb_queries(inputs, len(inputs.queries)), inputs.choice, inputs.plan
     (num_tokens, num_heads, width), rank = absorbed.shape, inputs.absorb.shape[1]
     longest = min(chosen.positions.shape[1], plan.max_context)
     tiles = tiles_for(absorbed.dtype, num_heads, are_single=True, keys_each=longest)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# All of tests/gpu and the kernels that no GPU has run yet, in the order in which a short time on a GPU is spent best:
-# what was written without a GPU first, then its speed, then everything else. Each part has a limit of its own, and what
+# All of tests/gpu and the speed of products with small floats, in the order in which a short time on a GPU is spent
+# best: the newest kernels first, then their speed, then everything else. Each part has a limit of its own, and what
 # fails does not keep the next part from running. Everything that is printed is also in the folder that is named.
 #
 #     sh benchmarks/gpu_first_call.sh [FOLDER]                a whole run: up to 29 minutes
@@ -37,9 +37,9 @@ tests() { # name, limit, files ...
 
 for one in ${PARTS:-new speed formats adapters hybrids attention engine large rest}; do
     case $one in
-    new) tests new 240 tests/gpu/test_small_floats_on_gpu.py tests/gpu/test_unproven_models.py \
+    new) tests new 240 tests/gpu/test_small_floats_on_gpu.py tests/gpu/test_newer_families.py \
         tests/gpu/test_mxfp4_experts.py ;;
-    speed) part speed 280 "$python" benchmarks/gpu_unproven.py --seconds 240 --output "$out/unproven.json" ;;
+    speed) part speed 280 "$python" benchmarks/gpu_small_floats.py --seconds 240 --output "$out/small-floats.json" ;;
     formats) tests formats 180 tests/gpu/test_kept_formats.py tests/gpu/test_few_rows.py tests/gpu/test_hopper_gemm.py ;;
     adapters) tests adapters 120 tests/gpu/test_adapters_on_gpu.py ;;
     hybrids) tests hybrids 180 tests/gpu/test_hybrids_on_gpu.py tests/gpu/test_lfm2_engine.py ;;

@@ -274,18 +274,19 @@ PLANNED_HEAD = """## Models that can only be planned for
 
 `tokenmill plan` reads their `config.json` and says what they need; the engine does not run them."""
 _INTEGERS, _KEPT4, _KEPT8 = "multiplied as integers", "kept in 4 bits and scales", "kept in 8 bits and scales"
+_IN_4_BITS = "in their 4 bits, as floats"
 OTHER_FORMATS = [
     [
         "safetensors: fp8 (e4m3; blocks, rows or whole matrices)",
         "8",
         "multiplied as floats",
-        "one scale a row or matrix: multiplied as floats (from compute capability 8.9 on; activations of more than 32 "
-        "rows are rounded to fp8 too); blocks and experts: expanded",
+        "multiplied as floats, blocks of 128 columns and experts too (from compute capability 8.9 on; activations of "
+        "more than 32 rows are rounded to fp8 too)",
     ],
     ["compressed-tensors W4A16 (pack-quantized, to 4 bits)", "4", _INTEGERS, _KEPT4],
     ["compressed-tensors W8A16 and W8A8 (pack-, int-, naive-quantized)", "8", _INTEGERS, _KEPT8],
     ["compressed-tensors fp8 and mxfp8 (float-, naive-quantized)", "8", "multiplied as floats", "as fp8 above"],
-    ["compressed-tensors and ModelOpt NVFP4", "4.5", _INTEGERS, _KEPT8],
+    ["compressed-tensors and ModelOpt NVFP4", "4.5", _INTEGERS, _IN_4_BITS],
     ["ModelOpt FP8; mixtures of FP8 and NVFP4", "8", "each as above", "each as above"],
     ["GPTQ, 2, 3 and 4 bits; AWQ, 4 bits", "4", _INTEGERS, _KEPT4],
     ["GPTQ and AWQ, 8 bits", "8", _INTEGERS, _KEPT8],
@@ -295,7 +296,7 @@ OTHER_FORMATS = [
     ["HQQ along the columns (axis 1), to 4 bits", "5", _INTEGERS, _KEPT4],
     ["HQQ along the columns, 8 bits", "9", _INTEGERS, _KEPT8],
     ["HQQ along the rows (axis 0)", "16", "expanded to 16 bits", "expanded"],
-    ["MXFP4 (gpt-oss, compressed-tensors)", "4.25", _INTEGERS, "experts in their 4 bits, others in 8 bits and scales"],
+    ["MXFP4 (gpt-oss, compressed-tensors)", "4.25", _INTEGERS, _IN_4_BITS],
 ]
 FORMATS_FOOT = """One checkpoint may mix formats: each matrix is read by the tensors it has. Activations are never
 quantised as W8A8 and FP8 checkpoints were made for; weights keep every bit of their file, and values equal those of the
@@ -383,7 +384,7 @@ def format_rows() -> list[list[str]]:
             bits = f"{kind_.block_bytes * 8 / kind_.block_size:.4g}"
             on_cpu = _INTEGERS if kind_.name in PACKED_QUANTS else "expanded"
             on_gpu = "expanded" if packed is None else f"kept in {packed.bits} bits and scales"
-            on_gpu += "; experts in their 4 bits" if kind_.name == "MXFP4" else ""
+            on_gpu = _IN_4_BITS if packed is not None and packed.is_fp4 else on_gpu
             rows.append([f"GGUF {kind_.name}", bits, on_cpu, on_gpu])
     return rows
 

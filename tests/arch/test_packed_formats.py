@@ -44,7 +44,8 @@ MATRICES = 2 * (1024 * 1024 * 2 + 2 * 256 * 1024 + 3 * 1024 * 2048)
         ("Q8_0", 1, 4096, PackedIntFormat(8, 32, has_minima=False, span=32)),
         ("Q8_0", 1, 32, None),
         ("Q2_K", 1, 4096, None),
-        ("F8", 4, 4096, None),  # blocks of 128 columns
+        ("F8", 4, 4096, PackedIntFormat(8, 128, has_minima=False, span=0, is_fp8=True)),  # blocks of 128 columns
+        ("F8", 1, 4096, None),  # mxfp8
     ],
 )
 def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: PackedIntFormat | None) -> None:
@@ -59,14 +60,11 @@ def test_fp8_of_one_scale_a_row_is_kept() -> None:
     assert packed_int_format("layers.0.q.weight", (64, 512), Stored("F8", 16)) == kept
     assert kept.num_bytes((64, 512)) == 64 * 512 + 64 * 4
     assert packed_int_format("head.weight", (64, 512), Stored("F8", 16)) is None
-    assert packed_int_format("layers.0.experts.up.weight", (8, 64, 512), Stored("F8", 16)) is None
 
 
-def test_forms_whose_kernels_no_gpu_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8 with a scale for 128 columns, experts too, and NVFP4 in 4 bits: where that is asked for"""
+def test_small_floats_stay_as_they_are() -> None:
+    """fp8 with a scale for 128 columns, experts too, and NVFP4 and MXFP4 in 4 bits"""
     experts = "layers.0.experts.up.weight"
-    assert packed_int_format(experts, (8, 64, 512), Stored("F8", 4)) is None
-    monkeypatch.setenv("TOKENMILL_UNPROVEN_KERNELS", "1")
     for name, shape, same_scales in (
         ("a.weight", (64, 512), 4),
         (experts, (8, 64, 512), 4),
@@ -76,9 +74,9 @@ def test_forms_whose_kernels_no_gpu_has_run(monkeypatch: pytest.MonkeyPatch) -> 
         assert kept is not None and kept.is_fp8 and kept.group == 128
         assert kept.num_bytes(shape) == prod(shape) * (1 + 4 / 128)
     assert packed_int_format("a.weight", (64, 512), Stored("F8", 1)) is None, "mxfp8: a scale for 32 columns"
-    for quant, beside in (("NV4", 64 * 4), ("NV4D", 64 * 4), ("MXFP4", 0)):
+    for quant, scales, beside in (("NV4", 1 / 16, 64 * 4), ("NV4D", 1 / 16, 64 * 4), ("MXFP4", 1 / 32, 0)):
         kept = packed_int_format("a.weight", (64, 512), Stored(quant))
-        assert kept is not None and kept.is_fp4 and kept.num_bytes((64, 512)) == 64 * 512 * (0.5 + 4 / 64) + beside
+        assert kept is not None and kept.is_fp4 and kept.num_bytes((64, 512)) == 64 * 512 * (0.5 + scales) + beside
         looked_up = packed_int_format("embed.weight", (64, 512), Stored(quant))
         assert looked_up is not None and not looked_up.is_fp4
 
@@ -90,7 +88,7 @@ def test_forms_whose_kernels_no_gpu_has_run(monkeypatch: pytest.MonkeyPatch) -> 
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True}, 0.5 + 2 / 64),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False}, 0.5 + 4 / 128),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 2.0),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 2.0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128),
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 1 + 4 * 15360 / MATRICES),  # a scale a row
     ],
 )

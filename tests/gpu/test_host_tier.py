@@ -25,11 +25,13 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (LENGTH,), generator=drawing).tolist() for _ in range(NUM_PROMPTS)]
 
 
-def opened(folder: Path, **settings: float) -> LLM:
-    """A pool with room for three of the prompts."""
+NUM_BLOCKS = {"llama": 100, "gemma3": 700}  # room for three of the prompts; a token of layer groups has several
+
+
+def opened(folder: Path, num_blocks: int, **settings: float) -> LLM:
     return LLM(
         str(folder), device="cuda", dtype="bfloat16", deterministic=True, max_context=512, max_running=8,
-        token_budget=128, num_blocks=100, speculate="off", **settings,
+        token_budget=128, num_blocks=num_blocks, speculate="off", **settings,
     )  # fmt: skip
 
 
@@ -46,9 +48,9 @@ def test_fetched_blocks_give_the_same_tokens(family: str, tmp_path: Path, monkey
     monkeypatch.setattr(BlockTraffic, "seconds", lambda self, found: 0.0)  # always worth it
     monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.UNKNOWN_S", 60.0)
-    make_reference(family).save_pretrained(tmp_path)
-    expected = rounds(opened(tmp_path))
-    keeping = opened(tmp_path, kv_host_gb=0.1)
+    make_reference(family, max_position_embeddings=512).save_pretrained(tmp_path)
+    expected = rounds(opened(tmp_path, NUM_BLOCKS[family]))
+    keeping = opened(tmp_path, NUM_BLOCKS[family], kv_host_gb=0.1)
     assert rounds(keeping) == expected
     assert keeping.core.stats().fetched_tokens > NUM_PROMPTS * LENGTH
     keeping.close()

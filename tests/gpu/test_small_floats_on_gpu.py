@@ -1,5 +1,4 @@
-"""NVFP4, MXFP4 and fp8 blocks multiplied as a checkpoint has them, on a real GPU: `fp8_blocks` and `fp4_matrices` of
-`arch/unproven.py`. Once these pass and the kernels are faster than what they replace, the GPU is named there."""
+"""NVFP4, MXFP4 and fp8 blocks multiplied as a checkpoint has them, on a real GPU"""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import torch
 
 from tests.support.large_model import relative_error
 from tests.support.small_floats import raw_matrix
-from tokenmill.arch.unproven import VARIABLE
 from tokenmill.ops.compose import MODES
 from tokenmill.ops.interface import ExpertsWeight, LinearWeight, Routing
 from tokenmill.ops.raw import RawTensor
@@ -23,11 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 EXPERTS, ACTIVE = 6, 3
-
-
-@pytest.fixture(autouse=True)
-def unproven_kernels_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
 
 
 def dense(raw: RawTensor) -> torch.Tensor:
@@ -43,7 +36,7 @@ def exactly(raw: RawTensor) -> torch.Tensor:
 def test_products_of_any_number_of_rows(quant: str, num_in: int) -> None:
     """Two matrices stacked, whose rows are no whole tiles; fp8 rounds many rows to fp8 too."""
     from tokenmill.ops.triton.build import build_ops
-    from tokenmill.ops.triton.quant.fp4 import Fp4Matrix
+    from tokenmill.ops.triton.quant.packed_fp4 import PackedFp4Matrix
     from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix
 
     torch.manual_seed(0)
@@ -51,7 +44,7 @@ def test_products_of_any_number_of_rows(quant: str, num_in: int) -> None:
     raws = [raw_matrix(quant, (num_out, num_in), seed=num_out) for num_out in (1536, 576)]
     bias = torch.randn(2112, device="cuda").bfloat16()
     packed = ops.pack_linear(raws, bias, dense)
-    assert isinstance(packed.packed, Fp8BlockMatrix if quant == "F8" else Fp4Matrix)
+    assert isinstance(packed.packed, Fp8BlockMatrix if quant == "F8" else PackedFp4Matrix)
     exact = torch.cat([exactly(raw) for raw in raws])
     for num_rows in (1, 2, 8, 17, 32, 33, 64, 100, 128, 300, 700, 2000):
         for mode in MODES:

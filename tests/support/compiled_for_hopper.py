@@ -12,12 +12,14 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tokenmill.arch.packed_formats import MX_GROUP, NV_GROUP
-from tokenmill.ops.triton.gemm.hopper import TILES, _hopper_gemm, pick_hopper_config
-from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Product, int_form
+from tokenmill.ops.triton.gemm.hopper import TILES, _hopper_gemm, pick_grouped_config, pick_hopper_config
+from tokenmill.ops.triton.gemm.product import FP8, NVFP4, PLAIN, Product, int_form
 from tokenmill.ops.triton.launch.capabilities import named_gpu
 from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
 from tokenmill.ops.triton.moe.hopper_fp4 import TILES as FP4_TILES
 from tokenmill.ops.triton.moe.hopper_fp4 import _hopper_grouped_fp4, pick_hopper_fp4_config
+from tokenmill.ops.triton.quant.hopper_gemm_fp4 import TILES as DENSE_FP4_TILES
+from tokenmill.ops.triton.quant.hopper_gemm_fp4 import _hopper_gemm_fp4, pick_dense_fp4_config
 from tokenmill.ops.triton.quant.hopper_gemm_int import TILES as STRIP_TILES
 from tokenmill.ops.triton.quant.hopper_gemm_int import _hopper_gemm_int, pick_hopper_int_config
 
@@ -34,7 +36,11 @@ def made(kernel: Kernel, types: dict[str, str], constants: dict[str, Any], warps
         fn=jitted,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "num_out", "num_in")},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in (*pointers, "num_out", "num_in")
+            if name in names
+        },
     )
     options = FUSED | {"num_warps": warps, "launch_pdl": True}
     compiled = compiled_for(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -59,9 +65,10 @@ def check_strips(rows: int, bits: int, group: int, scales: str) -> None:
     assert len(factors) == 32 // bits * 2 and set(factors) == {"{"}, "weights do not come from registers"
 
 
-def check_products(num_rows: int, element: str, columns: int, activation: str) -> None:
+def check_products(num_rows: int, element: str, columns: int, activation: str, scaled: str = "") -> None:
     form = (PLAIN if columns == 64 else FP8)[torch.bfloat16]
-    cut = pick_hopper_config(Product(num_rows, 4096, 4096, form, H200, "captured", "gated" if activation else "none"))
+    pick = pick_grouped_config if scaled == "groups" else pick_hopper_config
+    cut = pick(Product(num_rows, 4096, 4096, form, H200, "captured", "gated" if activation else "none"))
     own = cut.tile_n // 2 if activation else cut.tile_n
     tiles = TILES[128 // columns]
     descriptors = {
@@ -71,7 +78,7 @@ def check_products(num_rows: int, element: str, columns: int, activation: str) -
     scales = {"row_scales": "*fp32", "scales": "*fp32"}
     constants = {
         "ROWS": cut.rows, "TILE_N": cut.tile_n, "COLUMNS": columns, "RING": cut.ring, "WARPS": cut.warps,
-        "KIND": activation, "HAS_SCALES": columns == 128, "HAS_BIAS": True, "OVERLAPS": True,
+        "KIND": activation, "SCALES": scaled, "PLANES": cut.num_planes, "HAS_BIAS": True, "OVERLAPS": True,
     }  # fmt: skip
     types = descriptors | scales | POINTERS | dict.fromkeys(NUMBERS, "i32")
     compiled = made(_hopper_gemm, types, constants, cut.warps)
@@ -79,6 +86,22 @@ def check_products(num_rows: int, element: str, columns: int, activation: str) -
     assert len(factors) == cut.tile_n // 64 * 4 and "{" not in factors, "the matrix does not come from its tiles"
     asked_before = compiled.asm["ptx"].split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor")
     assert asked_before == (cut.ring - 1) * cut.tile_n // own, "the matrix is not asked for early"
+
+
+def check_fp4(rows: int, group: int) -> None:
+    """Numbers of a row are read 16 bytes a thread, and no weight moves between threads."""
+    cut = pick_dense_fp4_config(Product(rows, 28672, 4096, NVFP4[torch.bfloat16], H200))
+    inputs = f"tensordesc<bf16[{cut.rows},64],{DENSE_FP4_TILES!r}>"
+    types = {"x": inputs, "weight": "*i16", **POINTERS, "scales": "*u8", "factors": "*fp32"}
+    types |= dict.fromkeys(("num_rows", "num_out", "num_spans", "splits"), "i32")
+    constants = {
+        "ROWS": cut.rows, "TILE_N": cut.tile_n, "RING": cut.ring, "WARPS": cut.warps, "AHEAD": cut.ahead,
+        "HAS_BIAS": True, "GROUP": group, "OVERLAPS": True,
+    }  # fmt: skip
+    compiled = made(_hopper_gemm_fp4, types, constants, cut.warps)
+    factors = left_factors(compiled, f"m64n{cut.rows}k16")
+    assert len(factors) == 8 * cut.ahead * cut.tile_n // (16 * cut.warps) and set(factors) == {"{"}
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
 def check_experts(pairs_each: int, activation: str, group: int = MX_GROUP) -> None:
@@ -101,8 +124,12 @@ if __name__ == "__main__":
     check_experts(200, "")
     check_experts(16, "silu", NV_GROUP)
     check_experts(200, "", NV_GROUP)
+    check_fp4(16, MX_GROUP)
+    check_fp4(128, NV_GROUP)
     check_strips(64, 8, 16, "*fp16")
     check_strips(128, 4, 32, "*i32")
     check_products(128, "bf16", 64, "silu")
-    check_products(64, "fp8e4nv", 128, "")
+    check_products(64, "fp8e4nv", 128, "", "rows")
+    check_products(128, "fp8e4nv", 128, "", "groups")
+    check_products(20, "fp8e4nv", 128, "", "groups")
     print("matrices enter the matrix units as they should")

@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 VOCABULARY = {
     "tokenizer.ggml.model": "llama",
     "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"],
+    "tokenizer.ggml.scores": [0.0, 0.0, 0.0],
     "tokenizer.ggml.token_type": [2, 3, 3],
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2,

@@ -1,5 +1,4 @@
-"""Matrices and experts of NVFP4, MXFP4 and fp8 blocks multiplied as a checkpoint has them: kernels that no GPU has run
-yet (`arch/unproven.py`), in the interpreter."""
+"""Matrices and experts of NVFP4, MXFP4 and fp8 blocks multiplied as a checkpoint has them, in the interpreter"""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ import torch
 from tests.support.small_floats import raw_matrix
 from tests.support.triton_inputs import assert_near, gpu_with
 from tokenmill.arch.packed_formats import Stored, packed_int_format
-from tokenmill.arch.unproven import VARIABLE
 from tokenmill.ops.compose import PlainStream
 from tokenmill.ops.interface import LinearWeight, Norm, Routing
 from tokenmill.ops.raw import RawTensor
@@ -25,20 +23,14 @@ from tokenmill.ops.triton.gemm import linear
 from tokenmill.ops.triton.gemm.splitk import SplitKConfig
 from tokenmill.ops.triton.moe import small_floats
 from tokenmill.ops.triton.moe.gemv import add_norm_experts, kind_of
-from tokenmill.ops.triton.quant import fp4, gemm_fp4, gemm_fp8_blocks, gemm_fp8_split, quantized
+from tokenmill.ops.triton.quant import fp4, gemm_fp4, gemm_fp8_blocks, gemm_fp8_split, packed_fp4, quantized
 from tokenmill.ops.triton.quant.fused_norm_quant import norm_and_quantize
 from tokenmill.weights.dequantize import dequantize
 
 OPS = build_ops()
 DENSE = partial(dequantize, dtype=torch.bfloat16)
-KEPT: dict[str, type] = {
-    "NV4": fp4.Fp4Matrix, "NV4D": fp4.Fp4Matrix, "MXFP4": fp4.Fp4Matrix, "F8": quantized.Fp8BlockMatrix
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def unproven_kernels_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+KEPT: dict[str, type] = dict.fromkeys(("NV4", "NV4D", "MXFP4"), packed_fp4.PackedFp4Matrix)
+KEPT["F8"] = quantized.Fp8BlockMatrix
 
 
 def tensor_bytes(matrix: Any) -> int:
@@ -53,12 +45,13 @@ def test_nvfp4_is_expanded_bit_for_bit(quant: str) -> None:
     blocks[:, :, 4:6] = torch.arange(40 * 32).remainder(127).to(torch.uint8).view(40, 16, 2)
     blocks[:, :, :4] = torch.full((1, 1, 1), 0.25).view(torch.uint8)  # a power of two: nothing else is rounded
     matrix = fp4.fp4_from_blocks(raw.data, quant)
-    found = fp4.dequantize_fp4(matrix, slice(8, 40), torch.float32)
-    assert torch.equal(found, dequantize(raw)[8:])
+    assert torch.equal(fp4.dequantize_fp4(matrix, slice(8, 40), torch.float32), dequantize(raw)[8:])
+    packed = packed_fp4.packed_fp4_from_blocks(raw.data, quant)
+    assert torch.equal(packed_fp4.dequantize_packed_fp4(packed, slice(8, 40), torch.float32), dequantize(raw)[8:])
 
 
 @pytest.mark.parametrize("quant", KEPT)
-def test_matrices_are_multiplied_as_they_are(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_are_multiplied_as_they_are(quant: str) -> None:
     """Two of them stacked, in few rows and in many; what is planned is what is taken."""
     raws = [raw_matrix(quant, (num_out, 384), seed=num_out) for num_out in (24, 56)]
     bias, matrix = torch.randn(80), torch.cat([dequantize(raw) for raw in raws])
@@ -71,9 +64,6 @@ def test_matrices_are_multiplied_as_they_are(quant: str, monkeypatch: pytest.Mon
         x = torch.randn(rows, 384)
         limit = tolerance if quant == "F8" else 1e-3
         assert_near(OPS.linear(x, packed), x @ matrix.T + bias, tolerance=limit)
-    monkeypatch.delenv(VARIABLE)
-    before = OPS.pack_linear(raws, bias, DENSE).packed
-    assert type(before) is (torch.Tensor if quant == "F8" else quantized.PackedIntMatrix), "only if it is asked for"
 
 
 @pytest.mark.parametrize(("rows", "splits"), [(3, 1), (9, 3)])
@@ -87,8 +77,8 @@ def test_columns_are_split(rows: int, splits: int) -> None:
     found = gemm_fp8_blocks.gemm_fp8_blocks_split(rounded, blocks, bias, config, torch.float32)
     assert_near(found, x @ dequantize(raw).T + bias, tolerance=6e-3)
     raw = raw_matrix("NV4", (72, 512), seed=3)
-    matrix = fp4.fp4_from_blocks(raw.data, "NV4")
-    found = gemm_fp4.splitk_fp4_linear(x, matrix, bias, SplitKConfig(64, 64, splits, 2))
+    matrix = packed_fp4.packed_fp4_from_blocks(raw.data, "NV4")
+    found = gemm_fp4.splitk_fp4_linear(x, matrix, bias, SplitKConfig(64, 128, splits, 2))
     assert_near(found, x @ dequantize(raw).T + bias, tolerance=1e-4)
 
 

@@ -3,15 +3,12 @@ is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engi
 
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
     5 and 6 bits     8 bits a value; formats of 4 bits with a table of integers too
-    fp8              as it is where a row has one scale, and the GPU multiplies such numbers
+    fp8              as it is where the GPU multiplies such numbers: one scale a row, or one of 4 bytes for each 128
+                     columns of it; experts too
+    NVFP4, MXFP4     as they are: 4 bits a value (`ops/triton/quant/packed_fp4.py`, of experts `quant/fp4.py`); 8 bits
+                     where a row is not a number of whole spans
     others           expanded: nf4 and fp4, 2 and 3 bits
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
-    MXFP4 experts    as they are: 4 bits a value (`ops/triton/quant/fp4.py`)
-
-Where kernels that no GPU has run yet are chosen (`arch/unproven.py`):
-
-    fp8 in blocks    as it is, with a scale of 4 bytes for each 128 columns of a row; experts too; else expanded
-    NVFP4, MXFP4     as they are: 4 bits a value; else 8 bits
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from tokenmill.arch.quantization import read_quantization
 from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import sources_of, tensors_of
-from tokenmill.arch.unproven import is_chosen
 
 WHOLE = ("router.weight",)  # small, and other kernels read it
 MAX_GROUP = 128
@@ -37,7 +33,8 @@ UNQUANTIZED = ("head.weight", "router.weight")  # small, or the last thing that 
 INT8_GROUP = 32  # columns that share a scale of two bytes in weights quantised to 8 bits while they are loaded
 MX_GROUP = 32  # columns that share a power of two in MXFP4
 NV_GROUP = 16  # columns that share a number of e4m3 in NVFP4
-MX_CHUNK = 64  # columns that kernels take of a row of either at a time
+MX_CHUNK = 64  # columns that kernels take of a row of an expert of either at a time
+FP4_SPAN = 128  # and of a row of other matrices
 FP8_GROUP = 128  # columns that share a scale in fp8 matrices of blocks
 INT4_GROUP = 128  # the same for 4 bits; a matrix whose columns it does not divide is not quantised
 EXPANDED_BYTES = 128 << 20  # of a matrix at a time, at most, for products of many rows
@@ -68,7 +65,8 @@ class PackedIntFormat:
         if self.is_fp8:
             return size + size // self.group * 4
         if self.is_fp4:
-            return size // 2 + size // MX_CHUNK * 4 + size // shape[-1] * self.row_bytes
+            scales = size // MX_CHUNK * 4 if self.is_of_experts else size // self.group
+            return size // 2 + scales + size // shape[-1] * self.row_bytes
         is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
         return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 
@@ -109,10 +107,10 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
         return None
     found, columns = _FORMATS[stored.quant], shape[-1]
     is_of_experts = len(shape) == 3
-    if stored.quant in ("MXFP4", "NV4", "NV4D") and columns % MX_CHUNK == 0:
+    if stored.quant in ("MXFP4", "NV4", "NV4D") and columns % (MX_CHUNK if is_of_experts else FP4_SPAN) == 0:
         group, row_bytes = (MX_GROUP, 0) if stored.quant == "MXFP4" else (NV_GROUP, 4)
         is_multiplied = not name.endswith((*UNQUANTIZED, "embed.weight"))  # and not looked up
-        if (is_of_experts and row_bytes == 0) or (is_multiplied and is_chosen("fp4_matrices")):
+        if is_of_experts or is_multiplied:
             return PackedIntFormat(4, group, False, 0, is_of_experts, is_fp4=True, row_bytes=row_bytes)
     group = found.group * stored.same_scales
     group = next(size for size in (MAX_GROUP, 64, found.group) if group % size == 0 and columns % size == 0)
@@ -131,9 +129,7 @@ def _fp8_format(name: str, shape: tuple[int, ...], stored: Stored) -> PackedIntF
     if not is_of_experts and stored.same_scales * BLOCK >= columns:
         return PackedIntFormat(8, columns, has_minima=False, span=0, is_fp8=True)
     has_whole_groups = stored.same_scales * BLOCK % FP8_GROUP == 0 or stored.same_scales * BLOCK >= columns
-    if not has_whole_groups or not is_chosen("fp8_blocks"):
-        return None
-    return PackedIntFormat(8, FP8_GROUP, False, 0, is_of_experts, is_fp8=True)
+    return PackedIntFormat(8, FP8_GROUP, False, 0, is_of_experts, is_fp8=True) if has_whole_groups else None
 
 
 def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:

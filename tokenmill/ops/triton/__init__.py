@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.unproven import is_chosen
 from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEADS_A_KEY = 16
@@ -23,15 +22,12 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         reason = _recurrent_refusal(mixer)
         if reason is not None:
             return reason
-    if request.chooses_entries and (request.deterministic or not is_chosen("sparse_attention")):
-        return "attention over tokens that an indexer chooses"
+    if request.chooses_entries and request.deterministic:
+        return "attention over tokens that an indexer chooses has no one order of adding (deterministic)"
     if request.for_reference_only is not None:
         return request.for_reference_only
     if request.rounds_latents:
         return ROUNDED_LATENTS
-    for moe in request.spec.experts:
-        if not moe.expert.is_gated and not is_chosen("ungated_experts"):
-            return "experts without a gate"
     for attention in request.spec.attentions:
         if attention.num_heads > MAX_HEADS_A_KEY * attention.num_kv_heads:
             return f"more than {MAX_HEADS_A_KEY} query heads for a key head"
@@ -47,8 +43,6 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
 def _recurrent_refusal(mixer: Recurrent) -> str | None:
     if mixer.has_channel_decays or mixer.gates_by_sigmoid:
         return "recurrent layers with a decay per channel"
-    if mixer.is_tiled and not is_chosen("tiled_recurrence"):
-        return "recurrent layers whose value heads take turns over their key heads (GGUF's order)"
     for what, size in (("keys", mixer.key_dim), ("values", mixer.value_dim)):
         if size not in RECURRENT_DIMS:
             return f"recurrent layers with {what} of {size} dimensions"

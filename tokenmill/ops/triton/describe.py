@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from tokenmill.arch.packed_formats import INT4_GROUP, MX_GROUP, UNQUANTIZED, Stored, packed_int_format
+from tokenmill.arch.packed_formats import FP8_GROUP, INT4_GROUP, MX_GROUP, UNQUANTIZED, Stored, packed_int_format
 from tokenmill.arch.spec import RMS_NORM, FeedSpec, Gqa, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.ops.batch import Mode
@@ -21,6 +21,7 @@ from tokenmill.ops.triton.attention.select import AttentionStep, choose_attentio
 from tokenmill.ops.triton.gemm.product import (
     FP8,
     FP8_BLOCKS,
+    FP8_SQUARES,
     INTERLEAVE,
     MXFP4,
     NVFP4,
@@ -87,7 +88,9 @@ def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> 
     if stored is not None and (dtype != torch.float32 or weights.quantization != "none"):
         found = packed_int_format(name, shape, stored)
         if found is not None and found.is_fp8:
-            return FP8[dtype] if found.group == shape[-1] and len(shape) == 2 else FP8_BLOCKS[dtype]
+            if found.group == shape[-1] and len(shape) == 2:
+                return FP8[dtype]
+            return FP8_BLOCKS[dtype] if shape[-2] % FP8_GROUP else FP8_SQUARES[dtype]
         if found is not None and found.is_fp4:
             return MXFP4[dtype] if found.group == MX_GROUP else NVFP4[dtype]
         if found is not None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenmill.arch.packed_formats import EXPANDED_BYTES
+from tokenmill.arch.packed_formats import EXPANDED_BYTES, FP8_GROUP
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.quant.fp4 import Fp4Matrix, dequantize_fp4
-from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
-from tokenmill.ops.triton.quant.quantized import Fp8Matrix, PackedIntMatrix, dequantized_rows
+from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, padded_plane
+from tokenmill.ops.triton.quant.packed_fp4 import PackedFp4Matrix, dequantize_packed_fp4
+from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, Fp8Matrix, PackedIntMatrix, dequantized_rows
 
 
 def _no_config(_product: Product) -> None:
@@ -44,15 +45,33 @@ def _fp8_linear(
     )  # fmt: skip
 
 
-def expanded_rows(matrix: PackedIntMatrix | Fp4Matrix, part: slice, dtype: torch.dtype) -> torch.Tensor:
+def _fp8_squares_linear(
+    rows: Fp8Rows, matrix: Fp8BlockMatrix, bias: torch.Tensor | None, _config: None, dtype: torch.dtype
+) -> torch.Tensor:
+    """cuBLAS wants a scale for each 128 columns of a row, those of all rows one after the other, and one for each 128
+    x 128 numbers of the matrix, those of 128 matrix rows one after the other."""
+    x, num_rows = padded_plane(rows), len(rows.planes)
+    of_rows = torch.empty(len(matrix.scales), len(x), dtype=torch.float32, device=x.device)
+    of_rows[:, :num_rows] = rows.scales.t()
+    of_squares = matrix.scales[:, ::FP8_GROUP].t().contiguous().t()
+    out = torch._scaled_mm(x, matrix.values.t(), of_rows.t(), of_squares, out_dtype=dtype)[:num_rows]
+    return out if bias is None else out.add_(bias)
+
+
+Expandable = PackedIntMatrix | Fp4Matrix | PackedFp4Matrix
+
+
+def expanded_rows(matrix: Expandable, part: slice, dtype: torch.dtype) -> torch.Tensor:
     """Some rows of a matrix, [rows, columns] of `dtype`"""
+    if isinstance(matrix, PackedFp4Matrix):
+        return dequantize_packed_fp4(matrix, part, dtype)
     if isinstance(matrix, Fp4Matrix):
         return dequantize_fp4(matrix, part, dtype)
     return dequantized_rows(matrix, part, dtype)
 
 
 def _expanded_linear(
-    x: torch.Tensor, matrix: PackedIntMatrix | Fp4Matrix, bias: torch.Tensor | None, _config: None, _dtype: torch.dtype
+    x: torch.Tensor, matrix: Expandable, bias: torch.Tensor | None, _config: None, _dtype: torch.dtype
 ) -> torch.Tensor:
     num_rows, most = len(matrix.words), max(1, EXPANDED_BYTES // (matrix.num_columns * x.element_size()))
     if num_rows <= most:
@@ -67,4 +86,5 @@ def _expanded_linear(
 CUBLAS = GemmKernel(_no_config, _linear)
 CUBLAS_ADD = GemmKernel(_no_config, _add)
 CUBLAS_FP8 = GemmKernel(_no_config, _fp8_linear)
+CUBLAS_FP8_SQUARES = GemmKernel(_no_config, _fp8_squares_linear)
 EXPAND_CUBLAS = GemmKernel(_no_config, _expanded_linear)

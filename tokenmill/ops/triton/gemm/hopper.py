@@ -36,7 +36,7 @@ from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
-from tokenmill.ops.triton.quant.quantized import Fp8Matrix
+from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, Fp8Matrix
 
 # Triton 3.6's names, and later ones'.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -149,10 +149,12 @@ def _of_matrix_rows(values, matrix_row, num_out, TILE_N: gl.constexpr, IS_GATED:
 def _hopper_gemm(
     x, matrix, row_scales, scales, bias, out, parts, arrived, num_rows, num_out, num_in, splits,
     ROWS: gl.constexpr, TILE_N: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
-    KIND: gl.constexpr, HAS_SCALES: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAPS: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, PLANES: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """num_out: of the result, so half the matrix's rows where there are gates (KIND). What is beyond the last matrix
-    row, input or column is zeros, as the copying unit has it."""
+    row, input or column is zeros, as the copying unit has it. SCALES of an fp8 matrix: "rows" has one for each of its
+    rows, [rows]; "groups" one for each COLUMNS of a row, [groups, rows], by which their sums are multiplied.
+    PLANES: rows of inputs that are one row of the result (`quant/gemm_fp8_split.py`), without gates."""
     launch_dependents(OVERLAPS)
     IS_GATED: gl.constexpr = KIND != ""
     OWN: gl.constexpr = TILE_N // 2 if IS_GATED else TILE_N  # matrix rows of the result
@@ -174,35 +176,63 @@ def _hopper_gemm(
     for i in gl.static_range(RING - 1):
         _ask_for_inputs(x, inputs, copied, i, row, column, total, COLUMNS, RING)
     sums = gl.zeros((TILE_N, ROWS), gl.float32, layout=SUMS)
+    HAS_GROUPS: gl.constexpr = SCALES == "groups"
+    if HAS_GROUPS:
+        group_stride = 2 * num_out if IS_GATED else num_out
+        found = _of_matrix_rows(scales + first * group_stride, matrix_row, num_out, TILE_N, IS_GATED, SUMS)
+        none = gl.zeros((TILE_N, ROWS), gl.float32, layout=SUMS)
     for number in range(total):
         slot = number % RING
         mbarrier.wait(copied.index(slot), (number // RING) & 1)
-        sums = warpgroup_mma(matrix_tiles.index(slot), inputs.index(slot).permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma_wait(1, deps=[sums])
+        if HAS_GROUPS:
+            part = warpgroup_mma(
+                matrix_tiles.index(slot), inputs.index(slot).permute((1, 0)), none, use_acc=False, is_async=True
+            )
+            next_group = first + gl.minimum(number + 1, total - 1)
+            found_next = _of_matrix_rows(
+                scales + next_group * group_stride, matrix_row, num_out, TILE_N, IS_GATED, SUMS
+            )
+            part = warpgroup_mma_wait(0, deps=[part])
+            sums += part * gl.expand_dims(found, 1)
+            found = found_next
+        else:
+            sums = warpgroup_mma(matrix_tiles.index(slot), inputs.index(slot).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=[sums])
         barrier()  # all have multiplied the chunk before, whose tiles are free now
+        # Where a group's sums were waited for, this chunk's tiles are free too, but are asked for a turn later.
         following = number + RING - 1
         _ask_for_matrix(
             matrix, matrix_tiles, copied, following, matrix_row, num_out, column, total,
             COLUMNS, ROWS, TILE_N, RING, IS_GATED,
         )  # fmt: skip
         _ask_for_inputs(x, inputs, copied, following, row, column, total, COLUMNS, RING)
-    sums = warpgroup_mma_wait(0, deps=[sums])
+    if not HAS_GROUPS:
+        sums = warpgroup_mma_wait(0, deps=[sums])
 
     is_last = splits == 1
     if splits > 1:
         sums, is_last = join_splits(sums, parts, arrived, splits, TILE_N, ROWS, SUMS)
     if is_last:
-        if HAS_SCALES:
-            rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
-            sums *= gl.expand_dims(gl.load(row_scales + rows, mask=rows < num_rows, other=0.0), 0)
-            sums *= gl.expand_dims(_of_matrix_rows(scales, matrix_row, num_out, TILE_N, IS_GATED, SUMS), 1)
-        if HAS_BIAS:
-            sums += gl.expand_dims(_of_matrix_rows(bias, matrix_row, num_out, TILE_N, IS_GATED, SUMS), 1)
-        if IS_GATED:
-            gate, up = gl.split(gl.permute(gl.reshape(sums, (2, OWN, ROWS)), (1, 2, 0)))
-            store_tile(activate(gate, KIND) * up, out, matrix_row, row, num_rows, num_out, OWN, ROWS, WARPS)
+        RESULTS: gl.constexpr = ROWS // PLANES
+        OF_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, RESULTS, COLUMNS // 4])
+        if PLANES == 2:
+            high, low = gl.split(gl.reshape(sums, (TILE_N, RESULTS, 2)))
+            results = gl.convert_layout(high + low * 0.0625, OF_ROWS)
         else:
-            store_tile(sums, out, matrix_row, row, num_rows, num_out, OWN, ROWS, WARPS)
+            results = sums
+        result_row = row // PLANES
+        if SCALES != "":
+            rows = result_row + gl.arange(0, RESULTS, layout=gl.SliceLayout(0, OF_ROWS))
+            results *= gl.expand_dims(gl.load(row_scales + rows, mask=rows < num_rows, other=0.0), 0)
+        if SCALES == "rows":
+            results *= gl.expand_dims(_of_matrix_rows(scales, matrix_row, num_out, TILE_N, IS_GATED, OF_ROWS), 1)
+        if HAS_BIAS:
+            results += gl.expand_dims(_of_matrix_rows(bias, matrix_row, num_out, TILE_N, IS_GATED, OF_ROWS), 1)
+        if IS_GATED:
+            gate, up = gl.split(gl.permute(gl.reshape(results, (2, OWN, RESULTS)), (1, 2, 0)))
+            store_tile(activate(gate, KIND) * up, out, matrix_row, result_row, num_rows, num_out, OWN, RESULTS, WARPS)
+        else:
+            store_tile(results, out, matrix_row, result_row, num_rows, num_out, OWN, RESULTS, WARPS)
 
 
 @dataclass(frozen=True)
@@ -212,6 +242,7 @@ class HopperConfig:
     splits: int
     ring: int  # tiles of each factor
     warps: int = 4
+    num_planes: int = 1  # of each row of fp8
 
 
 def pick_hopper_config(product: Product) -> HopperConfig:
@@ -226,6 +257,21 @@ def pick_hopper_config(product: Product) -> HopperConfig:
     return HopperConfig(rows, 64, splits, 12 if rows == 64 else 8)
 
 
+def pick_grouped_config(product: Product) -> HopperConfig:
+    """For fp8 matrices with scales of groups of columns, whose sums are added up outside of the matrix units. Few rows
+    are two planes each. The fastest on an H200 of 64 and 128 matrix rows, 4 and 8 warps, 3 to 12 tiles on their way
+    and 1 to 8 splits."""
+    multiprocessors = product.capabilities.tuning.multiprocessors
+    num_planes = 2 if product.m <= product.capabilities.tuning.fp8_split_max_rows else 1
+    rows = num_planes * product.m
+    if rows <= 64:
+        tiles, padded = cdiv(product.n, 128), next(size for size in (16, 32, 64) if rows <= size)
+        splits = max(1, min(multiprocessors // tiles, product.k // 512))
+        return HopperConfig(padded, 128, splits, 8 if tiles * splits <= multiprocessors else 4, num_planes=num_planes)
+    tiles = cdiv(product.n, 64) * cdiv(rows, 128)
+    return HopperConfig(128, 64, max(1, min(2 * multiprocessors // tiles, product.k // 512)), 4)
+
+
 def hopper_gemm(
     x: torch.Tensor,
     row_scales: torch.Tensor | None,
@@ -238,9 +284,10 @@ def hopper_gemm(
 ) -> torch.Tensor:
     """x [rows, num_in], values [num_out, num_in] → [rows, num_out]. With an activation, values are gates above ups, and
     the result is act(gate) * up [rows, num_out / 2]. fp8: both have scales, and the result is of `dtype`."""
-    (num_rows, num_in), matrix_rows = x.shape, len(values)
+    (num_planes, num_in), matrix_rows = x.shape, len(values)
+    num_rows = num_planes // config.num_planes
     own, num_out = (config.tile_n // 2, matrix_rows // 2) if activation else (config.tile_n, matrix_rows)
-    matrix_tiles, blocks = cdiv(num_out, own), cdiv(num_rows, config.rows)
+    matrix_tiles, blocks = cdiv(num_out, own), cdiv(num_planes, config.rows)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
     parts, arrived = room_for_splits(matrix_tiles * blocks, config.splits, config.tile_n * config.rows, out)
     columns = 128 // x.element_size()
@@ -249,7 +296,8 @@ def hopper_gemm(
         TensorDescriptor.from_tensor(values, [own, columns], TILES[x.element_size()]),
         row_scales if row_scales is not None else out, scales if scales is not None else out,
         bias if bias is not None else out, out, parts, arrived, num_rows, num_out, num_in, config.splits,
-        config.rows, config.tile_n, columns, config.ring, config.warps, activation or "", scales is not None,
+        config.rows, config.tile_n, columns, config.ring, config.warps, activation or "",
+        "" if scales is None else "rows" if scales.dim() == 1 else "groups", config.num_planes,
         bias is not None,
         num_warps=config.warps, **launch_options(),
     )  # fmt: skip
@@ -269,15 +317,16 @@ def _plain_linear(
 
 def _fp8_linear(
     rows: Fp8Rows,
-    matrix: Fp8Matrix,
+    matrix: Fp8Matrix | Fp8BlockMatrix,
     bias: torch.Tensor | None,
     config: HopperConfig,
     dtype: torch.dtype,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    x = rows.planes[:, 0].contiguous()
+    x = rows.planes.view(-1, rows.planes.shape[2])
     return hopper_gemm(x, rows.scales, matrix.values, matrix.scales, bias, dtype, config, activation)
 
 
 HOPPER_GEMM = GemmKernel(pick_hopper_config, _plain_linear)
 HOPPER_GEMM_FP8 = GemmKernel(pick_hopper_config, _fp8_linear)
+HOPPER_GEMM_FP8_BLOCKS = GemmKernel(pick_grouped_config, _fp8_linear)

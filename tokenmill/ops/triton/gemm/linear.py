@@ -28,10 +28,10 @@ from tokenmill.ops.triton.quant.fp4 import (
     fp4_from_blocks,
     has_fitting_scales,
     interleaved_fp4,
-    stacked_fp4,
 )
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, quantize_rows
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow
+from tokenmill.ops.triton.quant.packed_fp4 import packed_fp4_from_blocks, stacked_packed_fp4
 from tokenmill.ops.triton.quant.quantized import (
     Fp8BlockMatrix,
     Fp8Matrix,
@@ -145,7 +145,8 @@ class PackLinear:
             matrix = dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
             return LinearWeight(len(matrix), matrix.shape[1], self._packed(matrix, parts[0].name))
         if form.is_fp4:
-            fp4 = stacked_fp4([fp4_from_blocks(part.data.to(like.device), str(part.quant)) for part in parts])
+            made = [packed_fp4_from_blocks(part.data.to(like.device), str(part.quant)) for part in parts]
+            fp4 = stacked_packed_fp4(made)
             return LinearWeight(len(fp4.words), fp4.num_columns, fp4)
         if form.is_fp8 and form.group < parts[0].shape[-1]:
             fp8 = stacked_fp8_blocks([fp8_blocks_from_blocks(part.data.to(like.device)) for part in parts])

@@ -44,6 +44,8 @@ PLAIN = {
 }
 FP8 = {dtype: WeightForm("fp8", dtype, 8) for dtype in PLAIN}
 FP8_BLOCKS = {dtype: WeightForm("fp8_blocks", dtype, 8) for dtype in PLAIN}
+FP8_SQUARES = {dtype: WeightForm("fp8_blocks", dtype, 8, dialect="fp8 in squares") for dtype in PLAIN}
+"""128 rows share their scales too, and begin at multiples of 128"""
 MXFP4 = {dtype: WeightForm("fp4", dtype, 4, dialect="mxfp4") for dtype in PLAIN}
 NVFP4 = {dtype: WeightForm("fp4", dtype, 4, dialect="nvfp4") for dtype in PLAIN}
 

@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenmill.ops.batch import Mode
-from tokenmill.ops.triton.gemm.product import INTERLEAVE, Epilogue, GemmKernel, Product, WeightForm
+from tokenmill.ops.triton.gemm.product import FP8_SQUARES, INTERLEAVE, Epilogue, GemmKernel, Product, WeightForm
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
 MIN_HOPPER_ROWS = 33  # as many as two tiles of 16 do not hold
+MIN_BLOCKS_ROWS = 17
 MAX_NORM_GEMV = 1 << 24  # numbers of a matrix that is multiplied by a single row in the kernel that norms it
 MAX_NORM_GEMV_COLUMNS = 8192
 
@@ -82,11 +83,34 @@ def _is_wide(product: Product) -> bool:
     return gpu.has_gluon and product.mode == "captured" and rows and product.k * form.element_size % 16 == 0
 
 
+def _takes_hopper_blocks(product: Product) -> bool:
+    """Up to 64 rows; of a large matrix any number of them, of others more than 16. Above that, up to 256, if there are
+    few enough programs that columns are split; with any number where cuBLAS does not multiply by scales of squares."""
+    gpu, m, n = product.capabilities, product.m, product.n
+    if product.epilogue != "none" or product.mode != "captured" or not gpu.has_gluon:
+        return False
+    if m <= 64:
+        return m >= MIN_BLOCKS_ROWS or n >= 128 * gpu.tuning.multiprocessors
+    is_split = -(-n // 64) * -(-m // 128) <= gpu.tuning.multiprocessors
+    return m <= 2 * gpu.tuning.gemm_hopper_max_rows and (is_split or not _takes_squares(product))
+
+
+def _takes_squares(product: Product) -> bool:
+    is_square = product.form == FP8_SQUARES[torch.bfloat16]
+    return product.epilogue == "none" and is_square and product.capabilities.has_scaled_blocks
+
+
 def _takes_hopper_int(product: Product) -> bool:
     tuning = product.capabilities.tuning
     rows = tuning.gemm_splitk_max_rows < product.m <= tuning.int_hopper_max_rows
     is_laid_out = product.form.interleave == INTERLEAVE and product.is_half
     return product.epilogue == "none" and rows and is_laid_out and product.capabilities.has_gluon
+
+
+def _takes_hopper_fp4(product: Product) -> bool:
+    gpu, is_bfloat16 = product.capabilities, product.form.dtype == torch.bfloat16
+    has_kernel = gpu.has_gluon and is_bfloat16 and product.epilogue == "none"
+    return has_kernel and product.m <= 2 * gpu.tuning.int_hopper_max_rows
 
 
 def _takes_splitk_int(product: Product) -> bool:
@@ -167,10 +191,22 @@ FP8_ROWS = (
 )
 FP8_BLOCKS_ROWS = (
     GemmRow(
+        "hopper_gemm_fp8_blocks",
+        _takes_hopper_blocks,
+        "gemm.hopper:HOPPER_GEMM_FP8_BLOCKS",
+        "dozens of rows in a graph: tiles are copied by Hopper's own unit, sums of 128 columns times their scales",
+    ),
+    GemmRow(
         "fp8_blocks_split",
         lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.fp8_split_max_rows,
         "quant.gemm_fp8_blocks:FP8_BLOCKS_SPLIT",
         "few rows: activations as two fp8 numbers each, sums of 128 columns times their scales",
+    ),
+    GemmRow(
+        "cublas_fp8_squares",
+        _takes_squares,
+        "gemm.cublas:CUBLAS_FP8_SQUARES",
+        "any number of rows, rounded to one fp8 number, scales of 128 x 128 numbers of the matrix",
     ),
     GemmRow(
         "fp8_blocks",
@@ -186,6 +222,12 @@ EXPAND_CUBLAS_ROW = GemmRow(
     "many rows: the matrix is expanded in parts, then multiplied by cuBLAS",
 )
 FP4_ROWS = (
+    GemmRow(
+        "hopper_gemm_fp4",
+        _takes_hopper_fp4,
+        "quant.hopper_gemm_fp4:HOPPER_GEMM_FP4",
+        "up to some hundred rows: 4-bit numbers are expanded in registers while Hopper's matrix units multiply",
+    ),
     GemmRow(
         "splitk_fp4",
         lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.int4_splitk_max_rows,

@@ -27,6 +27,7 @@ from tokenmill.errors import InvalidConfig
 
 GLUON_SINCE = (3, 6)  # Triton's version in which Gluon has what our Hopper kernels use
 HOPPER = 9  # major compute capability
+SCALED_BLOCKS_SINCE = (12, 9)  # CUDA's version in which cuBLAS multiplies fp8 by scales of blocks, on Hopper
 TUNED = "H200"  # the row for devices that are no GPU: kernels in Triton's interpreter
 COMPUTE_CAPABILITIES = {
     "V100": (7, 0), "T4": (7, 5), "A10": (8, 6), "A40": (8, 6), "RTX 3090": (8, 6), "L40S": (8, 9), "H100": (9, 0),
@@ -79,6 +80,7 @@ class Capabilities:
     has_gluon: bool
     tuning: Tuning
     origin: str  # where the tuning comes from, for people
+    has_scaled_blocks: bool = False  # cuBLAS multiplies fp8 numbers with scales of 128 x 128
 
 
 @cache
@@ -128,7 +130,7 @@ def describe_gpu(
     tuning, origin = find_tuning(name, compute_capability, rows)
     is_hopper = compute_capability[0] == HOPPER
     has_gluon = is_hopper and _triton_version() >= GLUON_SINCE
-    return Capabilities(name, compute_capability, is_hopper, has_gluon, tuning, origin)
+    return Capabilities(name, compute_capability, is_hopper, has_gluon, tuning, origin, has_scaled_blocks=is_hopper)
 
 
 def named_gpu(name: str) -> Capabilities:
@@ -172,8 +174,9 @@ def probe_capabilities(device: torch.device) -> Capabilities:
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     found = describe_gpu(name, capability, known_tunings())
     if torch.version.hip is not None:  # AMD numbers its generations in the same way and means others
-        return replace(found, is_hopper=False, has_gluon=False)
-    return found
+        return replace(found, is_hopper=False, has_gluon=False, has_scaled_blocks=False)
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    return replace(found, has_scaled_blocks=found.is_hopper and version >= SCALED_BLOCKS_SINCE)
 
 
 def known_tunings() -> tuple[Tuning, ...]:

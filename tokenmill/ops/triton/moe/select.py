@@ -38,9 +38,11 @@ class ExpertsRow(NamedTuple):
 
 
 def streams_experts(num_tokens: int, kind: ExpertsKind, gpu: Capabilities, *, is_fused: bool) -> bool:
-    """Return whether each pair streams its expert's matrices; packed ones only if norm and router are fused too."""
+    """Return whether each pair streams its expert's matrices; packed ones only if norm and router are fused too. Of
+    fp8 half as many tokens: tiles multiply it without expanding."""
     has_kernel = kind in ("plain", "fp4", "fp8_blocks") or (is_fused and kind == "int")
-    return 0 < num_tokens <= gpu.tuning.moe_gemv_max_tokens and has_kernel
+    most = gpu.tuning.moe_gemv_max_tokens // (2 if kind == "fp8_blocks" else 1)
+    return 0 < num_tokens <= most and has_kernel
 
 
 def num_expanded(num_pairs: int, num_experts: int, expert_bytes: int, gpu: Capabilities, *, is_fp4: bool) -> int:

@@ -52,18 +52,16 @@ GROUPS_OF_16 = tl.constexpr(NV_GROUP)
 
 
 @dataclass(frozen=True)
-class Fp4Matrix:
+class Fp4Words:
+    """Numbers of 4 bits in words of 16, in whatever order, and their scales"""
+
     words: torch.Tensor  # int16 [rows, columns / 4]
-    scales: torch.Tensor  # int32 [columns / 64, rows]
+    scales: torch.Tensor
     row_factors: torch.Tensor | None = None  # float32 [rows]: NVFP4
 
     @property
     def num_columns(self) -> int:
         return 4 * self.words.shape[1]
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.scales)
 
     @property
     def group(self) -> int:
@@ -78,6 +76,14 @@ class Fp4Matrix:
     def form(self, dtype: torch.dtype) -> WeightForm:
         """Form of this matrix in products with activations of `dtype`."""
         return MXFP4[dtype] if self.row_factors is None else NVFP4[dtype]
+
+
+class Fp4Matrix(Fp4Words):
+    """In chunks of 64 columns; scales int32 [columns / 64, rows]"""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.scales)
 
 
 def fp4_from_blocks(blocks: torch.Tensor, quant: str = "MXFP4") -> Fp4Matrix:
@@ -104,7 +110,7 @@ def _from_nvfp4(blocks: torch.Tensor, quant: str) -> Fp4Matrix:
     num_rows, num_columns = blocks.shape[0], blocks.shape[1] // block_bytes * MX_GROUP
     words = torch.empty(num_rows, num_columns // 4, dtype=torch.int16, device=blocks.device)
     scales = torch.empty(num_columns // MX_CHUNK, num_rows, dtype=torch.int32, device=blocks.device)
-    table = _normal_scales().to(blocks.device)
+    table = normal_scales().to(blocks.device)
     for first in range(0, num_rows, ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
         groups = blocks[part].reshape(-1, num_columns // MX_GROUP, block_bytes)
@@ -118,7 +124,7 @@ def _from_nvfp4(blocks: torch.Tensor, quant: str) -> Fp4Matrix:
     return Fp4Matrix(words, scales, lowered / whole if quant == "NV4D" else lowered * whole)
 
 
-def _normal_scales() -> torch.Tensor:
+def normal_scales() -> torch.Tensor:
     """The 128 numbers of e4m3 that are not negative with five bits of exponent: uint8, 2 ** (exponent - 10) * 1.mmm"""
     numbers = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     mantissas, exponents = torch.frexp(numbers)  # of 0.5 to 1
@@ -130,10 +136,14 @@ def _words_of(packed: torch.Tensor, is_zero: torch.Tensor | None = None) -> torc
     """Nibbles of blocks of 32 columns, uint8 [rows, blocks, 16] → int16 [rows, words]"""
     codes = torch.cat((packed & 15, packed >> 4), dim=2).to(torch.int16)
     codes = codes if is_zero is None else codes.masked_fill_(is_zero, 0)
-    codes = codes.view(len(packed), -1, 4, MX_CHUNK // 4)
-    (a, b, c, d), (a_sign, b_sign, c_sign, d_sign) = (codes & 7).unbind(2), (codes >> 3).unbind(2)
+    return encoded_words(codes.view(len(packed), -1, 4, MX_CHUNK // 4).unbind(2)).flatten(1)
+
+
+def encoded_words(codes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Four codes of 4 bits each, int16, as words"""
+    (a, b, c, d), (a_sign, b_sign, c_sign, d_sign) = [one & 7 for one in codes], [one >> 3 for one in codes]
     signs = (a_sign << 15) | (b_sign << 12) | (c_sign << 9) | (d_sign << 14)
-    return (signs | (a << 6) | (b << 3) | c | ((d >> 2) << 13) | ((d & 3) << 10)).flatten(1)
+    return signs | (a << 6) | (b << 3) | c | ((d >> 2) << 13) | ((d & 3) << 10)
 
 
 def has_fitting_scales(blocks: torch.Tensor, quant: str = "MXFP4") -> bool:
@@ -152,26 +162,25 @@ def interleaved_fp4(first: Fp4Matrix, second: Fp4Matrix, num_parts: int) -> Fp4M
     return Fp4Matrix(words, scales, mixed(first.row_factors, second.row_factors, num_parts))
 
 
-def stacked_fp4(matrices: Sequence[Fp4Matrix]) -> Fp4Matrix:
-    """Matrices of one kind, one below the other"""
-    factors = [one.row_factors for one in matrices if one.row_factors is not None]
-    words, scales = [one.words for one in matrices], [one.scales for one in matrices]
-    return Fp4Matrix(torch.cat(words), torch.cat(scales, dim=1), torch.cat(factors) if factors else None)
-
-
 def ptx_fp4(group: int = MX_GROUP) -> str:
-    """PTX: the four numbers of two neighbouring words ($4), times their scales, in pairs. Of scales there are two in
-    $5, or, where 16 columns share one, two in $5 and two in $7."""
+    """PTX: the four numbers of two words ($4), times their scales, in pairs. Of scales the first word has two in $5,
+    the second in $6; or, where 16 columns share one, two more in $7 and $8."""
     scales = {MX_GROUP: ("first", "first", "second", "second"), NV_GROUP: ("first", "second", "third", "fourth")}
-    third = "prmt.b32 third, $7, $7, 0x1010;\nprmt.b32 fourth, $7, $7, 0x3232;\n" if group == NV_GROUP else ""
+    third = "prmt.b32 third, $7, $8, 0x5410;\nprmt.b32 fourth, $7, $8, 0x7632;\n" if group == NV_GROUP else ""
     more = ", third, fourth" if group == NV_GROUP else ""
-    a, b, c, d = scales[group]
     return f"""{{
-.reg .b32 t, u, v, first, second{more}, zero;
+.reg .b32 first, second{more};
+prmt.b32 first, $5, $6, 0x5410;
+prmt.b32 second, $5, $6, 0x7632;
+{third}{ptx_weights(scales[group])}}}"""
+
+
+def ptx_weights(scales: Sequence[str]) -> str:
+    """PTX: the four numbers of two words ($4), in pairs ($0 to $3), times a pair of scales each"""
+    a, b, c, d = scales
+    return f""".reg .b32 t, u, v, zero;
 mov.b32 zero, 0x80008000;
-prmt.b32 first, $5, $5, 0x1010;
-prmt.b32 second, $5, $5, 0x3232;
-{third}and.b32 t, $4, 0x81C081C0;
+and.b32 t, $4, 0x81C081C0;
 fma.rn.bf16x2 $0, t, {a}, zero;
 shl.b32 t, $4, 3;
 and.b32 t, t, 0x81C081C0;
@@ -186,11 +195,11 @@ lop3.b32 t, u, 0x00C000C0, t, 0xEA;
 shl.b32 v, $4, 1;
 lop3.b32 t, v, 0x80008000, t, 0xEA;
 fma.rn.bf16x2 $3, t, {d}, zero;
-}}"""
+"""
 
 
 PTX_FP4 = tl.constexpr(ptx_fp4())
-PTX_FP4_TYPES = tl.constexpr("=r,=r,=r,=r,r,r,r")  # the scales of either word, which are the same
+PTX_FP4_TYPES = tl.constexpr("=r,=r,=r,=r,r,r,r")
 PTX_NVFP4 = tl.constexpr(ptx_fp4(NV_GROUP))
 PTX_NVFP4_TYPES = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
 
@@ -222,32 +231,38 @@ def scale_pairs(scales):
 
 
 @triton.jit
-def expand_fp4(words, scales, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Weights in bfloat16: four tensors of the words' shape, with their first, second ... numbers. `scales` as they
-    were loaded, of a shape that broadcasts to the words'. GROUP columns share one; where these are 16, weights are
-    still to be multiplied by their row's factor."""
-    if GROUP == GROUPS_OF_16:
-        pairs, more = scale_pairs(scales)
-    else:
-        pairs, more = scales, scales
-    if HAS_PTX and GROUP == GROUPS_OF_16:
+def expand_pairs(words, pairs, more, HAS_PTX: tl.constexpr):
+    """Weights in bfloat16: four tensors of the words' shape, with their first, second ... numbers. `pairs` are the
+    scales of the first two, `more` those of the others: two numbers of bfloat16 in 32 bits each."""
+    if HAS_PTX:
         a, b, c, d = tl.inline_asm_elementwise(
             PTX_NVFP4, PTX_NVFP4_TYPES, [words, pairs, more], is_pure=True, pack=2,
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         )  # fmt: skip
+    else:
+        bits = words.to(tl.int32)
+        a = _times_scale((bits >> 6) & 7, (bits >> 15) & 1, _low_of(pairs))
+        b = _times_scale((bits >> 3) & 7, (bits >> 12) & 1, _high_of(pairs))
+        c = _times_scale(bits & 7, (bits >> 9) & 1, _low_of(more))
+        d = _times_scale((((bits >> 13) & 1) << 2) | ((bits >> 10) & 3), (bits >> 14) & 1, _high_of(more))
+    return a, b, c, d
+
+
+@triton.jit
+def expand_fp4(words, scales, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
+    """The same with `scales` as they were loaded, of a shape that broadcasts to the words'. GROUP columns share one;
+    where these are 16, weights are still to be multiplied by their row's factor."""
+    if GROUP == GROUPS_OF_16:
+        pairs, more = scale_pairs(scales)
+        a, b, c, d = expand_pairs(words, pairs, more, HAS_PTX)
     elif HAS_PTX:
         a, b, c, d = tl.inline_asm_elementwise(
-            PTX_FP4, PTX_FP4_TYPES, [words, pairs], is_pure=True, pack=2,
+            PTX_FP4, PTX_FP4_TYPES, [words, scales], is_pure=True, pack=2,
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         )  # fmt: skip
     else:
-        bits = words.to(tl.int32)
-        second = _high_of(pairs) if GROUP == GROUPS_OF_16 else _low_of(pairs)
-        third = _low_of(more) if GROUP == GROUPS_OF_16 else _high_of(more)
-        a = _times_scale((bits >> 6) & 7, (bits >> 15) & 1, _low_of(pairs))
-        b = _times_scale((bits >> 3) & 7, (bits >> 12) & 1, second)
-        c = _times_scale(bits & 7, (bits >> 9) & 1, third)
-        d = _times_scale((((bits >> 13) & 1) << 2) | ((bits >> 10) & 3), (bits >> 14) & 1, _high_of(more))
+        first, second = scales & 0xFFFF, (scales >> 16) & 0xFFFF
+        a, b, c, d = expand_pairs(words, first * 0x10001, second * 0x10001, HAS_PTX)
     return a, b, c, d
 
 

@@ -1,12 +1,13 @@
-"""Products of a few rows with matrices of MXFP4 or NVFP4 (`fp4.py`): as in split-K the matrix is the left factor, its
-numbers are expanded in registers, and columns are split until every multiprocessor has work."""
+"""Products of a few rows with matrices of MXFP4 or NVFP4 (`packed_fp4.py`), where Hopper's own kernel
+(`hopper_gemm_fp4.py`) does not do it: as in split-K the matrix is the left factor, its numbers are expanded in
+registers, and columns are split until every multiprocessor has work."""
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
 
-from tokenmill.arch.packed_formats import MX_CHUNK
+from tokenmill.arch.packed_formats import FP4_SPAN
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.gemm.splitk import (
     SplitKConfig,
@@ -18,7 +19,8 @@ from tokenmill.ops.triton.gemm.splitk import (
 )
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, room_for_splits, wait_for_previous
-from tokenmill.ops.triton.quant.fp4 import GROUPS_OF_16, LANES, Fp4Matrix, add_chunk
+from tokenmill.ops.triton.quant.fp4 import GROUPS_OF_16, expand_pairs
+from tokenmill.ops.triton.quant.packed_fp4 import WORDS, PackedFp4Matrix, load_scales, span_columns
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 
 
@@ -28,26 +30,24 @@ def _splitk_fp4(
     ROWS: tl.constexpr, TILE_N: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr, FETCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A chunk at a time, whose scales are on their way one turn ahead"""
+    """A span at a time"""
     launch_dependents(OVERLAPS)
     row_words = num_in // 4
-    matrix_tile, matrix_rows, low, high = split_of_tile(row_words, TILE_N, LANES, SPLITS)
-    lanes, rows = tl.arange(0, LANES), tl.arange(0, ROWS)
-    matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * row_words + lanes[None, :]
-    inputs = x + (rows % num_rows)[:, None] * num_in + lanes[None, :]
-    at, last = scales + matrix_rows % num_out, row_words // LANES - 1
-    found = tl.load(at + tl.minimum(low // LANES, last) * num_out)
+    matrix_tile, matrix_rows, low, high = split_of_tile(row_words, TILE_N, WORDS, SPLITS)
+    words, rows = tl.arange(0, WORDS), tl.arange(0, ROWS)
+    read = (matrix_rows % num_out).to(tl.int64)[:, None]
+    matrix, own = weight + read * row_words + words[None, :], scales + read * (num_in // GROUP)
+    inputs = x + (rows % num_rows)[:, None] * num_in + span_columns()[None, :]
     if FETCHED and OVERLAPS:
         prefetch_tile(weight, low, num_out, row_words, 2, FETCHED, TILE_N, THREADS)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((TILE_N, ROWS), tl.float32)
-    for start in range(low, high, LANES):
-        found_next = tl.load(at + tl.minimum(start // LANES + 1, last) * num_out)
-        rights = (tl.trans(tl.load(inputs + 4 * start)),)
-        for i in tl.static_range(1, 4):
-            rights = rights + (tl.trans(tl.load(inputs + 4 * start + i * LANES)),)  # type: ignore[assignment]
-        sums = add_chunk(sums, tl.load(matrix + start), found, rights, GROUP, HAS_PTX)
-        found = found_next
+    for start in range(low, high, WORDS):
+        first, second = load_scales(own + 4 * start // GROUP, GROUP)
+        values = expand_pairs(tl.load(matrix + start), first, second, HAS_PTX)
+        for i in tl.static_range(4):
+            right = tl.trans(tl.load(inputs + 4 * start + 8 * i))
+            sums = tl.dot(values[i].to(right.dtype), right, sums)
     is_last = True
     if SPLITS > 1:
         sums, is_last = join_splits(sums, parts, arrived, matrix_tile, TILE_N, ROWS, SPLITS)
@@ -58,15 +58,15 @@ def _splitk_fp4(
 
 
 def pick_fp4_config(product: Product) -> SplitKConfig:
-    """As for integers of 4 bits; never timed"""
-    tuning, most = product.capabilities.tuning, product.k // MX_CHUNK
+    """As for integers of 4 bits"""
+    tuning, most = product.capabilities.tuning, product.k // FP4_SPAN
     if product.m > tuning.gemm_splitk_max_rows:
-        return SplitKConfig(128, MX_CHUNK, splits_for(product.n, most, tuning.int4_splitk_programs), 3, 0, 8)
-    return SplitKConfig(64, MX_CHUNK, splits_for(product.n, most, tuning.int4_splitk_programs), 4, 256)
+        return SplitKConfig(128, FP4_SPAN, splits_for(product.n, most, tuning.int4_splitk_programs), 3, 0, 8)
+    return SplitKConfig(64, FP4_SPAN, splits_for(product.n, most, tuning.int4_splitk_programs), 4, 256)
 
 
 def splitk_fp4_linear(
-    x: torch.Tensor, matrix: Fp4Matrix, bias: torch.Tensor | None, config: SplitKConfig, _dtype: object = None
+    x: torch.Tensor, matrix: PackedFp4Matrix, bias: torch.Tensor | None, config: SplitKConfig, _dtype: object = None
 ) -> torch.Tensor:
     """x [rows, num_in], matrix [num_out, num_in] → [rows, num_out]"""
     x = x.contiguous()
@@ -75,7 +75,7 @@ def splitk_fp4_linear(
     matrix_tiles = cdiv(num_out, config.tile_n)
     out = x.new_empty(num_rows, num_out)
     parts, arrived = room_for_splits(matrix_tiles, config.splits, config.tile_n * padded, out)
-    split_size = cdiv(num_in, config.splits * MX_CHUNK) * MX_CHUNK
+    split_size = cdiv(num_in, config.splits * FP4_SPAN) * FP4_SPAN
     shortest = num_in - (config.splits - 1) * split_size  # the last
     _splitk_fp4[(matrix_tiles, config.splits)](
         x, matrix.words, matrix.scales, matrix.factors, bias if bias is not None else x, out, parts, arrived,

@@ -25,6 +25,7 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, r
 from tokenmill.ops.triton.quant.quantized import FP8, Fp8Matrix
 
 FP8_MAX = tl.constexpr(448.0)
+ROWS_TOGETHER = 4  # which cuBLAS wants a multiple of, where rows have scales of columns
 
 
 class Fp8Rows(NamedTuple):
@@ -68,9 +69,19 @@ def num_planes_for(num_rows: int, device: torch.device) -> int:
 
 
 def empty_planes(num_rows: int, size: int, device: torch.device, num_planes: int | None = None) -> Fp8Rows:
+    """With room for rows behind the last, up to a multiple of ROWS_TOGETHER"""
     num_planes = num_planes_for(num_rows, device) if num_planes is None else num_planes
-    planes = torch.empty(num_rows, num_planes, size, dtype=FP8, device=device)
+    padded = cdiv(num_rows, ROWS_TOGETHER) * ROWS_TOGETHER
+    planes = torch.empty(padded, num_planes, size, dtype=FP8, device=device)[:num_rows]
     return Fp8Rows(planes, torch.empty(num_rows, 1, dtype=torch.float32, device=device))
+
+
+def padded_plane(rows: Fp8Rows) -> torch.Tensor:
+    """Rows of one plane, and whatever lies behind them up to a multiple of ROWS_TOGETHER: [padded, columns]"""
+    num_rows, _, size = rows.planes.shape
+    padded = cdiv(num_rows, ROWS_TOGETHER) * ROWS_TOGETHER
+    assert rows.planes.untyped_storage().nbytes() >= rows.planes.storage_offset() + padded * size, "see `empty_planes`"
+    return rows.planes.as_strided((padded, size), (size, 1))
 
 
 def quantize_rows(x: torch.Tensor, num_planes: int | None = None) -> Fp8Rows:

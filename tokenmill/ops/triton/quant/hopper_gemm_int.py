@@ -141,7 +141,7 @@ def _span(matrix, scales, start, num_out, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(x, tiles, copied, number, row, column, total, ROWS: gl.constexpr, RING: gl.constexpr):
+def copy_tile(x, tiles, copied, number, row, column, total, ROWS: gl.constexpr, RING: gl.constexpr):
     """Chunk `number` of the inputs, if there is one, is asked for into the tile that is its."""
     slot = number % RING
     mbarrier.expect(copied.index(slot), ROWS * COLUMNS * 2, pred=number < total)
@@ -191,7 +191,7 @@ def _hopper_gemm_int(
     wait_for_previous(OVERLAPS)
 
     for i in gl.static_range(RING - 1):
-        _copy_tile(x, tiles, copied, i, row, column, total, ROWS, RING)
+        copy_tile(x, tiles, copied, i, row, column, total, ROWS, RING)
     sums = gl.zeros((TILE_N, ROWS), gl.float32, layout=SUMS)
     number = 0
     for start in range(low, high, SPAN):
@@ -204,7 +204,7 @@ def _hopper_gemm_int(
             sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, deps=[sums])
             barrier()  # all have multiplied the chunk before, whose tile is free now
-            _copy_tile(x, tiles, copied, number + RING - 1, row, column, total, ROWS, RING)
+            copy_tile(x, tiles, copied, number + RING - 1, row, column, total, ROWS, RING)
             number += 1
         if AHEAD == 2:
             words, found = words_next, found_next

@@ -24,7 +24,7 @@ from tokenmill.arch.packed_formats import FP8_GROUP, INT4_GROUP, INT8_GROUP, Pac
 from tokenmill.ops.blocks import FORMATS as BLOCK_FORMATS
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.triton.gemm.product import FP8 as FP8_FORMS
-from tokenmill.ops.triton.gemm.product import FP8_BLOCKS, INTERLEAVE, WeightForm, int_form
+from tokenmill.ops.triton.gemm.product import FP8_BLOCKS, FP8_SQUARES, INTERLEAVE, WeightForm, int_form
 from tokenmill.ops.triton.quant.packed_int import dequantize_packed, pack_ints, paired, unpack_ints, unpaired
 
 FP8 = torch.float8_e4m3fn
@@ -49,6 +49,7 @@ class Fp8BlockMatrix:
 
     values: torch.Tensor  # fp8 [rows, columns]
     scales: torch.Tensor  # float32 [columns / 128, rows]
+    has_squares: bool = False  # each 128 rows have the same scales
 
     @property
     def num_columns(self) -> int:
@@ -56,7 +57,7 @@ class Fp8BlockMatrix:
 
     def form(self, dtype: torch.dtype) -> WeightForm:
         """Form of this matrix in products with activations of `dtype`."""
-        return FP8_BLOCKS[dtype]
+        return FP8_SQUARES[dtype] if self.has_squares else FP8_BLOCKS[dtype]
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,21 @@ def fp8_blocks_from_blocks(blocks: torch.Tensor) -> Fp8BlockMatrix:
     """uint8 [rows, bytes] of F8 blocks, whose scales are the same for 128 columns"""
     each = blocks.view(len(blocks), -1, BLOCK_TYPES["F8"].block_bytes)
     every = FP8_GROUP // BLOCK
-    scales = each[:, ::every, :4].contiguous().view(torch.float32).squeeze(2)
-    return Fp8BlockMatrix(each[:, :, 4:].flatten(1).view(FP8), scales.t().contiguous())
+    scales = each[:, ::every, :4].contiguous().view(torch.float32).squeeze(2).t().contiguous()
+    return Fp8BlockMatrix(each[:, :, 4:].flatten(1).view(FP8), scales, _has_squares(scales))
+
+
+def _has_squares(scales: torch.Tensor) -> bool:
+    """Return whether scales [groups, rows] are the same for each 128 rows."""
+    if scales.shape[1] % FP8_GROUP:
+        return False
+    squares = scales.unflatten(1, (-1, FP8_GROUP))
+    return bool((squares == squares[..., :1]).all())
 
 
 def stacked_fp8_blocks(matrices: Sequence[Fp8BlockMatrix]) -> Fp8BlockMatrix:
-    values = torch.cat([one.values for one in matrices])
-    return Fp8BlockMatrix(values, torch.cat([one.scales for one in matrices], dim=1))
+    values, scales = [one.values for one in matrices], [one.scales for one in matrices]
+    return Fp8BlockMatrix(torch.cat(values), torch.cat(scales, dim=1), all(one.has_squares for one in matrices))
 
 
 def to_int4(matrix: torch.Tensor) -> PackedIntMatrix:

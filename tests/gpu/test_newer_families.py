@@ -1,5 +1,5 @@
-"""Latent attention over chosen entries, experts without gates and GGUF's order of recurrent heads on a real GPU:
-`sparse_attention`, `ungated_experts` and `tiled_recurrence` of `arch/unproven.py`."""
+"""Latent attention over chosen entries, experts without gates and GGUF's order of recurrent heads on a real
+GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.support.large_model import relative_error
 from tests.support.triton_inputs import paged_batch
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.indexer import Indexer
-from tokenmill.arch.unproven import VARIABLE
 from tokenmill.ops.interface import ExpertsWeight, IndexInputs, LatentInputs, Norm, Routing
 from tokenmill.ops.reference import REFERENCE_OPS
 
@@ -79,7 +78,10 @@ def test_chosen_entries(lengths: list[tuple[int, int]], heads: int, top_k: int) 
     result = ops.latent_attend(attention._replace(choice=chosen))
     queries = rotate(index.queries.view(-1, 64, 128), *index.cos_sin).float()
     keys, weights = index.kept.view(-1, 128).float(), index.weights.float() * indexer.scale
-    entries, absorbed = attention.latents.view(-1, RANK + ROPE).float(), absorb_queries(attention).float()
+    entries, absorbed = (
+        attention.latents.view(-1, RANK + ROPE).float(),
+        absorb_queries(attention, len(attention.queries)).float(),
+    )
     token, worst = 0, []
     for row, (count, context) in enumerate(lengths):
         for last in range(context - count, context):
@@ -113,16 +115,13 @@ def test_experts_without_gates(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "nemotron_h", "qwen3_5 as GGUF"])
-def test_models_score_as_their_reference(
-    name: str, tmp_path: Path, shared_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_score_as_their_reference(name: str, tmp_path: Path, shared_dir: Path) -> None:
     """A prompt's logprobs and decoded tokens, in float32"""
     pytest.importorskip("transformers")
     if "GGUF" in name:
         pytest.importorskip("gguf")
-    from tests.support.unproven_models import model_path
+    from tests.support.newer_families import model_path
 
-    monkeypatch.setenv(VARIABLE, "1")
     path = model_path(name, tmp_path, shared_dir)
     params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=1, ignore_eos=True)
     prompt = torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -1,5 +1,5 @@
-"""Kernels that no GPU has run yet: they are compiled for Hopper, fit into its memory and multiply on its matrix units,
-and nothing chooses them unless it is asked for. What they compute is tested in the interpreter and in tests/gpu."""
+"""Kernels for small floats and for attention over chosen entries: compiled for Hopper they fit into its memory and
+multiply on its matrix units. What they compute is tested in the interpreter and in tests/gpu."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ pytest.importorskip("triton", minversion="3.6")
 from tests.support.compiled_launches import HOPPER, HOPPER_SHARED, Launch, launches_on_hopper
 from tests.support.triton_inputs import paged_batch
 from tokenmill.arch.indexer import Indexer
-from tokenmill.arch.unproven import TRIALS, VARIABLE, is_chosen, not_chosen
-from tokenmill.errors import InvalidConfig
 from tokenmill.ops.interface import ExpertsWeight, IndexInputs, LatentInputs, Norm
 from tokenmill.ops.triton.attention import sparse
 from tokenmill.ops.triton.attention.plan import plan_attention
@@ -23,7 +21,7 @@ from tokenmill.ops.triton.gemm.product import FP8_BLOCKS, NVFP4, Product
 from tokenmill.ops.triton.launch.capabilities import named_gpu
 from tokenmill.ops.triton.moe import small_floats
 from tokenmill.ops.triton.moe.pairs import SortedPairs
-from tokenmill.ops.triton.quant import fp4, gemm_fp4, gemm_fp8_blocks
+from tokenmill.ops.triton.quant import fp4, gemm_fp4, gemm_fp8_blocks, packed_fp4
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
 from tokenmill.ops.triton.quant.quantized import FP8, Fp8BlockMatrix
 
@@ -35,19 +33,6 @@ BF16 = torch.bfloat16
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilers keep what they made, for GPUs that never come."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-def test_they_are_chosen_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    unproven = {name for name, trial in TRIALS.items() if not trial.proven_on}
-    assert {name for name, _ in not_chosen()} == unproven and "fp8_blocks" in unproven
-    monkeypatch.setenv(VARIABLE, "fp8_blocks")
-    assert is_chosen("fp8_blocks") and not is_chosen("fp4_matrices")
-    monkeypatch.setenv(VARIABLE, "1")
-    assert not list(not_chosen())
-    monkeypatch.setenv(VARIABLE, "fp9")
-    with pytest.raises(InvalidConfig, match="fp9"):
-        is_chosen("fp8_blocks")
 
 
 def fp4_matrix(num_rows: int, num_columns: int) -> fp4.Fp4Matrix:
@@ -79,21 +64,23 @@ def test_matrices_of_fp8_blocks() -> None:
             many = gemm_fp8_blocks.pick_tile_config(Product(num_rows, 6144, 4096, FP8_BLOCKS[BF16], H200))
             rows = Fp8Rows(torch.empty(num_rows, 1, 4096, dtype=FP8), torch.empty(num_rows, 1))
             gemm_fp8_blocks.gemm_fp8_blocks(rows, matrix, bias, many, BF16)
-    assert len(found) == 3
+    assert len(found) == 2
     for one in found.values():
         check(one, multiplies=r"wgmma\.mma_async\S*e4m3\.e4m3")
 
 
 def test_matrices_of_nvfp4() -> None:
-    matrix, x = fp4_matrix(4096, 14336), torch.empty(8, 14336, dtype=BF16)
-    with launches_on_hopper(gemm_fp4, fp4) as found:
+    """In the form of GPUs before Hopper too"""
+    words, scales = torch.empty(4096, 3584, dtype=torch.int16), torch.empty(4096, 896, dtype=torch.uint8)
+    matrix, x = packed_fp4.PackedFp4Matrix(words, scales, torch.empty(4096)), torch.empty(8, 14336, dtype=BF16)
+    with launches_on_hopper(gemm_fp4, packed_fp4) as found:
         for num_rows in (8, 64):
             config = gemm_fp4.pick_fp4_config(Product(num_rows, 4096, 14336, NVFP4[BF16], H200))
             gemm_fp4.splitk_fp4_linear(x.new_empty(num_rows, 14336), matrix, None, config)
-        fp4.dequantize_fp4(matrix, slice(0, 64), BF16)
-    assert [one.name for one in found.values()] == ["_splitk_fp4", "_splitk_fp4", "_dequantize_fp4"]
+        packed_fp4.dequantize_packed_fp4(matrix, slice(0, 64), BF16)
+    assert [one.name for one in found.values()] == ["_splitk_fp4", "_splitk_fp4", "_dequantize_packed_fp4"]
     for one in found.values():
-        check(one, multiplies=None if one.name == "_dequantize_fp4" else r"mma")
+        check(one, multiplies=r"mma" if one.name == "_splitk_fp4" else None)
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])

@@ -1,4 +1,4 @@
-"""Small models of the families that wait for kernels which no GPU has run yet (`arch/unproven.py`)."""
+"""Small models with attention over chosen entries, experts without gates and GGUF's order of recurrent heads."""
 
 from __future__ import annotations
 

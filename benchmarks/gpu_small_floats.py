@@ -1,21 +1,19 @@
-"""Kernels that no GPU has run yet (`tokenmill/arch/unproven.py`) beside what computes the same without them: first
-whether they are right, then how long both take. One full run takes less than eight minutes of an H200.
+"""Products with fp8 matrices of blocks, NVFP4 and MXFP4 as a file has them, beside the forms in which they were kept
+before (fp8 expanded to bfloat16, 4 bits as integers of 8 bits), and attention over entries that an indexer chooses,
+beside attention to all: first whether they are right, then how long both take.
 
-    python benchmarks/gpu_unproven.py                          all kernels
-    python benchmarks/gpu_unproven.py fp8_blocks --output unproven.json
+    python benchmarks/gpu_small_floats.py                          all of it, 100 s of an H200
+    python benchmarks/gpu_small_floats.py fp8_blocks --output small-floats.json
 
-A kernel that is wrong is named and not timed. Times are of graphs that are replayed, over as many matrices as a layer
-stack would have, so that none is found in the cache; `floor` is the time that reading the stored bytes takes at the
-speed of a copy. Kernels that are right and faster in the rows they are chosen for get the GPU's name in their row of
-`unproven.py`; the others' thresholds are moved (`ops/triton/gemm/select.py`, `ops/triton/tuning.toml`) or noted in
-docs/experiments.
+What is wrong is named and not timed. Times are of graphs that are replayed, over as many matrices as a layer stack
+would have, so that none is found in the cache; `floor` is the time that reading the stored bytes takes at the speed of
+a copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +28,13 @@ from gpu_kernels import graph_ms
 
 from tests.support.small_floats import raw_matrix
 from tokenmill.arch.indexer import Indexer
-from tokenmill.arch.unproven import TRIALS, VARIABLE
-from tokenmill.ops.interface import IndexInputs, LatentInputs, Norm, Ops, Routing
+from tokenmill.arch.packed_formats import INT8_GROUP, NV_GROUP, PackedIntFormat
+from tokenmill.ops.interface import ExpertsWeight, IndexInputs, LatentInputs, LinearWeight, Norm, Ops, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, interleaved, packed_from_blocks
 from tokenmill.weights.dequantize import dequantize
 
 COLD_BYTES = 256 << 20  # of different matrices that a graph multiplies by: several times the L2 cache
@@ -58,10 +57,6 @@ class Row:
     def __str__(self) -> str:
         times = f"{self.new_ms:8.4f} {self.old_ms:8.4f} {self.floor_ms:8.4f}  {self.old_ms / self.new_ms:5.2f} x"
         return f"{self.kernels:13} {self.what:28} {self.rows:5}  {self.error:.4f} {times}"
-
-
-def chosen(kernels: str) -> None:
-    os.environ[VARIABLE] = kernels
 
 
 def each_ms(works: Sequence[Callable[[], object]]) -> float:
@@ -87,6 +82,26 @@ def on_gpu(raw: RawTensor) -> RawTensor:
 
 def dense(raw: RawTensor) -> torch.Tensor:
     return dequantize(raw, torch.bfloat16).cuda()  # packing asks for an empty one to learn where weights go
+
+
+def packed_as_before(raw: RawTensor) -> torch.Tensor | PackedIntMatrix:
+    """Expanded fp8, or 4-bit floats as integers of 8 bits; the matrices of experts one below the other"""
+    if raw.quant == "F8":
+        return dense(raw)
+    form = PackedIntFormat(8, INT8_GROUP if raw.quant == "MXFP4" else NV_GROUP, has_minima=False, span=32)
+    return packed_from_blocks(raw.data.flatten(0, -2), str(raw.quant), form)
+
+
+def linear_as_before(raw: RawTensor) -> LinearWeight:
+    return LinearWeight(*raw.shape, packed_as_before(raw))
+
+
+def experts_as_before(gate: RawTensor, up: RawTensor, down: RawTensor) -> ExpertsWeight:
+    gates, ups, downs = map(packed_as_before, (gate, up, down))
+    if isinstance(gates, torch.Tensor) and isinstance(ups, torch.Tensor):
+        return ExpertsWeight(EXPERTS, (torch.cat((gates, ups), dim=1), downs))
+    assert isinstance(gates, PackedIntMatrix) and isinstance(ups, PackedIntMatrix)
+    return ExpertsWeight(EXPERTS, (interleaved(gates, ups, EXPERTS), downs))
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -122,11 +137,8 @@ def matrices(kernels: str, quant: str, limits: tuple[float, float], bandwidth: f
     for name, shape in MATRICES.items():
         raw = on_gpu(raw_matrix(quant, shape, seed=1))
         exact = dequantize(raw)
-        chosen(kernels)
-        new = ops.pack_linear([raw], None, dense)
-        chosen("")
-        old = ops.pack_linear([raw], None, dense)
-        assert type(new.packed) is not type(old.packed), "the switch does nothing"
+        new, old = ops.pack_linear([raw], None, dense), linear_as_before(raw)
+        assert type(new.packed) is not type(old.packed)
         all_new, all_old, floor = copies(new), copies(old), num_bytes(new.packed) / bandwidth
         for rows in ROWS:
             x = torch.randn(rows, shape[1], device="cuda").bfloat16()
@@ -150,10 +162,7 @@ def experts(kernels: str, quant: str, limits: tuple[float, float], bandwidth: fl
         on_gpu(raw_matrix(quant, shape, seed=number, name=f"layers.0.experts.{part}.weight"))
         for number, (part, shape) in enumerate(shapes.items())
     )
-    chosen(kernels)
-    new = ops.pack_experts(gate, up, down, dense)
-    chosen("")
-    old = ops.pack_experts(gate, up, down, dense)
+    new, old = ops.pack_experts(gate, up, down, dense), experts_as_before(gate, up, down)
     exact = REFERENCE_OPS.pack_experts(gate, up, down, dequantize)
     for tokens in TOKENS:
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
@@ -235,11 +244,10 @@ PARTS: dict[str, Callable[[float], Iterator[Row]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *PARTS], help="kernels of tokenmill/arch/unproven.py")
+    parser.add_argument("names", nargs="*", choices=[[], *PARTS], help="what to time; all by default")
     parser.add_argument("--seconds", type=float, default=420, help="no further row is begun after so many")
     parser.add_argument("--output", type=Path, help="a JSON file of all rows")
     options = parser.parse_args()
-    assert PARTS.keys() <= TRIALS.keys()
     began, rows = time.monotonic(), []
     bandwidth = copy_bandwidth()
     print(torch.cuda.get_device_name(), f"copies {bandwidth / 1e9:.2f} TB/s")

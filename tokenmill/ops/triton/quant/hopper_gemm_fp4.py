@@ -1,0 +1,259 @@
+"""Products of up to some hundred rows with MXFP4 and NVFP4 matrices (`packed_fp4.py`), on Hopper.
+
+As in split-K a program owns a tile of the matrix, which is the left factor, and a range of its columns:
+
+    tile [TILE_N, columns] · inputs [columns, ROWS] → sums [TILE_N, ROWS]
+
+As in `hopper_gemm_int.py` three things go on at once: inputs are copied into a ring of tiles in shared memory by the
+copying unit (TMA), words and scales of the next spans are on their way into registers, and while the matrix units
+multiply one chunk of columns, the others turn words into the next chunk's weights. Words lie in memory in the order in
+which the matrix units want weights: a thread reads 16 bytes of a matrix row, all of whose numbers it then multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tokenmill.arch.packed_formats import FP4_SPAN, NV_GROUP
+from tokenmill.ops.triton.gemm.hopper import (
+    barrier,
+    join_splits,
+    launch_dependents,
+    new_barriers,
+    store_tile,
+    wait_for_previous,
+)
+from tokenmill.ops.triton.gemm.product import MXFP4, GemmKernel, Product
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
+from tokenmill.ops.triton.quant.fp4 import ptx_weights
+from tokenmill.ops.triton.quant.hopper_gemm_int import HopperIntConfig, copy_tile
+from tokenmill.ops.triton.quant.packed_fp4 import MX_SCALE, NV_SCALE, PackedFp4Matrix
+
+SPAN = gl.constexpr(FP4_SPAN)  # columns
+WORDS = gl.constexpr(FP4_SPAN // 4)  # of a span, 16 bits each
+CHUNK = gl.constexpr(FP4_SPAN // 2)  # columns that are multiplied at a time, as many as `copy_tile` copies
+GROUPS_OF_16 = gl.constexpr(NV_GROUP)
+MX_SHIFT, MX_ADDED = gl.constexpr(MX_SCALE.shift), gl.constexpr(MX_SCALE.added)
+NV_SHIFT, NV_ADDED = gl.constexpr(NV_SCALE.shift), gl.constexpr(NV_SCALE.added)
+TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+# The four numbers of two neighbouring words ($4), in pairs, times the scale of the first two ($5) and of the others
+# ($7), each given twice in 32 bits; as `ptx_fp4` of `fp4.py`.
+EXPAND = gl.constexpr("{\n" + ptx_weights(("$5", "$5", "$7", "$7")) + "}")
+EXPAND_TYPES = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
+
+
+@gluon.constexpr_function
+def _bases(warps, tile_n, own, quarters, numbers):
+    """A layout whose threads have what the matrix units want of them: each eighth matrix row, and of such a row the
+    part of one quarter of the lanes. `own`: bases of the registers; `quarters`: of the two lanes' bits that differ in
+    their part of a row; `numbers`: dimensions behind that of the matrix rows."""
+    rows = [[1 << i, *[0] * numbers] for i in range(12)]
+    below = [rows[i] for i in range(6, 12) if 1 << i < tile_n]  # tiles of 64 matrix rows, one for each group of warps
+    groups = warps // 4
+    spread, kept = below[: groups.bit_length() - 1], below[groups.bit_length() - 1 :]
+    return [*own, rows[3], *kept], [*quarters, *rows[:3]], [rows[4], rows[5], *spread]
+
+
+@gluon.constexpr_function
+def _word_layout(warps, tile_n):
+    """[TILE_N, WORDS]: 16 bytes of a matrix row a thread"""
+    regs, lanes, of_warps = _bases(warps, tile_n, [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], 1)
+    return gl.DistributedLinearLayout(regs, lanes, of_warps, [], [tile_n, FP4_SPAN // 4])
+
+
+@gluon.constexpr_function
+def _scale_layout(warps, tile_n, count):
+    """[TILE_N, count]: all scales of a matrix row a thread"""
+    own = [[0, 1 << i] for i in range(count.bit_length() - 1)]
+    regs, lanes, of_warps = _bases(warps, tile_n, own, [[0, 0], [0, 0]], 1)
+    return gl.DistributedLinearLayout(regs, lanes, of_warps, [], [tile_n, count])
+
+
+@gluon.constexpr_function
+def _chunk_layout(warps, tile_n):
+    """[TILE_N, 4, 2, 2]: the words of a chunk, by lanes, groups of 32 columns, neighbours"""
+    own, quarters = [[0, 0, 0, 1], [0, 0, 1, 0]], [[0, 1, 0, 0], [0, 2, 0, 0]]
+    regs, lanes, of_warps = _bases(warps, tile_n, own, quarters, 3)
+    return gl.DistributedLinearLayout(regs, lanes, of_warps, [], [tile_n, 4, 2, 2])
+
+
+@gluon.jit
+def _pair(scales, GROUP: gl.constexpr):
+    """Scales as numbers of bfloat16, twice in 32 bits"""
+    if GROUP == GROUPS_OF_16:
+        return ((scales.to(gl.int32) << NV_SHIFT) + NV_ADDED) * 0x10001
+    return ((scales.to(gl.int32) << MX_SHIFT) + MX_ADDED) * 0x10001
+
+
+@gluon.jit
+def _of_groups(pairs, CHUNKS: gl.constexpr):
+    """[TILE_N, 2] → as the words of a chunk have them, [TILE_N, 1, 2, 1]"""
+    own: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, CHUNKS))
+    return gl.expand_dims(gl.expand_dims(gl.convert_layout(pairs, own, assert_trivial=True), 1), 3)
+
+
+@gluon.jit
+def _halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr):
+    """Scales of a span → for its two chunks: those of the first two numbers of each word, and of the others"""
+    pairs = _pair(scales, GROUP)
+    if GROUP == GROUPS_OF_16:
+        low, high = gl.split(gl.permute(gl.reshape(pairs, (TILE_N, 2, 2, 2)), (0, 2, 3, 1)))
+        a, b = gl.split(low)
+        c, d = gl.split(high)
+        first, second = (_of_groups(a, CHUNKS), _of_groups(b, CHUNKS)), (_of_groups(c, CHUNKS), _of_groups(d, CHUNKS))
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(pairs, (TILE_N, 2, 2)), (0, 2, 1)))
+        a, c = _of_groups(low, CHUNKS), _of_groups(high, CHUNKS)
+        first, second = (a, a), (c, c)
+    return first, second
+
+
+@gluon.jit
+def _weights(words, scales, TILE_N: gl.constexpr, CHUNKS: gl.constexpr, LEFT: gl.constexpr):
+    """A chunk's weights: [TILE_N, CHUNK]"""
+    own = gl.convert_layout(words, CHUNKS, assert_trivial=True)
+    a, b, c, d = gl.inline_asm_elementwise(
+        EXPAND, EXPAND_TYPES, [own, scales[0], scales[1]],
+        (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+    every = gl.join(gl.join(a, b), gl.join(c, d))  # [TILE_N, lanes, groups, neighbours, a or b, ab or cd]
+    return gl.convert_layout(
+        gl.reshape(gl.permute(every, (0, 2, 5, 4, 1, 3)), (TILE_N, CHUNK)), LEFT, assert_trivial=True
+    )
+
+
+@gluon.jit
+def _load_spans(matrix, scales, first, last, GROUP: gl.constexpr, AHEAD: gl.constexpr):
+    """Words and scales of AHEAD spans from span `first` on; of the last one where there are no more"""
+    EACH: gl.constexpr = SPAN // GROUP
+    at = gl.minimum(first, last)
+    words, found = (gl.load(matrix + at * WORDS),), (gl.load(scales + at * EACH),)
+    for i in gl.static_range(1, AHEAD):
+        at = gl.minimum(first + i, last)
+        words = words + (gl.load(matrix + at * WORDS),)  # type: ignore[assignment]
+        found = found + (gl.load(scales + at * EACH),)  # type: ignore[assignment]
+    return words, found
+
+
+@kernel_unspecialized("num_rows", "splits", jit=gluon.jit)
+def _hopper_gemm_fp4(
+    x, weight, scales, factors, bias, out, parts, arrived, num_rows, num_out, num_spans, splits,
+    ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, OVERLAPS: gl.constexpr,
+) -> None:  # fmt: skip
+    """Matrix rows beyond the last are read as others; inputs beyond the last row or column are zeros, as the copying
+    unit has it. A split is a number of whole turns of AHEAD spans."""
+    launch_dependents(OVERLAPS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    OF_WORDS: gl.constexpr = _word_layout(WARPS, TILE_N)
+    OF_SCALES: gl.constexpr = _scale_layout(WARPS, TILE_N, SPAN // GROUP)
+    CHUNKS: gl.constexpr = _chunk_layout(WARPS, TILE_N)
+    EACH: gl.constexpr = SPAN // GROUP
+    row, split_size = gl.program_id(2) * ROWS, gl.cdiv(num_spans, splits * AHEAD) * AHEAD
+    low = gl.program_id(1) * split_size
+    high = gl.minimum(low + split_size, num_spans)
+    turns = gl.cdiv(gl.maximum(high - low, 0), AHEAD)
+    total, column = turns * (2 * AHEAD), low * SPAN
+
+    tiles = gl.allocate_shared_memory(x.dtype, [RING, ROWS, CHUNK], x.layout)
+    copied = new_barriers(RING)
+
+    begin = gl.program_id(0) * TILE_N
+    word_rows = (begin + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, OF_WORDS))) % num_out
+    word_ids = gl.arange(0, WORDS, layout=gl.SliceLayout(0, OF_WORDS))
+    matrix = weight + gl.expand_dims(word_rows.to(gl.int64) * (num_spans * WORDS), 1) + gl.expand_dims(word_ids, 0)
+    scale_rows = (begin + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, OF_SCALES))) % num_out
+    scale_ids = gl.arange(0, EACH, layout=gl.SliceLayout(0, OF_SCALES))
+    own = scales + gl.expand_dims(scale_rows * (num_spans * EACH), 1) + gl.expand_dims(scale_ids, 0)
+    words, found = _load_spans(matrix, own, low, num_spans - 1, GROUP, AHEAD)
+    wait_for_previous(OVERLAPS)
+
+    for i in gl.static_range(RING - 1):
+        copy_tile(x, tiles, copied, i, row, column, total, ROWS, RING)
+    sums = gl.zeros((TILE_N, ROWS), gl.float32, layout=SUMS)
+    number = 0
+    for turn in range(turns):
+        words_then, found_then = _load_spans(matrix, own, low + (turn + 1) * AHEAD, num_spans - 1, GROUP, AHEAD)
+        for i in gl.static_range(AHEAD):
+            of_chunks = _halves(found[i], TILE_N, GROUP, CHUNKS)
+            chunks = gl.split(gl.permute(gl.reshape(words[i], (TILE_N, 4, 2, 2, 2)), (0, 1, 3, 4, 2)))
+            for chunk in gl.static_range(2):
+                left = _weights(chunks[chunk], of_chunks[chunk], TILE_N, CHUNKS, LEFT)
+                mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
+                sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
+                sums = warpgroup_mma_wait(1, deps=[sums])
+                barrier()  # all have multiplied the chunk before, whose tile is free now
+                copy_tile(x, tiles, copied, number + RING - 1, row, column, total, ROWS, RING)
+                number += 1
+        words, found = words_then, found_then
+    sums = warpgroup_mma_wait(0, deps=[sums])
+
+    is_last = splits == 1
+    if splits > 1:
+        sums, is_last = join_splits(sums, parts, arrived, splits, TILE_N, ROWS, SUMS)
+    if is_last:
+        ours = begin + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
+        if GROUP == GROUPS_OF_16:
+            sums *= gl.expand_dims(gl.load(factors + ours, mask=ours < num_out, other=0.0), 1)
+        if HAS_BIAS:
+            sums += gl.expand_dims(gl.load(bias + ours, mask=ours < num_out, other=0.0).to(gl.float32), 1)
+        store_tile(sums, out, begin, row, num_rows, num_out, TILE_N, ROWS, WARPS)
+
+
+@dataclass(frozen=True)
+class DenseFp4Config(HopperIntConfig):
+    ahead: int = 2
+
+
+def pick_dense_fp4_config(product: Product) -> DenseFp4Config:
+    """The fastest on an H200 of 8 to 256 rows, 1 to 8 splits, 1, 2 and 4 spans on their way and 4 to 8 tiles of inputs.
+    Of splits there are so many that a multiprocessor has three programs, four or five with MXFP4, whose scales take
+    fewer registers, and two of 128 rows. 256 rows at once only where little is split."""
+    multiprocessors, m, n = product.capabilities.tuning.multiprocessors, product.m, product.n
+    if m > 128:
+        tall = cdiv(m, 256)
+        if cdiv(n, 128) * tall > 2 * multiprocessors // 3:
+            return DenseFp4Config(256, 1, tile_n=128, warps=8, ring=4)
+        return DenseFp4Config(256, max(1, multiprocessors // (cdiv(n, 64) * tall)), ring=4)
+    is_large = cdiv(n, 64) >= 3 * multiprocessors
+    rows = next((size for size in (8, 16, 32, 64) if m <= size and (size > 8 or is_large)), 128)
+    each = 2 if rows == 128 else 4.5 if rows <= 32 and product.form == MXFP4[torch.bfloat16] else 3
+    spans = product.k // FP4_SPAN
+    splits = max(1, min(int(each * multiprocessors) // cdiv(n, 64), spans // 4))
+    turns = cdiv(spans, 2 * splits)  # of a program, two spans each
+    return DenseFp4Config(rows, cdiv(spans, 2 * turns))
+
+
+def hopper_fp4_linear(
+    x: torch.Tensor,
+    matrix: PackedFp4Matrix,
+    bias: torch.Tensor | None,
+    config: DenseFp4Config,
+    _dtype: object = None,
+) -> torch.Tensor:
+    """x [rows, num_in], matrix [num_out, num_in] → [rows, num_out]"""
+    x = x.contiguous()
+    num_rows, num_out = len(x), len(matrix.words)
+    matrix_tiles, blocks = cdiv(num_out, config.tile_n), cdiv(num_rows, config.rows)
+    out = x.new_empty(num_rows, num_out)
+    parts, arrived = room_for_splits(matrix_tiles * blocks, config.splits, config.tile_n * config.rows, out)
+    _hopper_gemm_fp4[(matrix_tiles, config.splits, blocks)](
+        TensorDescriptor.from_tensor(x, [config.rows, FP4_SPAN // 2], TILES), matrix.words, matrix.scales,
+        matrix.factors, bias if bias is not None else x, out, parts, arrived,
+        num_rows, num_out, matrix.num_columns // FP4_SPAN, config.splits,
+        config.rows, config.tile_n, config.ring, config.warps, config.ahead, bias is not None, matrix.group,
+        num_warps=config.warps, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+HOPPER_GEMM_FP4 = GemmKernel(pick_dense_fp4_config, hopper_fp4_linear)

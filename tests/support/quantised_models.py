@@ -148,6 +148,20 @@ def hqq(weight: torch.Tensor) -> Written:
     return stored, ((codes.float() - zeros) * scales).view(weight.shape)
 
 
+def hqq_rows(weight: torch.Tensor) -> Written:
+    """Groups of 32 rows, each column for itself (axis 0)"""
+    groups = weight.reshape(32, -1)
+    low, high = groups.amin(0, keepdim=True), groups.amax(0, keepdim=True)
+    scales = ((high - low) / 15).clamp(min=1e-6)
+    zeros = -low / scales
+    codes = (groups / scales + zeros).round().clamp(0, 15).to(torch.uint8)
+    first, second = codes.chunk(2)
+    settings = {".shape": list(weight.shape), ".nbits": [4], ".group_size": [32], ".axis": [0]}
+    stored = {".W_q": first << 4 | second, ".scale": scales, ".zero": zeros}
+    stored |= {ending: torch.tensor(values) for ending, values in settings.items()}
+    return stored, ((codes.float() - zeros) * scales).view(weight.shape)
+
+
 def bnb_int8(weight: torch.Tensor) -> Written:
     largest = weight.abs().amax(1)
     numbers = (weight * (127 / largest).unsqueeze(1)).round()
@@ -171,7 +185,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mxfp4": compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
     "gptq act order": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
-    "hqq": {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}},
+    "hqq": {"quant_method": "hqq", "quant_config": {"nbits": 4, "group_size": 32, "axis": 1}},
+    "hqq rows": {"quant_method": "hqq", "quant_config": {"nbits": 4, "group_size": 32, "axis": 0}},
     "bnb int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
 }  # fmt: skip
 WRITERS: dict[str, Writer] = {
@@ -185,6 +200,7 @@ WRITERS: dict[str, Writer] = {
     "gptq": gptq,
     "gptq act order": gptq_act_order,
     "hqq": hqq,
+    "hqq rows": hqq_rows,
     "bnb int8": bnb_int8,
 }
 

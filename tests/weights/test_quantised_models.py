@@ -49,6 +49,7 @@ def greedy(folder: Path, backend: str) -> tuple[list[int], list[float]]:
         ("nvfp4", "qwen3_moe"),
         ("nf4", "smollm3"),
         ("gptq act order", "smollm3"),
+        ("hqq rows", "smollm3"),
         ("mixed", "qwen3_moe"),
     ],
 )

@@ -13,7 +13,8 @@ namespace tokenmill {
 namespace {
 
 constexpr size_t kLarge = size_t{2} << 20;
-constexpr size_t kShared = size_t{16} << 20;  // pages that small parts are cut from, at once
+constexpr size_t kShared = size_t{64} << 20;  // pages that parts are cut from, at once: what is not touched takes no memory
+constexpr size_t kOwn = size_t{32} << 20;     // parts from here on have pages of their own, whose last one is not full
 constexpr size_t kSmall = size_t{16} << 10;   // not worth a place there
 constexpr std::align_val_t kLine{64};         // of the caches
 
@@ -61,7 +62,7 @@ void give_large_pages(void* memory) { ::operator delete(memory, std::align_val_t
 
 std::shared_ptr<uint8_t[]> unset_pages(size_t bytes) {
   static SharedPages shared;
-  if (bytes >= kLarge) return own_pages(bytes);
+  if (bytes >= kOwn) return own_pages(bytes);
   if (bytes >= kSmall) return shared.take(bytes);
   auto* memory = static_cast<uint8_t*>(::operator new[](bytes, kLine));
   return {memory, [](uint8_t* p) { ::operator delete[](p, kLine); }};

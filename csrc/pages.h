@@ -9,7 +9,8 @@
 
 namespace tokenmill {
 
-// At a multiple of 64 bytes, not set to anything. Parts of up to 2 MB share pages with those asked for before them.
+// At a multiple of 64 bytes, not set to anything. Parts of up to 32 MB share pages with those asked for before them: an expert
+// of 4.7 MB on pages of its own would take 6.
 std::shared_ptr<uint8_t[]> unset_pages(size_t bytes);
 std::shared_ptr<uint8_t[]> allocate_pages(size_t bytes);  // zeroed
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.quantised_models import fp8_blocks
+from tests.support.quantised_models import CONFIGS, WRITERS
 from tokenmill.ops.cpu import is_available
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc"),
 ]
 
-HIDDEN, WIDE, LAYERS = 1024, 4096, 8
+HIDDEN, WIDE, LAYERS = 1024, 4096, 24
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": HIDDEN,
     "intermediate_size": WIDE, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -51,13 +51,18 @@ llm = LLM(sys.argv[1], device="cpu", backend="cpu", threads=1, max_context=64, n
 is_done.set()
 watcher.join()
 assert len(answer.outputs[0].token_ids) == 2
-print(max(peak[0], anonymous()) - before, anonymous() - before)
+print(max(peak[0], anonymous()) - before, anonymous() - before, llm.core.runner.model.weight_bytes)
 """
 
 
 def write_shards(folder: Path, kind: str) -> int:
-    """A file for each layer; return all their bytes."""
+    """A file for each layer, all with the same matrices; return all their bytes."""
     generator = torch.Generator().manual_seed(0)
+    matrices = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in SHAPES.items()}
+    written = {
+        name: WRITERS[kind](weight)[0] if kind in WRITERS else {".weight": weight.bfloat16()}
+        for name, weight in matrices.items()
+    }
     ends = {"model.embed_tokens.weight": (512, HIDDEN), "lm_head.weight": (512, HIDDEN), "model.norm.weight": (HIDDEN,)}
     shards = [{name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in ends.items()}]
     for layer in range(LAYERS):
@@ -66,9 +71,7 @@ def write_shards(folder: Path, kind: str) -> int:
             f"{prefix}{name}.weight": torch.ones(HIDDEN, dtype=torch.bfloat16)
             for name in ("input_layernorm", "post_attention_layernorm")
         }
-        for name, shape in SHAPES.items():
-            weight = torch.randn(shape, generator=generator) * 0.02
-            parts = fp8_blocks(weight)[0] if kind == "fp8" else {".weight": weight.bfloat16()}
+        for name, parts in written.items():
             tensors |= {f"{prefix}{name}{ending}": tensor.contiguous() for ending, tensor in parts.items()}
         shards.append(tensors)
     places = {}
@@ -76,12 +79,12 @@ def write_shards(folder: Path, kind: str) -> int:
         save_file(tensors, folder / f"model-{number}.safetensors", metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, f"model-{number}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    more = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}} if kind == "fp8" else {}
+    more = {"quantization_config": CONFIGS[kind]} if kind in CONFIGS else {}
     (folder / "config.json").write_text(json.dumps(CONFIG | more))
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
+@pytest.mark.parametrize("kind", ["bfloat16", *(kind for kind in WRITERS if kind != "hqq rows")])
 def test_loading_takes_the_weights_once(kind: str, stories_dir: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (stories_dir / name).exists():
@@ -91,8 +94,10 @@ def test_loading_takes_the_weights_once(kind: str, stories_dir: Path, tmp_path: 
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    peak, kept = map(int, found.stdout.split()[-2:])
+    peak, kept, packed = map(int, found.stdout.split()[-3:])
+    whole = max(file_bytes, packed)  # groups of 32 columns take more in memory than in some files
     largest = 4 * WIDE * HIDDEN * 4  # a few copies of one matrix in float32 while it is packed
-    assert kept < 1.25 * file_bytes + (64 << 20), (kept, file_bytes)
-    assert peak < 1.25 * file_bytes + largest + (64 << 20), (peak, file_bytes)
-    assert peak < 2 * file_bytes
+    print(f"{kind}: file {file_bytes / 1e6:.0f} MB, kept {kept / file_bytes:.3f}, peak {peak / file_bytes:.3f}")
+    assert kept < 1.25 * whole + (64 << 20), (kept, file_bytes, packed)
+    assert peak < 1.25 * whole + largest + (64 << 20), (peak, file_bytes, packed)
+    assert peak < 2 * whole

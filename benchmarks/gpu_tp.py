@@ -11,11 +11,14 @@ the GPU, and four gathers a layer over the link `one_gpu`.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -28,10 +31,20 @@ from gpu_exchange import mps_daemon, numbers
 
 SHAPES = Path(__file__).parent / "shapes"
 MAX_TOKENS, LOGPROB_ROWS = 60, 4
+STACKS_S = 5.0  # before a run is given up
 
 
 def digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def dump_stacks() -> None:
+    """Write where all ranks are to standard error: of a start or a step that does not end."""
+    faulthandler.dump_traceback(all_threads=True)
+    own = os.getpid()
+    for child in Path(f"/proc/{own}/task/{own}/children").read_text().split():
+        if Path(f"/proc/{child}/comm").read_text().startswith("rank-"):
+            os.kill(int(child), signal.SIGUSR2)  # which a rank answers with its stacks
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
@@ -51,6 +64,9 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         OpsConfig(device="cuda", backend="triton", threads=1, deterministic=asked.deterministic),
         ParallelConfig(tp=size, rank_gpus=gpus),
     )
+    watch = threading.Timer(asked.limit - STACKS_S, dump_stacks)
+    watch.daemon = True
+    watch.start()
     began_s = time.perf_counter()
     core = build_core(config, asked.shape, fast_start=True)
     found: dict[str, Any] = {"ranks": size, "start_s": round(time.perf_counter() - began_s, 1), "steps_s": {}}

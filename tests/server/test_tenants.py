@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,11 @@ from tests.support.scripted_server import ScriptedServer, scripted_server
 from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server import generation
+from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.auth import may_be_local
+from tokenmill.server.errors import ModelsAreFixed
 from tokenmill.server.keys import KeyRecord, KeyRing, write_keys
+from tokenmill.server.ollama.routes import PresenceReply
 from tokenmill.server.openai import parse
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
@@ -233,6 +237,27 @@ def test_of_several_keys_one_that_sees_all_changes_models(serving: Serving, tmp_
     assert server.post(*unload, headers=BOB).status_code == 404
     alone = serving(ServerConfig(api_key=("alice",)))
     assert alone.post(*unload, headers=ALICE).status_code == 404, "a lone key is that of who runs the server"
+
+
+def test_of_several_keys_one_that_sees_all_unloads_models_by_keep_alive() -> None:
+    unloaded: list[str] = []
+
+    async def unload() -> None:
+        unloaded.append("model")
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def ask(*, sees_all: bool) -> None:
+        record = RequestRecord("r", "POST", "/api/chat", key=KeyRecord(id="x", sha256="", sees_all=sees_all))
+        scope = {"type": "http", "state": {"record": record}}
+        await PresenceReply(unload, dict, needs_operator=True)(scope, None, send)  # type: ignore[arg-type]
+
+    with pytest.raises(ModelsAreFixed):
+        asyncio.run(ask(sees_all=False))
+    assert not unloaded
+    asyncio.run(ask(sees_all=True))
+    assert unloaded == ["model"]
 
 
 def test_a_key_has_a_smallest_priority_of_its_own(serving: Serving, tmp_path: Path) -> None:

@@ -47,9 +47,13 @@ def may_manage(request: Request, config: ServerConfig) -> bool:
     be one that sees all: a proxy on this machine lets all tenants in, and none may unload the model of the others."""
     if config.manage_models is not None:
         return config.manage_models
-    record: RequestRecord = request.scope["state"]["record"]
-    is_operator = record.key is None or record.key.sees_all
-    return is_operator and is_loopback(config.host) and is_loopback(request.url.hostname or "")
+    return is_operator(request.scope) and is_loopback(config.host) and is_loopback(request.url.hostname or "")
+
+
+def is_operator(scope: Scope) -> bool:
+    """Return whether a request has a key that sees all, as a lone key does, or needs none."""
+    record: RequestRecord = scope["state"]["record"]
+    return record.key is None or record.key.sees_all
 
 
 def require_manager(request: Request, config: ServerConfig) -> None:

@@ -11,8 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 import tokenmill
 from tokenmill.errors import InvalidRequest, UnknownModel
+from tokenmill.server.auth import is_operator
 from tokenmill.server.body import BodyFields
 from tokenmill.server.dialect import RequestHead
+from tokenmill.server.errors import ModelsAreFixed
 from tokenmill.server.generation import GenerationJob
 from tokenmill.server.ollama import schemas
 from tokenmill.server.ollama.library import library_endpoints
@@ -182,17 +184,29 @@ def presence_reply(
         raise InvalidRequest(
             f"{gate.name} can't be unloaded: this server runs it for as long as it runs itself", param="keep_alive"
         )
-    return PresenceReply(lambda: context.loader.unload(gate), lambda: loaded_reply(name, content, "unload"))
+    return PresenceReply(
+        lambda: context.loader.unload(gate), lambda: loaded_reply(name, content, "unload"), needs_operator=True
+    )
 
 
 class PresenceReply(Response):
-    """A reply that is sent once a model is in memory, or out of it."""
+    """A reply that is sent once a model is in memory, or out of it. `needs_operator`: one of several keys may ask for
+    it only if it sees all."""
 
-    def __init__(self, change: Callable[[], Awaitable[object]], content: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        change: Callable[[], Awaitable[object]],
+        content: Callable[[], dict[str, Any]],
+        *,
+        needs_operator: bool = False,
+    ) -> None:
         super().__init__()
         self._change = change
         self._content = content
+        self._needs_operator = needs_operator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._needs_operator and not is_operator(scope):
+            raise ModelsAreFixed("of several keys only one that sees all may unload a model")
         await self._change()
         await json_response(self._content())(scope, receive, send)

@@ -22,15 +22,16 @@ from tokenmill.types import PromptRequest
 DEVICE = VirtualDevice(
     step_s=0.004, token_s=0.4e-3, num_blocks=20_000, max_running=32, token_budget=512, block_s=0.5e-3
 )
-NUM_STREAMS, LENGTH, NUM_PROMPTS = 8, 4096, 6
+NUM_STREAMS, LENGTH, NUM_PROMPTS = 8, 4096, 3
 SPLIT: tuple[Role, ...] = ("prefill", "decode")
 
 
-async def times_of(engine: AsyncEngine, number: int, rng: random.Random) -> list[float]:
-    """Return when the tokens of a stream came."""
+async def note_times(engine: AsyncEngine, number: int, rng: random.Random, times: list[float]) -> None:
+    """Note when the tokens of a stream come."""
     params = SamplingParams(max_tokens=4000, seed=number)
     asked = PromptRequest(prompt=prompt(rng, 50), params=params, request_id=f"stream {number}")
-    return [asyncio.get_running_loop().time() async for _ in engine.submit(asked)]
+    async for _ in engine.submit(asked):
+        times += [asyncio.get_running_loop().time()]
 
 
 async def gaps_beside_prompts(roles: Sequence[Role]) -> tuple[float, float, list[int]]:
@@ -39,7 +40,8 @@ async def gaps_beside_prompts(roles: Sequence[Role]) -> tuple[float, float, list
     loop, rng = asyncio.get_running_loop(), random.Random(4)
     engine = virtual_engine(DEVICE, 2, PrefixRouter(2), roles=roles, gives_blocks=True)
     await engine.open()
-    streams = [asyncio.create_task(times_of(engine, number, rng)) for number in range(NUM_STREAMS)]
+    found: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
+    streams = [asyncio.create_task(note_times(engine, number, rng, times)) for number, times in enumerate(found)]
     await asyncio.sleep(2.0)
     began_s = loop.time()
     computed = [core["step_tokens"] for core in engine.replicas()]
@@ -48,7 +50,9 @@ async def gaps_beside_prompts(roles: Sequence[Role]) -> tuple[float, float, list
     ended_s = loop.time()
     computed = [core["step_tokens"] - before for core, before in zip(engine.replicas(), computed, strict=True)]
     decoding = [core["role"] != "prefill" for core in engine.replicas()]
-    found = await asyncio.gather(*streams)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
     await engine.close()
     gaps = [(after, after - before) for times in found for before, after in pairwise(times)]
     alone = percentile([gap for at, gap in gaps if 1.0 < at <= began_s], 99)

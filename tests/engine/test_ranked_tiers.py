@@ -16,6 +16,8 @@ from tests.fleet.test_roles import NUM_TOKENS, config_for, long_prompts
 from tests.fleet.test_roles import answers as answers_of_roles
 from tests.support.cores_with_sockets import folder, nothing, run
 from tests.support.every_kind_of_request import assert_same
+from tests.support.hybrids import story
+from tokenmill import SamplingParams
 from tokenmill.config import EngineConfig, ParallelConfig
 from tokenmill.engine.build import build_core
 from tokenmill.engine.core_client import ThreadCoreClient
@@ -59,16 +61,23 @@ def test_blocks_are_used_by_any_number_of_ranks(name: str, tmp_path: Path, share
 
 
 def test_ranks_in_processes_share_their_pools_with_the_core(tmp_path: Path, stories_dir: Path) -> None:
-    expected = answers(opened(stories_dir, None))
-    llm = opened(stories_dir, tmp_path, tp=2)
-    for _ in range(2):
-        assert answers(llm) == expected
-    assert llm.core.stats().fetched_tokens > 0, "of what the ranks have computed themselves"
-    llm.close()
-    alone = opened(stories_dir, tmp_path)
-    assert answers(alone) == expected
-    assert alone.core.stats().fetched_tokens >= NUM_PROMPTS * (LENGTH // 64 * 64)
+    """Ranks use what one process has computed; then one process uses what they have computed."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    other = story(LENGTH, NUM_PROMPTS)
+    wanted, roomy = NUM_PROMPTS * (LENGTH // 64 * 64), {"num_blocks": 400}  # nothing leaves the pool before it is saved
+    alone = opened(stories_dir, tmp_path, **roomy)
+    expected = answers(alone)
     alone.close()
+    ranks = opened(stories_dir, tmp_path, tp=2, **roomy)
+    assert answers(ranks) == expected
+    assert ranks.core.stats().fetched_tokens >= wanted
+    answer = ranks.generate([other], params)[0].outputs[0].token_ids
+    ranks.close()
+    again = opened(stories_dir, tmp_path)
+    assert again.generate([other], params)[0].outputs[0].token_ids == answer
+    assert again.core.stats().fetched_tokens >= LENGTH // 64 * 64
+    again.close()
+    assert opened(stories_dir, None).generate([other], params)[0].outputs[0].token_ids == answer
 
 
 def with_ranks(config: EngineConfig, tp: int) -> EngineConfig:

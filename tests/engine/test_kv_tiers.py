@@ -131,7 +131,7 @@ def test_a_disk_that_fills_up_changes_no_answer(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "writev", fill_up)
-    llm = opened(stories_dir, tmp_path)
+    llm = opened(stories_dir, tmp_path, num_blocks=400)
     for _ in range(2):
         assert answers(llm) == expected
     llm.close()

@@ -1,4 +1,4 @@
-"""Kernels that no GPU has run yet, and the variable that chooses them all the same.
+"""Kernels and graphs that are not proven on a GPU yet, and the variable that chooses them all the same.
 
 A kernel that was written where no GPU is at hand is tested in Triton's interpreter and compiled for Hopper; what it
 computes on a GPU, and how fast, is not known. Nothing chooses such a kernel by itself. Once `tests/gpu` passed with it
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
-KernelSet = Literal["gpu_ranks"]
+KernelSet = Literal["gpu_ranks", "mixed_graphs"]
 
 
 class KernelTrial(NamedTuple):
@@ -29,6 +29,10 @@ class KernelTrial(NamedTuple):
 TRIALS: dict[KernelSet, KernelTrial] = {
     "gpu_ranks": KernelTrial(
         "ranks on several GPUs, or more than two on one (--tp): two ranks on one H200 are proven", "refused"
+    ),
+    "mixed_graphs": KernelTrial(
+        "steps of short chunks of prompts beside rows that decode, as captured graphs whose memory is not planned yet",
+        "launched kernel by kernel",
     ),
 }
 

@@ -30,6 +30,7 @@ from itertools import accumulate, chain
 
 import torch
 
+from tokenmill.arch.unproven import is_chosen
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.lora.adapter import Adapter
@@ -80,7 +81,8 @@ class CudaRunner:
         self._kinds: list[Kind] = ["host"] * max_rows  # how each row's tokens are chosen
         self._is_guided = [False] * max_rows  # drawn on the device, by masks
         self._graphs = DecodeGraphs(model, storage, self._sampler, max_rows, self._rows.tables.shape[2], max_context)
-        self._mixed = MixedGraphs(model, storage, self._graphs, max_context) if can_mix(model) else None
+        is_mixing = can_mix(model) and is_chosen("mixed_graphs")
+        self._mixed = MixedGraphs(model, storage, self._graphs, max_context) if is_mixing else None
         self._launched: dict[int, LaunchedStep] = {}
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
         self._preparations: Iterator[Callable[[], object]] = iter(())

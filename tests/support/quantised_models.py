@@ -135,31 +135,22 @@ def gptq_act_order(weight: torch.Tensor) -> Written:
     return stored, values.half().float()
 
 
-def hqq(weight: torch.Tensor) -> Written:
-    groups = weight.reshape(-1, 32)
-    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+def hqq(weight: torch.Tensor, axis: int = 1) -> Written:
+    """Groups of 32 columns of a row (axis 1), or of 32 rows of a column (axis 0)"""
+    groups = weight.reshape(-1, 32) if axis == 1 else weight.reshape(32, -1)
+    low, high = groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True)
     scales = ((high - low) / 15).clamp(min=1e-6)
     zeros = -low / scales
     codes = (groups / scales + zeros).round().clamp(0, 15).to(torch.uint8)
     first, second = codes.chunk(2)
-    settings = {".shape": list(weight.shape), ".nbits": [4], ".group_size": [32], ".axis": [1]}
+    settings = {".shape": list(weight.shape), ".nbits": [4], ".group_size": [32], ".axis": [axis]}
     stored = {".W_q": first << 4 | second, ".scale": scales, ".zero": zeros}
     stored |= {ending: torch.tensor(values) for ending, values in settings.items()}
     return stored, ((codes.float() - zeros) * scales).view(weight.shape)
 
 
 def hqq_rows(weight: torch.Tensor) -> Written:
-    """Groups of 32 rows, each column for itself (axis 0)"""
-    groups = weight.reshape(32, -1)
-    low, high = groups.amin(0, keepdim=True), groups.amax(0, keepdim=True)
-    scales = ((high - low) / 15).clamp(min=1e-6)
-    zeros = -low / scales
-    codes = (groups / scales + zeros).round().clamp(0, 15).to(torch.uint8)
-    first, second = codes.chunk(2)
-    settings = {".shape": list(weight.shape), ".nbits": [4], ".group_size": [32], ".axis": [0]}
-    stored = {".W_q": first << 4 | second, ".scale": scales, ".zero": zeros}
-    stored |= {ending: torch.tensor(values) for ending, values in settings.items()}
-    return stored, ((codes.float() - zeros) * scales).view(weight.shape)
+    return hqq(weight, axis=0)
 
 
 def bnb_int8(weight: torch.Tensor) -> Written:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.arch.packed_formats import PackedIntFormat, Stored, packed_int_format, stored_formats
+from tokenmill.arch.packed_formats import PackedIntFormat, Stored, packed_int_format, stored_formats, widened
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.planner.device import plan_device
 from tokenmill.planner.model import model_at
@@ -79,6 +79,18 @@ def test_small_floats_stay_as_they_are() -> None:
         assert kept is not None and kept.is_fp4 and kept.num_bytes((64, 512)) == 64 * 512 * (0.5 + scales) + beside
         looked_up = packed_int_format("embed.weight", (64, 512), Stored(quant))
         assert looked_up is not None and not looked_up.is_fp4
+
+
+@pytest.mark.parametrize(("quant", "group"), [("NV4", 16), ("NV4D", 16), ("MXFP4", 32)])
+def test_small_floats_become_integers_where_expanding_them_is_slow(quant: str, group: int) -> None:
+    """Experts do not: they have kernels of their own on every GPU."""
+    stored = widened({"a.weight": Stored(quant), "b.weight": Stored("Q4_K"), "c.weight": Stored("F8", 4)})
+    kept = packed_int_format("a.weight", (64, 512), stored["a.weight"])
+    assert kept == PackedIntFormat(8, group, has_minima=False, span=32)
+    assert kept.num_bytes((64, 512)) == 64 * 512 * (1 + 2 / group)
+    experts = packed_int_format("layers.0.experts.up.weight", (8, 64, 512), stored["a.weight"])
+    assert experts is not None and experts.is_fp4
+    assert stored["b.weight"] == Stored("Q4_K") and stored["c.weight"] == Stored("F8", 4)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,18 @@ def test_a_gpu_without_a_row_says_whose_it_takes(tmp_path: Path, capsys: pytest.
     assert main(["doctor", "--device", "H200"]) != 0
 
 
+def test_other_gpus_than_hopper_keep_floats_of_4_bits_as_integers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheme = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    config = LLAMA | {"quantization_config": scheme}
+    title = "qkv [6144, 4096] "
+    assert "hopper_gemm_fp4" in ask(tmp_path, capsys, config, "--device", "H200")[f"{title}nvfp4"]
+    for gpu in ("A100", "L4"):
+        found = ask(tmp_path, capsys, config, "--device", gpu)
+        assert "splitk_int" in found[f"{title}int8"] and not any("fp4" in section for section in found)
+
+
 def test_neither_a_gpu_nor_triton_is_needed(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))

@@ -25,7 +25,7 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_chunk_splits, num_splits_for
 from tokenmill.ops.triton.gemm import epilogues, linear, select
-from tokenmill.ops.triton.gemm.product import FP8, PLAIN, int_form
+from tokenmill.ops.triton.gemm.product import FP8, MXFP4, NVFP4, PLAIN, int_form
 from tokenmill.ops.triton.launch import capabilities, pdl
 from tokenmill.ops.triton.launch.kernel import Kernel
 from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
@@ -168,6 +168,14 @@ def test_kernels_of_hopper_are_taken_on_hopper_only() -> None:
         assert names(bf16, gpu) == names(bf16, gpu, "eager") == {1: "gemv", 2: "splitk", 33: "cublas"}
         assert names(bf16, gpu, epilogue="gated") == {1: None}
         assert names(int8, gpu) == {1: "splitk_int", 65: "expand_cublas"}
+
+
+def test_floats_of_4_bits_stay_as_they_are_where_a_kernel_multiplies_them_as_fast_as_it_reads() -> None:
+    for form in (MXFP4[torch.bfloat16], NVFP4[torch.bfloat16]):
+        assert names(form, H200) == {1: "hopper_gemm_fp4", 1025: "expand_cublas"}
+    assert capabilities.keeps_fp4(H200, torch.bfloat16) and not capabilities.keeps_fp4(H200, torch.float16)
+    for other in ("A100", "L4", "RTX 4090", "B200"):
+        assert not capabilities.keeps_fp4(capabilities.named_gpu(other), torch.bfloat16)
 
 
 def test_what_a_kernel_does_not_take_goes_to_the_next() -> None:

@@ -50,6 +50,23 @@ def test_nvfp4_is_expanded_bit_for_bit(quant: str) -> None:
     assert torch.equal(packed_fp4.dequantize_packed_fp4(packed, slice(8, 40), torch.float32), dequantize(raw)[8:])
 
 
+@pytest.mark.parametrize("quant", ["NV4", "NV4D", "MXFP4"])
+def test_where_expanding_is_slow_4_bits_become_integers_of_the_same_values(quant: str) -> None:
+    """Two of them stacked, in few rows and in many; what is planned is what is taken."""
+    raws = [raw_matrix(quant, (num_out, 384), seed=num_out) for num_out in (24, 56)]
+    with patch.object(linear, "keeps_fp4_on", lambda device, dtype: False):
+        packed = OPS.pack_linear(raws, None, DENSE)
+    assert isinstance(packed.packed, quantized.PackedIntMatrix) and packed.packed.bits == 8
+    stored = Stored(quant, is_widened=True)
+    forms = [packed_int_format(raw.name, raw.shape, stored) for raw in raws]
+    planned = sum(form.num_bytes(raw.shape) for form, raw in zip(forms, raws, strict=True) if form is not None)
+    assert tensor_bytes(packed.packed) == planned
+    matrix = torch.cat([dequantize(raw) for raw in raws])
+    for num_rows in (1, 3, 200):
+        x = torch.randn(num_rows, 384)
+        assert_near(OPS.linear(x, packed), x @ matrix.T, tolerance=1e-3)
+
+
 @pytest.mark.parametrize("quant", KEPT)
 def test_matrices_are_multiplied_as_they_are(quant: str) -> None:
     """Two of them stacked, in few rows and in many; what is planned is what is taken."""

@@ -6,7 +6,8 @@ is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engi
     fp8              as it is where the GPU multiplies such numbers: one scale a row, or one of 4 bytes for each 128
                      columns of it; experts too
     NVFP4, MXFP4     as they are: 4 bits a value (`ops/triton/quant/packed_fp4.py`, of experts `quant/fp4.py`); 8 bits
-                     where a row is not a number of whole spans
+                     where a row is not a number of whole spans, and on GPUs that expand them more slowly than they read
+                     8-bit integers (`widened`), experts excepted
     others           expanded: nf4 and fp4, 2 and 3 bits
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
 """
@@ -14,7 +15,7 @@ is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,15 @@ class Stored:
 
     quant: str
     same_scales: int = 1  # so many neighbouring blocks have theirs in common
+    is_widened: bool = False  # 4-bit floats become 8-bit integers
+
+
+FLOATS_OF_4_BITS = ("MXFP4", "NV4", "NV4D")
+
+
+def widened(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The same formats for a GPU that keeps 4-bit floats of plain matrices as 8-bit integers"""
+    return {name: replace(one, is_widened=one.quant in FLOATS_OF_4_BITS) for name, one in stored.items()}
 
 
 @dataclass(frozen=True)
@@ -107,9 +117,9 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
         return None
     found, columns = _FORMATS[stored.quant], shape[-1]
     is_of_experts = len(shape) == 3
-    if stored.quant in ("MXFP4", "NV4", "NV4D") and columns % (MX_CHUNK if is_of_experts else FP4_SPAN) == 0:
+    if stored.quant in FLOATS_OF_4_BITS and columns % (MX_CHUNK if is_of_experts else FP4_SPAN) == 0:
         group, row_bytes = (MX_GROUP, 0) if stored.quant == "MXFP4" else (NV_GROUP, 4)
-        is_multiplied = not name.endswith((*UNQUANTIZED, "embed.weight"))  # and not looked up
+        is_multiplied = not stored.is_widened and not name.endswith((*UNQUANTIZED, "embed.weight"))  # and not looked up
         if is_of_experts or is_multiplied:
             return PackedIntFormat(4, group, False, 0, is_of_experts, is_fp4=True, row_bytes=row_bytes)
     group = found.group * stored.same_scales

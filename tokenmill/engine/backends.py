@@ -32,7 +32,7 @@ from tokenmill.arch.cost import (
 from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.mtp import first_extra_layer, has_mtp_head, mtp_parameters
 from tokenmill.arch.outline import Model as ModelShape
-from tokenmill.arch.packed_formats import is_expanded, stored_formats
+from tokenmill.arch.packed_formats import FLOATS_OF_4_BITS, is_expanded, stored_formats, widened
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.config.engine import CPU_LIMITS, BackendName, DeviceName, gpu_limits
@@ -285,7 +285,7 @@ def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
     """Quantised matrices stay as the file has them, except in plain float32 and where sums have one order only."""
     quantization = request.quantization
     is_expanded = request.deterministic or (quantization == "none" and request.dtype == "float32")
-    formats = NOTHING_STORED if is_expanded else _kept_formats(stored)
+    formats = NOTHING_STORED if is_expanded else _kept_formats(stored, request.dtype)
     parts = gpu_weight_parts(stored.spec, int(DTYPE_BYTES[request.dtype]), quantization, formats)
     kept = [one.quant for one in formats.values()]
     label = mode(kept) if kept else request.dtype if quantization == "none" else quantization
@@ -293,10 +293,15 @@ def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
     return KeptWeights(parts, label, expands_weights=has_integers)
 
 
-def _kept_formats(stored: StoredWeights) -> Formats:
-    """Return the formats of a file that may stay as they are: fp8 only if this GPU multiplies fp8"""
-    others = {name: one for name, one in stored.formats.items() if one.quant != "F8"}
-    return stored.formats if len(others) == len(stored.formats) or triton_kernels.has_fp8("cuda") else others
+def _kept_formats(stored: StoredWeights, dtype: str) -> Formats:
+    """Return the formats of a file that may stay as they are: fp8 only if this GPU multiplies fp8, 4-bit floats in 8
+    bits where it does not expand them fast"""
+    quants = {one.quant for one in stored.formats.values()}
+    kept = stored.formats
+    if "F8" in quants and not triton_kernels.has_fp8("cuda"):
+        kept = {name: one for name, one in kept.items() if one.quant != "F8"}
+    has_fp4 = not quants.isdisjoint(FLOATS_OF_4_BITS)
+    return widened(kept) if has_fp4 and not triton_kernels.keeps_fp4("cuda", dtype) else kept
 
 
 def _build_with_triton(

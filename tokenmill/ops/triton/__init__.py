@@ -57,3 +57,11 @@ def has_fp8(device: str) -> bool:
     from tokenmill.ops.triton.launch import capabilities
 
     return capabilities.has_fp8(torch.device(device))
+
+
+def keeps_fp4(device: str, dtype: str) -> bool:
+    import torch
+
+    from tokenmill.ops.triton.launch import capabilities
+
+    return capabilities.keeps_fp4_on(torch.device(device), getattr(torch, dtype))

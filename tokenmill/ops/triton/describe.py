@@ -13,7 +13,15 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from tokenmill.arch.packed_formats import FP8_GROUP, INT4_GROUP, MX_GROUP, UNQUANTIZED, Stored, packed_int_format
+from tokenmill.arch.packed_formats import (
+    FP8_GROUP,
+    INT4_GROUP,
+    MX_GROUP,
+    UNQUANTIZED,
+    Stored,
+    packed_int_format,
+    widened,
+)
 from tokenmill.arch.spec import RMS_NORM, FeedSpec, Gqa, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.ops.batch import Mode
@@ -31,7 +39,7 @@ from tokenmill.ops.triton.gemm.product import (
     int_form,
 )
 from tokenmill.ops.triton.gemm.select import choose, takes_norm_gemv
-from tokenmill.ops.triton.launch.capabilities import Capabilities
+from tokenmill.ops.triton.launch.capabilities import Capabilities, keeps_fp4
 from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
 
 MAX_ROWS = 4096
@@ -248,6 +256,8 @@ def _runs(answers: Iterable[tuple[int, Answer]]) -> Iterator[tuple[int, int, Ans
 
 def describe_kernels(spec: ModelSpec, weights: PlannedWeights, context: int, gpu: Capabilities) -> list[Section]:
     """Return the kernels that would compute a model, part by part; equal layers are described once."""
+    if not keeps_fp4(gpu, weights.dtype):
+        weights = weights._replace(stored=widened(weights.stored))
     sections = [product_section(kind, gpu) for kind in matrix_kinds(spec, weights)]
     for mixer in dict.fromkeys(spec.attentions):
         sections += attention_sections(mixer, weights, context, gpu)

@@ -21,7 +21,7 @@ from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, act_mul
 from tokenmill.ops.triton.gemm.product import PLAIN, Epilogue
 from tokenmill.ops.triton.gemm.select import Choice, choose
-from tokenmill.ops.triton.launch.capabilities import capabilities_of, has_fp8
+from tokenmill.ops.triton.launch.capabilities import capabilities_of, has_fp8, keeps_fp4_on
 from tokenmill.ops.triton.quant.fp4 import (
     BLOCK_BYTES,
     Fp4Matrix,
@@ -131,7 +131,8 @@ class PackLinear:
         is_exact = like.dtype == torch.float32 and self._quantization == "none"
         if part.quant is None or not self._keeps_blocks or is_exact:
             return None
-        form = packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales))
+        is_widened = not keeps_fp4_on(like.device, like.dtype)
+        form = packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales, is_widened))
         if form is not None and form.is_fp4:
             return form if has_fitting_scales(part.data, part.quant) else None
         if form is not None and part.quant == "MXFP4":

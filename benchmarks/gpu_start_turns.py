@@ -1,10 +1,11 @@
 """Starts of two builds on one GPU, in turns: seconds from a new process to the first token of Llama-3.1-8B's shape.
 
-    python benchmarks/gpu_start_turns.py OLD_TREE [NEW_TREE] [--quantization fp8,int4] [--limit 90]
+    python benchmarks/gpu_start_turns.py OLD_TREE [NEW_TREE] [--quantization fp8,int4] [--warm 1] [--limit 90]
 
 Each tree has kernel caches of its own, and each start is a new process that imports from its tree alone. A cold start
-empties the caches first; the warm one after it finds the kernels of the first token there. Rounds go on, with the order
-of the trees reversed, up to the limit. Prints a table for people and one JSON object as the last line.
+empties the caches first; the warm ones after it (`--warm`) find the kernels of the first token there. Rounds go on up
+to the limit; which tree comes first changes with every pair of starts. Prints a table for people and one JSON object as
+the last line.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--shape", type=Path, default=HERE / "benchmarks/shapes/llama-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quantization", default="fp8,int4")
+    parser.add_argument("--warm", type=int, default=1, help="warm starts after a cold one")
     parser.add_argument("--limit", type=float, default=90, help="seconds after which no two starts begin")
     given = parser.parse_args()
     trees = {"old": given.old.resolve(), "new": given.new.resolve()}
@@ -90,14 +92,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # What a machine does once is not counted: libraries are read from disk, the driver wakes, modules are compiled.
         subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", *map(str, trees.values())], check=False)
-        kinds = [(quantization, kind) for quantization in given.quantization.split(",") for kind in ("cold", "warm")]
+        round_of_starts = ("cold", *["warm"] * given.warm)
+        kinds = [(quantization, kind) for quantization in given.quantization.split(",") for kind in round_of_starts]
         start(trees["new"], shape, given.device, kinds[0][0], Path(folder) / "uncounted")
         longest_s, turn = 0.0, 0
         while time.perf_counter() - began + longest_s < given.limit:
             pair_began = time.perf_counter()
             round_number, place = divmod(turn, len(kinds))
             quantization, kind = kinds[place]
-            for name in ("old", "new") if round_number % 2 == 0 else ("new", "old"):
+            num_before = len(found.get(f"{quantization} {kind} new", []))
+            for name in ("old", "new") if num_before % 2 == 0 else ("new", "old"):
                 caches = Path(folder) / name / quantization
                 if kind == "cold":
                     shutil.rmtree(caches, ignore_errors=True)

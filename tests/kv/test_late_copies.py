@@ -159,3 +159,27 @@ def test_copies_before_their_steps_are_noticed() -> None:
     scene = Scene(LateDevice(1, keeps_order=False), 1)
     scene.play()
     assert scene.num_wrong > 0
+
+
+class HeldDevice(LateDevice):
+    """One whose copies wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.may_copy = threading.Event()
+
+    def run(self, copies: Callable[[], None]) -> None:
+        assert self.may_copy.wait(LIMIT_S)
+        super().run(copies)
+
+
+def test_the_newest_of_many_blocks_at_once_has_a_slot(tmp_path: Path) -> None:
+    """All blocks of the pool wait to be saved, and are more than host memory has slots for."""
+    device = HeldDevice()
+    scene = Scene(device, 0, tmp_path)
+    for block in range(1, NUM_BLOCKS):
+        device.launch(lambda block=block: scene.write(block, block))
+        scene.index.register(*name_of(block), block)
+    device.may_copy.set()
+    scene.wait(lambda: scene.tier.has(name_of(NUM_BLOCKS - 1)))
+    scene.traffic.close()

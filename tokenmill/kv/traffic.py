@@ -271,9 +271,9 @@ class BlockTraffic:
                 self._save_part(region, some)
 
     def _num_saved_at_once(self, region: int) -> int:
-        if self._host is None or self._keeping:
-            return len(self._room(region))
-        return max(1, min(SAVED_IN_SLOTS, self._host.num_slots(region) // 2))
+        """As many as there is room for, and never so many that host memory has no slot for the newest of them."""
+        at_once = len(self._room(region)) if self._host is None or self._keeping else SAVED_IN_SLOTS
+        return at_once if self._host is None else max(1, min(at_once, self._host.num_slots(region) // 2))
 
     def _save_part(self, region: int, wanted: Sequence[Registered]) -> None:
         """Copy blocks into slots of host memory, or into this thread's room where there is no slot for them and another

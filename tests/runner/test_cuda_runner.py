@@ -194,6 +194,42 @@ def test_rows_that_decode_beside_a_prompt_are_in_its_forward_pass(monkeypatch: p
     assert mixed_steps > 3
 
 
+def test_a_step_is_collected_when_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no row draws: chunks of prompts, of rows that the device draws for and of those that the host does.
+    The scheduler learns from a step's time what chunks cost."""
+    core, scheduler = core_over(eager_runner(monkeypatch), 200)
+    runner: Any = core.runner
+    silent: dict[int, list[Any]] = {}  # events of the steps that draw nothing
+
+    def event() -> Any:
+        recorded.append(record())
+        return recorded[-1]
+
+    def launch(plan: StepPlan) -> int:
+        nonlocal recorded
+        recorded = []
+        if not any(row.sample for row in plan.rows):
+            silent[plan.step] = recorded
+        return launch_step(plan)
+
+    def collect(ticket: int) -> Any:
+        found = collect_step(ticket)
+        assert ticket not in silent or [one.num_waits for one in silent[ticket]] == [1]
+        return found
+
+    recorded: list[Any] = []
+    record, runner._event = runner._event, event
+    launch_step, runner.launch = runner.launch, launch
+    collect_step, runner.collect = runner.collect, collect
+    kinds = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=1)]
+    for number, params in enumerate(kinds):  # one after the other: a step of one kind alone
+        prompt = [1 + (number * 7 + place) % 50 for place in range(90)]
+        one = Request(request_id=str(number), prompt_token_ids=prompt, params=params, max_tokens=3, seed=1)
+        before = len(silent)
+        answers(core, scheduler, asked=lambda one=one: [one])  # type: ignore[misc]
+        assert len(silent) - before > 1
+
+
 def self_drawn(request: Request) -> bool:
     """Tell whether the device draws for a request."""
     params = request.params

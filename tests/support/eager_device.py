@@ -36,8 +36,10 @@ def greedy(
 
 
 class Arrived:
+    num_waits = 0
+
     def synchronize(self) -> None:
-        pass
+        self.num_waits += 1
 
 
 class EagerGraphs:
@@ -90,10 +92,12 @@ class EagerGraphs:
 
 def eager_runner(monkeypatch: pytest.MonkeyPatch) -> type[CudaRunner]:
     """The CUDA runner, with everything that needs a GPU replaced."""
-    event: Any = Arrived()
+
+    def event(self: CudaRunner) -> Any:
+        return Arrived()
 
     def to_host(self: CudaRunner, drawn: torch.Tensor, rows: list[int]) -> PendingTokens:
-        return PendingTokens({row: line for line, row in enumerate(rows)}, drawn, event)
+        return PendingTokens({row: line for line, row in enumerate(rows)}, drawn, self._event())
 
     def to_device(self: CudaRunner, values: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -115,6 +119,7 @@ def eager_runner(monkeypatch: pytest.MonkeyPatch) -> type[CudaRunner]:
     monkeypatch.setattr(cuda_runner, "DecodeGraphs", EagerGraphs)
     monkeypatch.setattr(cuda_runner, "best_tokens", greedy)
     monkeypatch.setattr(cuda_runner, "WarmUp", lambda *_: None)
+    monkeypatch.setattr(CudaRunner, "_event", event)
     monkeypatch.setattr(CudaRunner, "_to_host", to_host)
     monkeypatch.setattr(CudaRunner, "_to_device", to_device)
     return CudaRunner

@@ -65,6 +65,7 @@ class LaunchedStep:
     pending: list[tuple[PendingTokens, list[RowPlan]]] = field(default_factory=list)  # drawn on the device
     undrawn: list[tuple[torch.Tensor, list[RowPlan]]] = field(default_factory=list)  # hidden states of rows that draw
     host: HostDraws | RowsForward | None = None  # rows that the host finishes
+    computed: torch.cuda.Event | None = None  # passes behind the forward pass of those
     masks: StepMasks | None = None
 
 
@@ -111,6 +112,7 @@ class CudaRunner:
             self._launch_decode(step, decode)
         if host:
             step.host = self._launch_host(host)
+            step.computed = self._event()
         self._launched[plan.step] = step
         return plan.step
 
@@ -136,6 +138,8 @@ class CudaRunner:
         for pending, plans in step.pending:
             tokens = pending.wait()
             found |= {row.row: _result(row, tokens, pending.lines) for row in plans}
+        if step.computed is not None:  # nothing has waited for a chunk that draws nothing, and its time is learned from
+            step.computed.synchronize()
         rows = [found[row.row] for row in step.plan.rows]
         return StepResult(step=ticket, rows=rows, step_s=time.perf_counter() - step.began)
 
@@ -334,9 +338,13 @@ class CudaRunner:
     def _to_host(self, drawn: torch.Tensor, rows: list[int]) -> PendingTokens:
         tokens = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)
         tokens.copy_(drawn, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return PendingTokens({row: line for line, row in enumerate(rows)}, tokens, arrived)
+        return PendingTokens({row: line for line, row in enumerate(rows)}, tokens, self._event())
+
+    def _event(self) -> torch.cuda.Event:
+        """Passes when the device has done what is on the stream now."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     # ── collect ────────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.bench.load import ClosedLoop, LoadRun, OpenLoop, Target
 from tokenmill.bench.report import sentence
 from tokenmill.bench.request_records import BenchRecord
 from tokenmill.bench.search import (
@@ -28,8 +29,10 @@ from tokenmill.bench.search import (
     write_trials,
 )
 from tokenmill.bench.totals import meets, parse_goodput, parse_limits
+from tokenmill.bench.workloads import Workload
 from tokenmill.cli import main
-from tokenmill.cli.bench_serve import ArrivalConfig, ResultConfig, SearchConfig
+from tokenmill.cli.bench_load import RunConfig, WorkloadConfig
+from tokenmill.cli.bench_serve import ArrivalConfig, ResultConfig, SearchConfig, trier
 from tokenmill.errors import InvalidConfig
 
 
@@ -193,6 +196,26 @@ def test_a_search_takes_the_flags_of_bench_serve() -> None:
     assert ResultConfig().price_at(verdict) is None
     priced = replace(verdict, trials=[replace(trial, output_tok_s=100.0) for trial in verdict.trials])
     assert ResultConfig(usd_per_hour=3.6).price_at(priced) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("over", ["rate", "concurrency"])
+def test_no_trial_asks_what_an_earlier_one_asked(monkeypatch: pytest.MonkeyPatch, over: str) -> None:
+    """The server's prefix cache has the prompts of earlier trials, which would make each one easier than the last."""
+    asked: list[list[str]] = []
+
+    def run(_: RunConfig, __: Target, load: ClosedLoop | OpenLoop, ___: Workload) -> LoadRun:
+        sessions = load.sessions if isinstance(load, ClosedLoop) else (session for _, session in load.timed)
+        asked.append([str(session.turns[0].messages) for session in itertools.islice(sessions, 20)])
+        return LoadRun(records=[record(float(number), 0.1) for number in range(20)])
+
+    monkeypatch.setattr(RunConfig, "run", run)
+    settings, arrival = SearchConfig(start=4), ArrivalConfig(rate=4.0 if over == "rate" else None)
+    target, aim = RunConfig(), Target("http://127.0.0.1:1", "m")
+    try_level = trier(settings.with_arrival(arrival), arrival, WorkloadConfig(), target, aim)
+    for number in range(3):
+        try_level(4.0, number)
+    prompts = [prompt for trial in asked for prompt in trial]
+    assert len(set(prompts)) == len(prompts) == 60
 
 
 def record(sent: float, ttft: float, tpot: float = 0.01, error: str | None = None) -> BenchRecord:

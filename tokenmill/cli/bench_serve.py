@@ -318,7 +318,7 @@ def search(
     trials, try_level = list(known), trier(asked, arrival, workload, measurement, aim)
 
     def attempt(level: float) -> Trial:
-        trials.append(try_level(level))
+        trials.append(try_level(level, len(trials)))
         if resume is not None:
             write_trials(resume, settings, trials)
         return trials[-1]
@@ -357,24 +357,26 @@ def ended_by(number: signal.Signals) -> Iterator[None]:
 
 def trier(
     asked: SearchConfig, arrival: ArrivalConfig, workload: WorkloadConfig, measurement: RunConfig, aim: Target
-) -> Callable[[float], Trial]:
-    """The function that runs one trial at a level of load."""
+) -> Callable[[float, int], Trial]:
+    """The function that runs one trial, at a level of load and with the number of trials before it. Each has prompts of
+    its own: those of an earlier one would be in the server's prefix cache."""
     from tokenmill.bench.totals import parse_limits
 
-    limits, work = parse_limits(asked.slo), workload.sessions()
+    limits, first = parse_limits(asked.slo), workload.sessions()
 
-    def run_at(level: float) -> LoadRun:
+    def run_at(level: float, number: int) -> LoadRun:
+        work = replace(first, seed=first.seed + number)
         if asked.is_closed:
             count = arrival.num_requests or max(8, int(level) * asked.waves)
             return measurement.run(aim, closed_load(work, int(level), max(count, int(level)), None), work)
         opened = replace(arrival, rate=level, duration_s=asked.trial_s)
         return measurement.run(aim, opened.load(work, workload), work)
 
-    def try_level(level: float) -> Trial:
+    def try_level(level: float, number: int) -> Trial:
         from tokenmill.bench.search import judge
         from tokenmill.bench.totals import totals
 
-        run = run_at(level)
+        run = run_at(level, number)
         found = totals(run.records)
         rates = {"output_tok_s": found["output_tok_s"], "requests_s": found["requests_s"]}
         trial = judge(level, run.records, limits, {**rates, "ended_s": time.time()})

@@ -5,6 +5,7 @@ Fixtures of real data skip with a reason where it is absent.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.internal.conjecture import providers as hypothesis_providers
 
 from tests.support.real_models import fetched_model
+from tests.support.server_process import is_failed_step
 from tokenmill.weights import packed_cache
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -129,6 +131,35 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 def one_torch_thread() -> None:
     """Whatever number of threads the engines of other tests have left."""
     use_one_torch_thread()
+
+
+class FailedSteps(logging.Handler):
+    """Keeps what the cores of this process log of steps that raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR and is_failed_step(record.getMessage()):
+            self.seen.append(f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else None}")
+
+
+@pytest.fixture(scope="session")
+def failed_steps() -> Iterator[FailedSteps]:
+    handler, log = FailedSteps(), logging.getLogger("tokenmill.engine.core")
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def no_step_fails(request: pytest.FixtureRequest, failed_steps: FailedSteps) -> Iterator[None]:
+    """A step that raises is tried again in parts, and answers may be right all the same: that would hide its fault."""
+    failed_steps.seen.clear()
+    yield
+    if request.node.get_closest_marker("failing_steps") is None:
+        assert not failed_steps.seen, failed_steps.seen
 
 
 @pytest.fixture(scope="session", autouse=True)

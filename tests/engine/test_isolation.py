@@ -104,10 +104,12 @@ class FailingModel(ContextModel):
         return super().forward(batch, storage)
 
 
+@pytest.mark.failing_steps
 def test_a_step_that_fails_once_hurts_nobody() -> None:
     core = scripted_core(FailingModel({2, 5}))
     assert {name: tokens_of(outputs) for name, outputs in run(core, GOOD).items()} == expected()
     assert core.stats().kv_blocks_used == 0
+    assert core.stats().failed_steps == 2
 
 
 class PoisonedModel(ContextModel):
@@ -119,6 +121,7 @@ class PoisonedModel(ContextModel):
         return super().forward(batch, storage)
 
 
+@pytest.mark.failing_steps
 @pytest.mark.parametrize("num_poisoned", [1, 2])
 def test_a_request_that_makes_steps_fail_ends_alone(num_poisoned: int) -> None:
     core = scripted_core(PoisonedModel(VOCAB))
@@ -142,12 +145,14 @@ class SmallModel(ContextModel):
         return super().forward(batch, storage)
 
 
+@pytest.mark.failing_steps
 def test_requests_that_pass_alone_and_fail_together_are_not_tried_for_ever() -> None:
     core = scripted_core(SmallModel(VOCAB))
     outputs = run(core, GOOD)
     assert {one[-1].finish_reason for one in outputs.values()} == {"error"}
 
 
+@pytest.mark.failing_steps
 def test_a_step_that_fails_before_all_rows_are_taken_hurts_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Sampler.add_row
 
@@ -167,6 +172,7 @@ def test_a_step_that_fails_before_all_rows_are_taken_hurts_no_later_one(monkeypa
     assert {name: tokens_of(outputs) for name, outputs in run(core, GOOD).items()} == expected()
 
 
+@pytest.mark.failing_steps
 def test_an_engine_that_keeps_failing_gives_up() -> None:
     core = scripted_core(FailingModel(set(range(1, 100))))
     for _ in range(MAX_FAILED_IN_A_ROW - 1):

@@ -64,13 +64,14 @@ def test_engine_totals_survive_a_restart() -> None:
     model = metrics.of("")
     model.set_engine(EngineState(3, 2, 0.5, prefix_hits=100, prefix_queries=200, preemptions=1, steps=7, busy_s=0.5))
     model.set_engine(EngineState(1, 0, 0.1, prefix_hits=10, prefix_queries=20, preemptions=0, steps=2, busy_s=0.25))
-    model.set_engine(EngineState(1, 0, 0.1, 10, 20, 0, steps=2, busy_s=0.25, drafted=9, accepted=6))
+    model.set_engine(EngineState(1, 0, 0.1, 10, 20, 0, steps=2, failed_steps=4, busy_s=0.25, drafted=9, accepted=6))
     model.engine_restarted()
     values = _values(metrics)
     assert values["tokenmill_draft_tokens_total"] == 9 and values["tokenmill_accepted_draft_tokens_total"] == 6
     assert values["tokenmill_prefix_hits_total"] == 110 and values["tokenmill_prefix_queries_total"] == 220
     assert values["tokenmill_preemptions_total"] == 1 and values["tokenmill_engine_restarts_total"] == 1
     assert values["tokenmill_engine_steps_total"] == 9 and values["tokenmill_engine_busy_seconds_total"] == 0.75
+    assert values["tokenmill_engine_failed_steps_total"] == 4
     assert values["tokenmill_requests_running"] == 1 and values["tokenmill_kv_usage_ratio"] == 0.1
 
 

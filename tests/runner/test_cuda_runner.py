@@ -243,6 +243,7 @@ def test_aborted_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {k: v for k, v in answers(*core_over(ModelRunner, 400)).items() if k[0] not in aborted}
 
 
+@pytest.mark.failing_steps
 def test_a_step_that_fails_once_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests of the failed step, and those that came in with the step behind it, are computed again and say what
     they would have said."""

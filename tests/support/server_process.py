@@ -90,11 +90,18 @@ class ServerProcess:
         if self.child.poll() is None:
             self.child.kill()
             self.child.wait(10)
+        failed = [line for line in self.output().splitlines() if is_failed_step(line)]
         self._printed.close()
+        assert not failed, failed
 
     def children(self) -> list[int]:
         listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.child.pid)], capture_output=True, text=True)
         return [int(pid) for pid in listed.stdout.split() if is_alive(int(pid))]
+
+
+def is_failed_step(line: str) -> bool:
+    """Tell whether a line of a log says that a step raised, whatever became of its requests."""
+    return "a step with" in line and "rows failed" in line
 
 
 def is_alive(pid: int) -> bool:

@@ -122,6 +122,7 @@ class EngineCore:
         self._refusals: list[SequenceOutput] = []
         self._news: BlockNews | None = None
         self._num_steps = 0
+        self._num_failed_steps = 0
         self._busy_s = 0.0
         self._step_counts = [0] * (len(STEP_TOKENS) + 1)
         self._step_tokens = 0
@@ -254,6 +255,7 @@ class EngineCore:
         that keeps failing is not survivable."""
         if isinstance(error, PeerDied):
             raise error
+        self._num_failed_steps += 1
         while self._in_flight:
             behind = self._in_flight.popleft()
             if isinstance(behind.ticket, int):
@@ -263,7 +265,8 @@ class EngineCore:
         if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
             raise error
         ended = len({output.request_id for output in outputs})
-        log.error("a step with %d rows failed; %d requests end with an error", len(plan.rows), ended, exc_info=error)
+        outcome = f"{ended} requests end with an error" if ended else "its requests are tried again in parts"
+        log.error("a step with %d rows failed: %s", len(plan.rows), outcome, exc_info=error)
         return outputs
 
     def _schedule_compiled(self) -> None:
@@ -298,6 +301,7 @@ class EngineCore:
             saved_bytes=0 if moved is None else moved.saved_bytes,
             preemptions=seen.preemptions,
             steps=self._num_steps,
+            failed_steps=self._num_failed_steps,
             busy_s=self._busy_s,
             step_counts=self._step_counts.copy(),
             step_tokens=self._step_tokens,

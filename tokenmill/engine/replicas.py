@@ -76,7 +76,7 @@ class FleetKeeper(Protocol):
 
 SHOWN = (
     *("running", "waiting", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prefix_query_tokens"),
-    *("steps", "step_tokens", "busy_s", "preemptions", "engine_pid", "restarts"),
+    *("steps", "failed_steps", "step_tokens", "busy_s", "preemptions", "engine_pid", "restarts"),
 )
 Deliver = Callable[[RequestRun, SequenceOutput], None]
 Fail = Callable[[RequestRun, TokenmillError], None]

@@ -70,6 +70,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes: int = 0  # of blocks that were kept elsewhere
     preemptions: int = 0
     steps: int = 0
+    failed_steps: int = 0  # that raised; their requests were tried again, and may have ended well
     busy_s: float = 0.0  # time spent in steps
     step_counts: list[int] = []  # steps by how many tokens they computed, in buckets of `observe.buckets.STEP_TOKENS`
     step_tokens: int = 0  # computed in all steps

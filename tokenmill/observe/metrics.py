@@ -30,6 +30,7 @@
 | draft_tokens_total                | counter   | draft tokens of speculative decoding that were computed       |
 | accepted_draft_tokens_total       | counter   | draft tokens that were accepted                               |
 | engine_steps_total                | counter   | steps computed                                                |
+| engine_failed_steps_total         | counter   | steps that raised; their requests are tried again in parts    |
 | engine_busy_seconds_total         | counter   | time spent in steps                                           |
 | engine_restarts_total             | counter   | engine processes started again after a death                  |
 | resumed_requests_total            | counter   | requests that went on in another engine process, or a new one |
@@ -106,6 +107,7 @@ class EngineState:
     prefix_queries: int
     preemptions: int
     steps: int = 0
+    failed_steps: int = 0
     busy_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
@@ -161,6 +163,7 @@ FAMILIES: dict[str, tuple[str, Kind] | tuple[str, Kind, tuple[str, ...]]] = {
     "draft_tokens": ("Draft tokens of speculative decoding that were computed", Counter),
     "accepted_draft_tokens": ("Draft tokens that were accepted", Counter),
     "engine_steps": ("Steps computed", Counter),
+    "engine_failed_steps": ("Steps that raised", Counter),
     "engine_busy_seconds": ("Time spent in steps", Counter),
     "engine_restarts": ("Engine processes started again after a death", Counter),
     "resumed_requests": ("Requests that went on in another engine process", Counter),
@@ -335,6 +338,7 @@ class ModelMetrics:
             ("draft_tokens", self._last.drafted, now.drafted),
             ("accepted_draft_tokens", self._last.accepted, now.accepted),
             ("engine_steps", self._last.steps, now.steps),
+            ("engine_failed_steps", self._last.failed_steps, now.failed_steps),
             ("engine_busy_seconds", self._last.busy_s, now.busy_s),
             ("resumed_requests", self._last.resumed, now.resumed),
         ):

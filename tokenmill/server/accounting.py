@@ -218,6 +218,7 @@ def _state(stats: EngineStats) -> EngineState:
         prefix_queries=stats.prefix_query_tokens,
         preemptions=stats.preemptions,
         steps=stats.steps,
+        failed_steps=stats.failed_steps,
         busy_s=stats.busy_s,
         drafted=stats.drafted_tokens,
         accepted=stats.accepted_tokens,

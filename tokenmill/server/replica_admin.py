@@ -53,6 +53,7 @@ REPLICA: Schema = object_of(
     prefix_hit_tokens=COUNT,
     prefix_query_tokens=COUNT,
     steps=COUNT,
+    failed_steps=COUNT,
     step_tokens=COUNT,
     busy_s={"type": "number"},
     preemptions=COUNT,

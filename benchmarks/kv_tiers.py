@@ -137,7 +137,11 @@ def host(args: argparse.Namespace, _: str) -> dict[str, Any]:
             flush=True,
         )
 
+    began = time.perf_counter()
+    while llm.core.run_idle_task():  # as a server does before its first request
+        pass
     first_tokens(llm, [conversation(-1, length // 4)])
+    note(prepared_s=time.perf_counter() - began)
     one, *others = (conversation(number, length) for number in range(1, 5))
     (first_s,), expected = first_tokens(llm, [one])
     computed_s, computed = first_tokens(llm, others)  # together they take all of the first one's blocks
@@ -150,16 +154,21 @@ def host(args: argparse.Namespace, _: str) -> dict[str, Any]:
         saved_in_the_end_gb=llm.core.stats().saved_bytes / 1e9,
     )
     before = llm.core.stats()
-    fetched_s, answers = first_tokens(
-        llm, [one, others[0]]
-    )  # the first one compiles a kernel for a prompt's last block
+    compiled = compiled_kernels()
+    answers = []
+    for name, prompt in (("first", one), ("second", others[0]), ("third", others[2]), ("pooled", others[2])):
+        compiled.clear()
+        phases, answer = phases_of(llm, prompt)
+        answers.append(answer)
+        note(**{name: phases, f"{name}_compiled": sorted(set(compiled))})
     stats = llm.core.stats()
     fetch_s = max(1e-9, stats.fetch_s - before.fetch_s)
+    fetched_s = statistics.mean((found["second"]["first_token_s"], found["third"]["first_token_s"]))
     note(
-        first_fetched_s=fetched_s[0],
-        fetched_s=fetched_s[1],
-        times=found["computed_s"] / fetched_s[1],
-        is_same=answers == [*expected, *computed[:1]],
+        fetched_s=fetched_s,
+        times=found["computed_s"] / fetched_s,
+        times_at_first=found["computed_s"] / found["first"]["first_token_s"],
+        is_same=answers == [*expected, computed[0], computed[2], computed[2]],
         fetched_tokens=stats.fetched_tokens - before.fetched_tokens,
         fetch_s=fetch_s,
         gb_per_s=(stats.fetched_bytes - before.fetched_bytes) / fetch_s / 1e9,
@@ -177,6 +186,43 @@ def host(args: argparse.Namespace, _: str) -> dict[str, Any]:
     del pinned, device
     note(**steps_beside(llm, others[1]))
     return found
+
+
+def compiled_kernels() -> list[str]:
+    """A list that grows by a name for each kernel that is compiled from now on, or loaded from a compiler's cache."""
+    from triton import knobs
+
+    names: list[str] = []
+
+    def note(**asked: Any) -> None:
+        names.append(asked["fn"].name)
+
+    knobs.runtime.jit_cache_hook = note
+    return names
+
+
+def phases_of(llm: LLM, prompt: list[int]) -> tuple[dict[str, float], list[int]]:
+    """Where the time to the first token of a prompt goes, in seconds since it was asked for, and its first tokens."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    fetched, steps, tokens = llm.core.stats().fetched_tokens, 0, []
+    began = time.perf_counter()
+    request = llm.frontend.input_processor(len(prompt) + 64).process(
+        PromptRequest(prompt=prompt, params=params, request_id="prefix")
+    )
+    llm.core.add(request)
+    phases = {"added_s": time.perf_counter() - began}
+    while llm.core.has_work:
+        step_began = time.perf_counter() - began
+        outputs = llm.core.step()
+        if "first_token_s" not in phases:
+            steps += 1
+            if llm.core.stats().fetched_tokens > fetched:  # a step begins by taking in what has arrived
+                phases.setdefault("arrived_s", step_began)
+            if outputs:
+                phases |= {"last_step_began_s": step_began, "first_token_s": time.perf_counter() - began}
+        for output in outputs:
+            tokens += output.token_ids
+    return {**{name: round(value, 4) for name, value in phases.items()}, "steps": steps}, tokens
 
 
 def wait_until_saved(llm: LLM) -> None:

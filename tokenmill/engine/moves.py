@@ -1,15 +1,16 @@
 """Requests that leave a core which is to be free, while their clients notice as little as possible.
 
-    old core   decodes ······································ token │ forgotten
-    new core            blocks of all but the last tokens ──► done    │ the last tokens ──► next token ······
+    old core   decodes ······························ fills a block ···· token │ forgotten
+    new core            all full blocks ──► prepared       that block ──►      │ the last tokens ──► next token ···
 
 A request that has given tokens is first *prepared*: the core that is to go on with it gets a request for no tokens of
-all full blocks that there are, and takes them from the old core or computes them, while the old one decodes on. The
-move itself follows upon a token, and all that is left to compute are the few behind those blocks. Without a
-preparation (n > 1, where nothing could be prepared) a request takes its blocks along when it moves.
+all full blocks that there are, and takes them from the old core or computes them, while the old one decodes on. As soon
+as another block is full it is prepared again, which takes a few steps, and the move itself follows upon the next token:
+all that is left to compute are the few tokens behind that block. Where they do not become few, it moves nevertheless.
+Without a preparation (n > 1, where nothing could be prepared) a request takes its blocks along when it moves.
 
-A few are prepared together; then they move one by one, since each that arrives lengthens a step of all that run
-there. None moves while others are being prepared: it would wait behind them.
+A few are prepared together, until all are; then a few move at a time, since each that arrives lengthens a step of all
+that run there. None moves while others are prepared for the first time: it would wait behind them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from tokenmill.types import Request, SequenceOutput
 MOVE_S = 2.0  # that a core which is to end gives its requests' blocks to others
 MOVE_CHECK_S = 0.005
 MOVED_SHARE = 16  # of so many requests with tokens one moves at a time
-PREPARED_AT_ONCE = 2  # ... and for each of these, so many are prepared together
+PREPARED_AT_ONCE = 2  # ... and for each of these, so many are prepared together, or move once few tokens are left
+FEW_LEFT = 8  # tokens behind the prepared ones with which a request moves
+JUST_FULL = 2  # tokens behind the last full block while which it is prepared again
+MOST_REPEATED = 4  # preparations after the first one, after which it moves with any number
 FETCHED_BLOCKS = 3  # behind the prepared ones, from which on they are fetched: that takes a step, computing does not
 
 _numbers = count(1)
@@ -60,7 +64,7 @@ class Moves:
             return
         runs = list(replica.runs.values())
         room = max(1, len(runs) // MOVED_SHARE)
-        may_prepare = not replica.leaving and not any(run.preparation is not None for run in runs)
+        may_prepare = not replica.leaving and not is_preparing(replica)
         num_prepared = 0
         for run in runs:
             if run.is_starting:
@@ -68,7 +72,7 @@ class Moves:
             elif run is replica.probation or not self._may_be_prepared(run):
                 if len(replica.leaving) < 2 * room:
                     self.move(run, replica)
-            elif may_prepare and num_prepared < PREPARED_AT_ONCE * room:
+            elif may_prepare and run.preparation is None and num_prepared < PREPARED_AT_ONCE * room:
                 if self._prepare(run, replica):
                     num_prepared += 1
                 else:
@@ -123,42 +127,55 @@ class Moves:
 
     def _prepare(self, run: RequestRun, replica: Replica) -> bool:
         """Begin to prepare a request on another core; False: none can take it."""
-        request = run.buffer.output_processor.resumed_request()
-        route = self._replicas.route_of_answer(request)
+        route = self._replicas.route_of_answer(run.buffer.output_processor.resumed_request())
         if route is None:
             return False
-        target = route.replica
-        core_id = f"{request.request_id}#prepared{next(_numbers)}"
+        run.preparation = Preparation(run, route)
+        self._send_blocks(run.preparation, replica)
+        return True
+
+    def _send_blocks(self, preparation: Preparation, replica: Replica) -> None:
+        """Let the next core of a request get all full blocks that there are of it."""
+        request = preparation.run.buffer.output_processor.resumed_request()
+        target = preparation.route.replica
+        preparation.core_id = core_id = f"{request.request_id}#prepared{next(_numbers)}"
         asked = prepared_request(
             request, core_id, target.info.block_size, self._replicas.block_address(replica, target)
         )
-        run.preparation = Preparation(run, route, core_id, len(asked.prompt_token_ids))
-        target.preparations[core_id] = run.preparation
+        preparation.num_tokens, preparation.is_done = len(asked.prompt_token_ids), False
+        target.preparations[core_id] = preparation
         target.send(Submit(asked))
-        return True
 
     def note_prepared(self, replica: Replica, output: SequenceOutput) -> None:
-        """Take in what a core says of a preparation. One that failed has prepared nothing."""
+        """Take in what a core says of a preparation. One that failed has prepared nothing, and is not repeated."""
         if output.finish_reason is None:
             return
         preparation = replica.preparations.pop(output.request_id)
         preparation.is_done = True
         if output.finish_reason == "error":
-            preparation.num_tokens = 0
+            preparation.num_tokens, preparation.num_repeated = 0, MOST_REPEATED
+        if preparation.run.replica is not None:
+            self.continue_from(preparation.run.replica)
 
     def note_token(self, run: RequestRun, replica: Replica) -> None:
-        """Move a request that has got a token, if it and all others of its batch are prepared."""
+        """Move a request that has got a token, if all are prepared and few tokens are left to compute; or prepare it
+        again."""
         preparation = run.preparation
-        room = max(1, len(replica.runs) // MOVED_SHARE)
-        if preparation is None or len(replica.leaving) >= room:
+        if preparation is None or not preparation.is_done or is_preparing(replica):
             return
-        if not all(one.preparation is None or one.preparation.is_done for one in replica.runs.values()):
+        num_tokens = len(run.request.prompt_token_ids) + run.buffer.output_processor.num_completion_tokens
+        num_left = num_tokens - preparation.num_tokens
+        target = preparation.route.replica
+        if num_left > FEW_LEFT and preparation.num_repeated < MOST_REPEATED and target.is_ready:
+            if num_left >= target.info.block_size and (num_tokens - 1) % target.info.block_size <= JUST_FULL:
+                preparation.num_repeated += 1
+                self._send_blocks(preparation, replica)
+            return
+        room = max(1, len(replica.runs) // MOVED_SHARE)
+        if len(replica.leaving) >= room * (PREPARED_AT_ONCE if num_left <= FEW_LEFT else 1):
             return
         self._note_leaving(run, replica)
         self._replicas.withdraw(run, replica, tell_core=True)
-        processor = run.buffer.output_processor
-        num_left = len(run.request.prompt_token_ids) + processor.num_completion_tokens - preparation.num_tokens
-        target = preparation.route.replica
         if num_left < FETCHED_BLOCKS * target.info.block_size:
             run.source = None
         if self._replicas.can_take(target, run.request):
@@ -184,3 +201,9 @@ class Moves:
                 run.preparation = None
                 if run.replica is not None:
                     self.continue_from(run.replica)
+
+
+def is_preparing(replica: Replica) -> bool:
+    """Tell whether requests of a core are prepared elsewhere for the first time."""
+    preparations = (run.preparation for run in replica.runs.values())
+    return any(one is not None and not one.is_done and not one.num_repeated for one in preparations)

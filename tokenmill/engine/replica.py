@@ -93,9 +93,10 @@ class Preparation:
 
     run: RequestRun
     route: Route
-    core_id: str
-    num_tokens: int  # of the request that will be there
+    core_id: str = ""  # of the request for its blocks
+    num_tokens: int = 0  # of the request that will be there
     is_done: bool = False
+    num_repeated: int = 0  # times that it was prepared again
 
 
 class CoreListener(Protocol):

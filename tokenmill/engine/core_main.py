@@ -28,6 +28,7 @@ from tokenmill.engine.startup.torch_import import torch_import
 from tokenmill.errors import TokenmillError
 
 ORPHAN_CHECK_MS = 1000
+SWITCH_INTERVAL_S = 0.0005  # a step waits so long for Python's lock while another thread moves blocks
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core = msgspec.msgpack.Decoder(ToCore)
@@ -137,6 +138,7 @@ def _serve(mailbox: SocketMailbox, folder: str, *, fast_start: bool) -> int:
         mailbox.send(Failed(error.message, error.hint, error.exit_code))
         return error.exit_code
     mailbox.heartbeat.start()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with relaxed_gc():
         run_loop(core, mailbox, when_prepared=freeze_live_objects)
     return 0

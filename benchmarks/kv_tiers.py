@@ -115,6 +115,9 @@ def cost(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 def host(args: argparse.Namespace, _: str) -> dict[str, Any]:
     import torch
 
+    from tokenmill.ops.triton.launch import compile_workers
+
+    compile_workers.enable()  # as in a server's engine process
     length = args.tokens
     llm = LLM(
         args.model,

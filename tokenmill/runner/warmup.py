@@ -2,7 +2,8 @@
 
 start     kernels of the first steps compiled side by side ─► widest step ─► largest graph: all memory is taken
 beside    kernels of decoding steps of every size are compiled while the first requests run
-idle      a graph of each size; long prompts, whose attention is a library that takes a second to load
+idle      a graph of each size; the end of a long prompt; long prompts, whose attention is a library that takes a
+          second to load
 
 All but the graphs run with one layer of each kind, which launches the same kernels and takes the same memory as all
 layers do.
@@ -69,6 +70,7 @@ class WarmUp:
         yield self.compile_rest
         yield partial(self.rehearse, [(0, min(SHORT, longest))] * 2)
         yield from self._graphs.captures()
+        yield partial(self.rehearse, [self._late_chunk(min(SHORT, longest))])
         yield partial(self.rehearse, [(0, longest)])  # late: it may take a second, without a break
 
     @torch.inference_mode()
@@ -109,11 +111,15 @@ class WarmUp:
 
     def _ask_for_rest(self) -> None:
         self._graphs.ask_for_draws()
-        middle, late = min(MIDDLE, self._max_context - 1), max(0, min(LONG, self._max_context - 1) - SHORT)
-        for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)], [(late, SHORT)]):
+        middle = min(MIDDLE, self._max_context - 1)
+        for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)], [self._late_chunk(SHORT)]):
             self.compute(self._batch(chunks))
         for size in graph_sizes(min(self._max_rows, FEW_ROWS)):
             self._ask_for_graph(size)
+
+    def _late_chunk(self, num_tokens: int) -> Chunk:
+        """The end of a long prompt, all else of which was cached or came from elsewhere."""
+        return max(0, min(LONG, self._max_context - 1) - num_tokens), num_tokens
 
     def _prompt(self, num_tokens: int) -> ForwardBatch:
         return self._batch([(0, min(num_tokens, self._max_context - 1))])

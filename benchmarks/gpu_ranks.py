@@ -21,7 +21,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.build import assemble
+from tokenmill.engine.core import EngineCore
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
@@ -59,6 +60,7 @@ from tokenmill.weights.rank_weights import RankWeights
 
 SHAPES = Path(__file__).parent / "shapes"
 BLOCK, PROMPT, ROWS = 16, 40, 4
+PROFILED_AT, PROFILED_STEPS = 60, 10  # of the 80 steps of a run
 SEVENTY_B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
     "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -205,8 +207,11 @@ def unheard(size: int) -> RankGroup:
     return DeviceGroup(0, size, device(), windows)
 
 
-def step_seconds(spec: ModelSpec, ranks: int, rows: list[int], context: int) -> dict[int, float]:
-    """Seconds of a decoding step of the first rank's part, by the number of rows."""
+def step_seconds(
+    spec: ModelSpec, ranks: int, rows: list[int], context: int, kernels_of: Collection[int] = ()
+) -> dict[int, float]:
+    """Seconds of a decoding step of the first rank's part, by the number of rows. `kernels_of`: of so many rows, print
+    the time of each kernel too."""
     group = unheard(ranks)
     most, length = max(rows), context + 128
     model = part_of(spec, group, length, deterministic=False)
@@ -233,8 +238,22 @@ def step_seconds(spec: ModelSpec, ranks: int, rows: list[int], context: int) -> 
             outputs = core.step()
             if len(outputs) == count:
                 seconds.append(time.perf_counter() - began_s)
+            if count in kernels_of and len(seconds) == PROFILED_AT:
+                print_kernels(core)
         found[count] = median(seconds[8:-4])
     return found
+
+
+def print_kernels(core: EngineCore) -> None:
+    """Print which kernels the next steps take how long, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED_STEPS):
+            core.step()
+        torch.cuda.synchronize()
+    spent = sorted(profile.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    for kernel in spent[:16]:
+        each, count = kernel.self_device_time_total / PROFILED_STEPS, kernel.count / PROFILED_STEPS
+        print(f"  {each:8.1f} us a step, {count:6.1f} times {each / count:6.2f} us  {kernel.key[:90]}", flush=True)
 
 
 def gather_seconds(spec: ModelSpec, ranks: int, rows: list[int]) -> dict[int, float]:
@@ -305,7 +324,7 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
     flops = plan.peak_flops("bfloat16") * plan.mfu
     calibrated = Speeds(flops, flops, reached, float(layer_s) * spec.num_layers)
     torch.cuda.empty_cache()
-    shard = step_seconds(spec, asked.ranks[-1], asked.rows, asked.context)
+    shard = step_seconds(spec, asked.ranks[-1], asked.rows, asked.context, asked.kernels_of)
     ranks, table = asked.ranks[-1], []
     gathering = gather_seconds(spec, ranks, asked.rows)
     for rows, seconds in shard.items():
@@ -345,6 +364,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=numbers, default=None)
     parser.add_argument("--rows", type=numbers, default=[8, 32, 128])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--kernels-of", type=numbers, default=[], help="alone: so many rows; print each kernel's time")
     asked = parser.parse_args()
     asked.ranks = asked.ranks or ([1, 2, 4, 8] if asked.what == "bits" else [8])
     print(json.dumps(bits(asked) if asked.what == "bits" else alone(asked)))

@@ -64,9 +64,10 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         OpsConfig(device="cuda", backend="triton", threads=1, deterministic=asked.deterministic),
         ParallelConfig(tp=size, rank_gpus=gpus),
     )
-    watch = threading.Timer(asked.limit - STACKS_S, dump_stacks)
-    watch.daemon = True
-    watch.start()
+    for moment_s in (asked.limit / 2, asked.limit - STACKS_S):
+        watch = threading.Timer(moment_s, dump_stacks)
+        watch.daemon = True
+        watch.start()
     began_s = time.perf_counter()
     core = build_core(config, asked.shape, fast_start=True)
     found: dict[str, Any] = {"ranks": size, "start_s": round(time.perf_counter() - began_s, 1), "steps_s": {}}

@@ -1,7 +1,7 @@
 """A rank whose window is memory of the host, in Triton's interpreter: `... DESCRIPTOR RANK SIZE TASK`.
 
 The windows of all ranks lie one behind the other in a file that they share. Tasks: `join`, parts of several shapes come
-together; `stop`, a wait for ranks that never come is ended.
+together; `sum`, numbers of several shapes are added up; `stop`, a wait for ranks that never come is ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import mmap
 import sys
 import threading
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -21,6 +22,8 @@ from tokenmill.parallel.device import ARRIVAL_BYTES, DeviceGroup
 
 ROOM_BYTES = 1 << 10  # so that some parts need several exchanges
 WINDOW_BYTES = ARRIVAL_BYTES + 2 * ROOM_BYTES
+WHOLE_SUM_BYTES, SUM_BLOCK = 1 << 10, 16
+MEETINGS = 9  # so that hosts meet before some exchanges, and not before others
 PROGRAMS = 3  # the interpreter runs one after the other
 
 
@@ -38,9 +41,10 @@ class HostWindow:
 
 
 def group_over(descriptor: int, rank: int, size: int) -> DeviceGroup:
+    """The file begins with the records by which hosts meet, which take less than a window."""
     shared = mmap.mmap(descriptor, 0)
-    windows = [HostWindow(shared, number * WINDOW_BYTES) for number in range(size)]
-    return DeviceGroup(rank, size, torch.device("cpu"), lambda _group: windows)
+    windows = [HostWindow(shared, (1 + number) * WINDOW_BYTES) for number in range(size)]
+    return DeviceGroup(rank, size, torch.device("cpu"), lambda _group: windows, partial(device.meet_ranks, descriptor))
 
 
 def join_parts(group: DeviceGroup) -> None:
@@ -60,6 +64,25 @@ def join_parts(group: DeviceGroup) -> None:
         assert all(map(torch.equal, group.all_gather(own, widths), torch.split(whole, widths, dim=-1)))
 
 
+def sum_numbers(group: DeviceGroup) -> None:
+    torch.manual_seed(0)
+    for shape, dtype in [
+        ((3, 5), torch.float32),
+        ((4, 64), torch.float16),
+        ((7, 33), torch.float16),  # more than a rank adds up alone
+        ((40, 16), torch.float32),  # more than a room
+        ((1, 8), torch.float32),  # less than a block for each rank
+    ] * 2:
+        each = [(torch.randn(shape) * 9).to(dtype) for _ in range(group.size)]
+        wide = torch.cat((each[group.rank], each[0]), dim=-1)
+        found = group.sum(wide[:, : shape[1]])  # rows that do not lie behind each other
+        expected = torch.zeros(shape)
+        for part in each:
+            expected = expected + part
+        assert torch.equal(found, expected.to(dtype)), (shape, dtype)
+        assert torch.equal(group.join(each[group.rank], [shape[1]] * group.size), torch.cat(each, dim=-1))
+
+
 def stop_waiting(group: DeviceGroup) -> None:
     threading.Timer(0.2, group.abort).start()
     group.join(torch.zeros(1, 8), [8] * group.size)
@@ -72,8 +95,12 @@ def main() -> None:
         patch.object(exchange, "NUM_PROGRAMS", PROGRAMS),
         patch.object(exchange, "POLLS", 8),
         patch.object(device, "ROOM_BYTES", ROOM_BYTES),
+        patch.object(device, "MEETINGS", 0 if sys.argv[4] == "stop" else MEETINGS),
+        patch.object(device, "WHOLE_SUM_BYTES", WHOLE_SUM_BYTES),
+        patch.object(device, "SUM_BLOCK", SUM_BLOCK),
+        patch.object(exchange, "SUM_BLOCK", SUM_BLOCK),
     ):
-        {"join": join_parts, "stop": stop_waiting}[sys.argv[4]](group_over(descriptor, rank, size))
+        {"join": join_parts, "sum": sum_numbers, "stop": stop_waiting}[sys.argv[4]](group_over(descriptor, rank, size))
 
 
 if __name__ == "__main__":

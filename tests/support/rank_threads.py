@@ -56,20 +56,22 @@ class HeldWeights:
         return self.reader.get(name)
 
 
-def shard_of(spec: ModelSpec, group: RankGroup, weights: WeightReader) -> tuple[ModelSpec, RankWeights, Shard]:
+def shard_of(
+    spec: ModelSpec, group: RankGroup, weights: WeightReader, *, sums: bool = False
+) -> tuple[ModelSpec, RankWeights, Shard]:
     """One rank's spec, weights and shard."""
-    cuts, layers = Cuts(group.rank, group.size, cut_model(spec, group.size)), range(spec.num_layers)
+    cuts, layers = Cuts(group.rank, group.size, cut_model(spec, group.size, sums=sums)), range(spec.num_layers)
     source = RankWeights(HeldWeights(weights), cuts, layers)
     return cut_spec(spec, group.size, group.rank), source, Shard(group, cuts, layers)
 
 
 def torch_logits(
-    spec: ModelSpec, weights: WeightReader, size: int, tokens: list[int], chunks: list[int]
+    spec: ModelSpec, weights: WeightReader, size: int, tokens: list[int], chunks: list[int], *, sums: bool = False
 ) -> list[torch.Tensor]:
     """Logits of all tokens on each rank, computed by torch."""
 
     def logits(group: ThreadGroup) -> torch.Tensor:
-        own, source, shard = shard_of(spec, group, weights)
+        own, source, shard = shard_of(spec, group, weights, sums=sums)
         model = Decoder(own, Loader(source, REFERENCE_OPS, torch.float32, CPU, shard=shard), MAX_CONTEXT)
         return all_logits(model, own, tokens, chunks)
 

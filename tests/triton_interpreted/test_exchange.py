@@ -15,7 +15,7 @@ LIMIT_S = 100
 def run_ranks(ranks: Sequence[int], size: int, task: str) -> None:
     descriptor = os.memfd_create("windows")
     try:
-        os.ftruncate(descriptor, size * WINDOW_BYTES)
+        os.ftruncate(descriptor, (1 + size) * WINDOW_BYTES)
         started = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.support.exchange_program", *map(str, (descriptor, rank, size)), task],
@@ -39,6 +39,11 @@ def run_ranks(ranks: Sequence[int], size: int, task: str) -> None:
 def test_parts_of_all_ranks_come_together() -> None:
     """Uneven parts, words of every size, rows of a larger tensor, more than a window has room for, many turns."""
     run_ranks(range(3), 3, "join")
+
+
+def test_numbers_of_all_ranks_are_added_up() -> None:
+    """In one exchange and in two, more than a window has room for, between other exchanges."""
+    run_ranks(range(3), 3, "sum")
 
 
 def test_a_wait_for_a_rank_that_never_comes_is_ended() -> None:

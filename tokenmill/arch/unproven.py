@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
-KernelSet = Literal["gpu_ranks", "mixed_graphs"]
+KernelSet = Literal["gpu_ranks", "gpu_sums", "mixed_graphs"]
 
 
 class KernelTrial(NamedTuple):
@@ -29,6 +29,11 @@ class KernelTrial(NamedTuple):
 TRIALS: dict[KernelSet, KernelTrial] = {
     "gpu_ranks": KernelTrial(
         "ranks on several GPUs, or more than two on one (--tp): two ranks on one H200 are proven", "refused"
+    ),
+    "gpu_sums": KernelTrial(
+        "products of ranks on GPUs summed, two exchanges a layer (quantised matrices that are summed are expanded, "
+        "which their planned memory does not know)",
+        "put together without sums, four exchanges a layer",
     ),
     "mixed_graphs": KernelTrial(
         "steps of short chunks of prompts beside rows that decode, as captured graphs whose memory is not planned yet",

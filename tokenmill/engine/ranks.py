@@ -36,6 +36,7 @@ import torch
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import tensors_of
+from tokenmill.arch.unproven import is_chosen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.backends import find_backend
 from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, own_python
@@ -200,7 +201,10 @@ def load_part(
     loads = {} if parallel.expert_loads is None else read_loads(Path(parallel.expert_loads), spec)
     by_heads = not parallel.dp_attention
     copies = parallel.expert_copies
-    cuts = shard_model(spec, group.size, group.rank, ep=parallel.ep, loads=loads, copies=copies, by_heads=by_heads)
+    sums = parallel.link == "ipc" and not config.ops.deterministic and is_chosen("gpu_sums")
+    cuts = shard_model(
+        spec, group.size, group.rank, ep=parallel.ep, loads=loads, copies=copies, by_heads=by_heads, sums=sums
+    )
     source = RankWeights(open_source(config, model_path, spec), cuts, layers)
     own = cut_spec(spec, group.size, group.rank, by_heads=by_heads)
     model = find_backend(config.ops.backend).build_model(config, own, source, Shard(group, cuts, layers))

@@ -41,6 +41,7 @@ from tokenmill.ops.interface import (
     Stream,
 )
 from tokenmill.ops.raw import RawTensor
+from tokenmill.parallel.group import Sum
 
 
 class HasKind(Protocol):
@@ -233,8 +234,11 @@ class LayerLoader:
         if feed.spec.expert.bias:
             experts = replace(experts, gate_up_bias=self._gate_up_bias(feed), down_bias=self._bias(feed.downs))
         if load.shard is not None:
-            gathers = load.shard.gather_inputs(feed.downs), load.shard.gather_outputs((feed.downs,))
-            experts = replace(experts, gather_inner=gathers[0], gather_out=gathers[1])
+            outputs = load.shard.finish_outputs((feed.downs,))
+            if isinstance(outputs, Sum):
+                experts = replace(experts, sum_out=outputs)
+            else:
+                experts = replace(experts, gather_inner=load.shard.gather_inputs(feed.downs), gather_out=outputs)
         return MoeWeights(
             self._norm(feed.norm),
             load.projection(feed.router),
@@ -255,6 +259,8 @@ class LayerLoader:
         """The matrices of the shared expert, where a backend may compute it as some more experts"""
         if feed.shared is None or not feed.spec.is_shared_like_experts or not self.load.ops.joins_shared:
             return None
+        if self.load.shard is not None and self.load.shard.gather_inputs(feed.downs) is not None:
+            return None  # what ranks have computed of its inner numbers is not put together expert by expert
         (gate, up), (down,) = (matrices.names for matrices in feed.shared)
         first, second, third = (self.load.source.get(f"{name}.weight") for name in (gate, up, down))
         return first, second, third

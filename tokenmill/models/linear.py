@@ -23,7 +23,7 @@ from tokenmill.ops.blocks import is_known
 from tokenmill.ops.interface import LinearWeight, Norm, Ops
 from tokenmill.ops.low_rank import HeldExperts, HeldLowRank, LowRank
 from tokenmill.ops.raw import RawTensor
-from tokenmill.parallel.group import Gather, GatherRows, Shard
+from tokenmill.parallel.group import Gather, GatherRows, Shard, Sum
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.upload import to_gpu
 
@@ -37,7 +37,7 @@ class Projection:
     weight: LinearWeight
     adapters: HeldLowRank | None = None  # None: none can be loaded
     inputs: Gather | None = None  # puts the ranks' parts of x together, where each has computed one
-    outputs: Gather | None = None  # likewise of the product
+    outputs: Gather | Sum | None = None  # likewise of the product, or adds them up
     lookups: GatherRows | None = None  # where ranks have rows each, and rows are looked up
 
     def __call__(self, x: torch.Tensor, mode: Mode, adapters: Any = None) -> torch.Tensor:
@@ -122,7 +122,7 @@ class Loader:
         if shard is None:
             return made
         made = replace(made, weight=replace(weight, whole_rows=shard.whole_rows(names)))
-        outputs = shard.gather_outputs(names, [raw.shape[0] for raw in raws])
+        outputs = shard.finish_outputs(names, [raw.shape[0] for raw in raws])
         return replace(made, inputs=shard.gather_inputs(names[0]), outputs=outputs)
 
     def embedding(self, name: str) -> Projection:
@@ -138,7 +138,7 @@ class Loader:
     def tied_head(self, embedding: Projection) -> Projection:
         """A product with the embedding's matrix, to which adapters add by themselves."""
         adapters = self._adapters(("head",), [embedding.weight.rows], embedding.weight.columns)
-        outputs = None if self.shard is None else self.shard.gather_outputs(("embed",))
+        outputs = None if self.shard is None else self.shard.finish_outputs(("embed",))
         return replace(embedding, adapters=adapters, outputs=outputs)
 
     def _adapters(

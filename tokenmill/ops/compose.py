@@ -210,6 +210,8 @@ class ComposedRegions:
             result = self.ops.experts(inputs, weights, ids, moe.experts, activation)
         else:
             result = moe.adapters.run(inputs, weights, ids, moe.experts, activation, self.adapters)
+        if moe.experts.sum_out is not None:
+            result = moe.experts.sum_out(result)
         if moe.latent is not None:
             result = self.linear(result, moe.latent[1])
         return result if moe.shared is None else result + self.shared_expert(normed, moe.shared)

@@ -54,6 +54,9 @@ class ExpertsWeight:
     gather_inner: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Where ranks have some rows of each expert's matrices: what they computed of act(gate) * up → all of it"""
     gather_out: Callable[[torch.Tensor], torch.Tensor] | None = None  # likewise of the product with down
+    sum_out: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Where ranks have some inner numbers of each expert: what they computed of each token's result [T, H] → the sum of
+    all; for those who call `Ops.experts`, since it can be put off until all that is to be summed is there"""
 
     @property
     def has_bias(self) -> bool:

@@ -14,6 +14,13 @@ can be cut anywhere, so any number of heads goes over any number of ranks.
     embed, head                  rows of the vocabulary        rows that are looked up; logits
     other projections            rows                          their output
 
+Where sums are asked for, `o` (if heads are cut) and `down` are cut by their columns instead, so that each rank reads
+what it has computed itself: its product is a part of a sum over all ranks. That halves the number of exchanges, and
+the order in which numbers are added depends on the number of ranks.
+
+    o                            columns, by heads             nothing; its output is summed
+    down (experts' too)          columns                       nothing; its output is summed, over experts first
+
 Keys and values are cut with the heads, if all layers of a model keep the same of their tokens; where they don't, and
 for mixers of other kinds, each rank computes the whole mixer from gathered projections. Norms and routers are whole.
 """
@@ -57,10 +64,17 @@ class MatrixCut:
     """A matrix over the ranks."""
 
     rows: Cut
-    gathered: Literal["product", "activation", "attention"] = "product"
-    """What is put together of the ranks' parts: the product itself, or what becomes of it."""
+    gathered: Literal["product", "activation", "attention", "sum"] = "product"
+    """What is put together of the ranks' parts: the product itself, or what becomes of it. "sum": each rank's product
+    is a part of it."""
     inputs: Cut | None = None
-    """The parts of its input that ranks have; None: each has all of it."""
+    """The parts of its input that ranks have, and gather; None: each has all of it, or all that it needs."""
+    columns: Cut | None = None
+    """The columns that each rank has, where products are summed; None: all of them."""
+
+    @classmethod
+    def summed(cls, num_rows: int, columns: Cut) -> MatrixCut:
+        return cls(Cut(((0, num_rows),) * len(columns.spans)), "sum", columns=columns)
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,16 @@ class Cuts:
         cut = self.matrices.get(tensor.removesuffix(".weight").removesuffix(".bias"))
         return None if cut is None else cut.rows.spans[self.rank]
 
+    def columns(self, tensor: str) -> Span | None:
+        """The columns of a tensor that this rank has; None: all of them."""
+        cut = self.matrices.get(tensor.removesuffix(".weight"))
+        return None if cut is None or cut.columns is None else cut.columns.spans[self.rank]
+
+    def has_bias(self, tensor: str) -> bool:
+        """Return whether this rank adds a bias (`….bias`): to a sum over ranks, one of them does."""
+        cut = self.matrices.get(tensor.removesuffix(".bias"))
+        return cut is None or cut.gathered != "sum" or self.rank == 0
+
     def own_experts(self, tensor: str) -> list[int] | None:
         """The experts of a tensor [experts, ...] that this rank has; None: all of them, or it is no such tensor."""
         owners = self.experts.get(tensor.removesuffix(".weight").removesuffix(".bias"))
@@ -87,8 +111,8 @@ class Cuts:
 
     @cached_property
     def recipe(self) -> str:
-        """Return a text that identifies this rank's rows."""
-        rows = sorted((name, cut.rows.spans[self.rank]) for name, cut in self.matrices.items())
+        """Return a text that identifies this rank's rows and columns."""
+        rows = sorted((name, cut.rows.spans[self.rank], self.columns(name)) for name, cut in self.matrices.items())
         return repr(rows) + (repr(sorted(self.experts.items())) if self.experts else "")
 
 
@@ -167,29 +191,29 @@ def _times(cut: Cut, width: int) -> Cut:
 # ── the whole model ────────────────────────────────────────────────────────────────────────────────────
 
 
-def cut_model(spec: ModelSpec, size: int, *, by_heads: bool = True) -> dict[str, MatrixCut]:
+def cut_model(spec: ModelSpec, size: int, *, by_heads: bool = True, sums: bool = False) -> dict[str, MatrixCut]:
     """Return all matrices of a model that are cut for `size` ranks, by name. `by_heads`: False where ranks attend for
-    some sequences with all heads, instead of for all with some."""
+    some sequences with all heads, instead of for all with some. `sums`: of products of columns, where these can be."""
     rows = {
         name.removesuffix(".weight"): tensor.shape[-2]
         for name, tensor in tensors_of(spec).items()
         if tensor.kind != "vector"
     }
-    found = dict(_matrices(spec, size, rows, by_heads=by_heads and cuts_heads(spec, size)))
+    found = dict(_matrices(spec, size, rows, by_heads=by_heads and cuts_heads(spec, size), sums=sums))
     return {name: cut for name, cut in found.items() if min(cut.rows.widths) > 0}  # others stay whole
 
 
 def _matrices(
-    spec: ModelSpec, size: int, rows: Mapping[str, int], *, by_heads: bool
+    spec: ModelSpec, size: int, rows: Mapping[str, int], *, by_heads: bool, sums: bool
 ) -> Iterator[tuple[str, MatrixCut]]:
     ends = ("embed", "head", "layer_inputs.embed", "layer_inputs.project")
     yield from ((name, MatrixCut(split_rows(rows[name], size))) for name in ends if name in rows)
     for number, layer in enumerate(spec.layers):
-        yield from _layer(layer, number, size, rows, by_heads)
+        yield from _layer(layer, number, size, rows, by_heads=by_heads, sums=sums)
 
 
 def _layer(
-    layer: LayerSpec, number: int, size: int, rows: Mapping[str, int], by_heads: bool
+    layer: LayerSpec, number: int, size: int, rows: Mapping[str, int], *, by_heads: bool, sums: bool
 ) -> Iterator[tuple[str, MatrixCut]]:
     def gathered(matrices: Matrices, inputs: Cut | None = None) -> Iterator[tuple[str, MatrixCut]]:
         for name in matrices.names:
@@ -202,42 +226,48 @@ def _layer(
         yield from _head_cuts(mixer, regions.attend.name, size)  # in the place of what was said before
         queries = split_heads(mixer.num_heads, mixer.num_kv_heads, size)
         heads = None if queries is None else _times(queries[0], mixer.value_dim or mixer.head_dim)
-    yield from gathered(regions.add.projection, heads)
+    if sums and heads is not None:
+        yield from ((name, MatrixCut.summed(rows[name], heads)) for name in regions.add.projection.names)
+    else:
+        yield from gathered(regions.add.projection, heads)
     if regions.side is not None:
         yield from gathered(regions.side[1].projection)
     if regions.add_input is not None:
         yield from gathered(regions.add_input.gate)
         yield from gathered(regions.add_input.up)
     if regions.feed is not None:
-        yield from _feed(regions.feed, size, rows)
+        yield from _feed(regions.feed, size, rows, sums=sums)
 
 
-def _feed(feed: Feed, size: int, rows: Mapping[str, int]) -> Iterator[tuple[str, MatrixCut]]:
+def _feed(feed: Feed, size: int, rows: Mapping[str, int], *, sums: bool) -> Iterator[tuple[str, MatrixCut]]:
     match feed:
         case GatedMlp() if feed.spec.sparsity:  # a token's gates are compared with the mean of all of them
             for name in (*feed.gate_up.names, *feed.down.names):
                 yield name, MatrixCut(split_rows(rows[name], size))
         case GatedMlp():
-            yield from _mlp(feed.gate_up.names, feed.down.names, size, rows)
+            yield from _mlp(feed.gate_up.names, feed.down.names, size, rows, sums=sums)
         case Experts():
             names = (feed.ups,) if feed.gates is None else (feed.gates, feed.ups)
-            yield from _mlp(names, (feed.downs,), size, rows)
+            yield from _mlp(names, (feed.downs,), size, rows, sums=sums)
             if feed.shared is not None:
                 gate_up, down = feed.shared
-                yield from _mlp(gate_up.names, down.names, size, rows)
+                yield from _mlp(gate_up.names, down.names, size, rows, sums=sums)
             for matrices in feed.latent or ():
                 yield from ((name, MatrixCut(split_rows(rows[name], size))) for name in matrices.names)
         case SideBySide():
-            yield from _feed(feed.mlp, size, rows)
-            yield from _feed(feed.experts, size, rows)
+            yield from _feed(feed.mlp, size, rows, sums=sums)
+            yield from _feed(feed.experts, size, rows, sums=sums)
 
 
 def _mlp(
-    ups: tuple[str, ...], downs: tuple[str, ...], size: int, rows: Mapping[str, int]
+    ups: tuple[str, ...], downs: tuple[str, ...], size: int, rows: Mapping[str, int], *, sums: bool
 ) -> Iterator[tuple[str, MatrixCut]]:
     inner = split_rows(rows[ups[0]], size)
     yield from ((name, MatrixCut(inner, "activation")) for name in ups)
     inputs = inner if min(inner.widths) > 0 else None
+    if sums and inputs is not None:
+        yield from ((name, MatrixCut.summed(rows[name], inner)) for name in downs)
+        return
     yield from ((name, MatrixCut(split_rows(rows[name], size), inputs=inputs)) for name in downs)
 
 
@@ -261,13 +291,14 @@ def spread_experts(
 
 def shard_model(
     spec: ModelSpec, size: int, rank: int, *, ep: bool = False, loads: Mapping[str, Sequence[float]] | None = None,
-    copies: int = 0, by_heads: bool = True,
+    copies: int = 0, by_heads: bool = True, sums: bool = False,
 ) -> Cuts:  # fmt: skip
-    """Return one rank's part of a model. `ep`: whole experts instead of rows of each; `by_heads`: as in `cut_model`."""
+    """Return one rank's part of a model. `ep`: whole experts instead of rows of each; `by_heads`, `sums`: as in
+    `cut_model`."""
     if size == 1:
         return Cuts(rank, size, {})
     experts = spread_experts(spec, size, loads or {}, copies) if ep else {}
-    cuts = cut_model(spec, size, by_heads=by_heads)
+    cuts = cut_model(spec, size, by_heads=by_heads, sums=sums)
     matrices = {name: cut for name, cut in cuts.items() if name not in experts}
     return Cuts(rank, size, matrices, experts)
 

@@ -27,10 +27,14 @@ class GlooGroup(JoinedParts):
     def __init__(self, rank: int, size: int, store: Path) -> None:
         """`store`: a new file, the same for all ranks, by which they find each other at the first collective."""
         self.rank = rank
-        self.size = size
+        self._size = size
         self._store = store
         self._group: Any = None
         self.is_aborted = False
+
+    @property
+    def size(self) -> int:
+        return self._size
 
     def _connected(self) -> Any:
         c10d: Any = distributed  # whose types leave out options and stores

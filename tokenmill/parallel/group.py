@@ -1,6 +1,6 @@
 """A group of ranks that compute one model together, as models see it.
 
-A collective moves numbers and never adds any: what ranks have computed comes together in the order of ranks, so every
+What ranks have computed comes together in the order of ranks, and sums are added in one order on all of them, so every
 rank goes on with the same bits. All ranks call the same collectives in the same order; a wait that a rank's death
 would make endless ends with `PeerDied`.
 
@@ -37,6 +37,10 @@ class RankGroup(Protocol):
 
     def join(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """The same as one tensor, [T, sum of widths]."""
+        ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, W] of this rank → the sum of all ranks', the same bits on each."""
         ...
 
     def abort(self) -> None:
@@ -77,6 +81,17 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """Adds up what ranks have computed of a product, each with some columns of the matrix."""
+
+    group: RankGroup
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, W] → [T, W]"""
+        return self.group.sum(x)
+
+
+@dataclass(frozen=True)
 class GatherRows:
     """Looks up rows of a matrix of which each rank has some."""
 
@@ -107,10 +122,13 @@ class Shard:
     cuts: Cuts
     layers: range  # of the whole model's: those of this rank's stage
 
-    def gather_outputs(self, names: Sequence[str], rows: Sequence[int] = ()) -> Gather | None:
-        """Return the gather of a product with stacked matrices; None where each rank continues with its own part, or
+    def finish_outputs(self, names: Sequence[str], rows: Sequence[int] = ()) -> Gather | Sum | None:
+        """Return what makes a product with stacked matrices whole; None where each rank continues with its own part, or
         has all of it. `rows`: of each matrix as this rank has it, where some of several may be whole."""
         cuts = [self.cuts.find(name) for name in names]
+        if any(cut is not None and cut.gathered == "sum" for cut in cuts):
+            assert len(cuts) == 1, "a matrix whose products are summed is stacked with none"
+            return Sum(self.group)
         if not any(cut is not None and cut.gathered == "product" for cut in cuts):
             return None
         return Gather(self.group, tuple(self._part(cut, rows[place : place + 1]) for place, cut in enumerate(cuts)))

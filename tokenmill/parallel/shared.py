@@ -23,7 +23,11 @@ class SharedGroup(JoinedParts):
         """`window`: of the native module."""
         self.window = window
         self.rank: int = window.rank
-        self.size: int = window.size
+        self._size: int = window.size
+
+    @property
+    def size(self) -> int:
+        return self._size
 
     @classmethod
     def in_threads(cls, size: int) -> list[SharedGroup]:

@@ -146,12 +146,19 @@ class CheckpointWeights:
         """Return a text that describes how our tensors are assembled, and changes whenever that does."""
         return repr(sorted(self.sources.items()))
 
-    def get(self, name: str, rows: tuple[int, int] | None = None, experts: Sequence[int] | None = None) -> RawTensor:
-        """`rows` and `experts`: those to read, all by default."""
+    def get(
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        experts: Sequence[int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> RawTensor:
+        """`rows`, `experts` and `columns`: those to read, all by default. Some columns come as plain values, since
+        blocks lie along them."""
         source = self.sources[name]
         if experts and len(source.names) > 1:  # one tensor of theirs each
             source, experts = replace(source, names=tuple(source.names[expert] for expert in experts)), None
-        parts = [self._part(theirs, source, rows, experts) for theirs in source.names]
+        parts = [self._part(theirs, source, rows, experts, columns) for theirs in source.names]
         if source.times is not None:
             return self._product(name, parts[0], *source.times)
         if source.beside is not None:
@@ -168,6 +175,7 @@ class CheckpointWeights:
         source: TensorSource,
         rows: tuple[int, int] | None = None,
         experts: Sequence[int] | None = None,
+        columns: tuple[int, int] | None = None,
     ) -> RawTensor:
         found = self.checkpoint.shapes.get(theirs)
         if found != source.shape:
@@ -176,7 +184,9 @@ class CheckpointWeights:
         raw = self.checkpoint.load(theirs)
         if experts is not None:
             raw = some_experts(raw, experts)
-        return transformed(raw, source, rows, fetched=self.checkpoint.reads_parts)
+        if columns is not None and raw.quant is not None:
+            raw = RawTensor(raw.name, raw.shape, dequantize(raw))
+        return transformed(raw, source, rows, columns, fetched=self.checkpoint.reads_parts)
 
     def _product(self, name: str, left: RawTensor, theirs: str, shape: tuple[int, int]) -> RawTensor:
         """Multiply two consecutive matrices into one"""
@@ -226,10 +236,15 @@ def some_experts(raw: RawTensor, own: Sequence[int]) -> RawTensor:
 
 
 def transformed(
-    raw: RawTensor, source: TensorSource, rows: tuple[int, int] | None = None, *, fetched: bool = False
+    raw: RawTensor,
+    source: TensorSource,
+    rows: tuple[int, int] | None = None,
+    columns: tuple[int, int] | None = None,
+    *,
+    fetched: bool = False,
 ) -> RawTensor:
-    """A tensor of a checkpoint as ours, or some of its rows: others are not touched. `fetched`: what is used of it is
-    read at once."""
+    """A tensor of a checkpoint as ours, or some of its rows or columns: others are not touched. `fetched`: what is used
+    of it is read at once."""
     data, shape = raw.data, raw.shape
     if source.plane is not None:
         data, shape = data[source.plane], shape[1:]
@@ -258,6 +273,9 @@ def transformed(
         order = order if rows is None else order[slice(*rows)]
     elif rows is not None:
         data = data.narrow(axis, rows[0], rows[1] - rows[0])
+    if columns is not None:
+        data = data.narrow(-1, columns[0], columns[1] - columns[0])
+        shape = (*shape[:-1], columns[1] - columns[0])
     if fetched:
         first = 0 if order is None else int(order.min())
         last = data.shape[axis] - 1 if order is None else int(order.max())

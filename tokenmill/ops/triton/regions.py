@@ -155,6 +155,8 @@ class FusedRegions:
             stream.delta, stream.residual, norm.weight, norm.eps, moe.router.weight, moe.experts, moe.routing,
             moe.spec.expert.activation,
         )  # fmt: skip
+        if moe.experts.sum_out is not None:
+            result = moe.experts.sum_out(result)
         if moe.shared is not None:
             result = result + self.composed.shared_expert(normed, moe.shared)
         return self.composed.added(result, PlainStream(total), moe.post_norm, moe.scale)
@@ -179,6 +181,7 @@ def _are_few(moe: MoeWeights, batch: BatchClass) -> bool:
     is_usual = is_usual and not moe.routing.spec.has_input_norm and not moe.routing.spec.weights_input
     has_kernel = (
         moe.experts.is_gated
+        and moe.experts.gather_inner is None
         and not moe.experts.has_bias
         and (moe.routing.is_plain or kind in ("plain", "fp4", "fp8_blocks"))
     )

@@ -1,4 +1,4 @@
-"""An exchange between ranks as one kernel: parts of all ranks put together, without a word to the host.
+"""An exchange between ranks as one kernel: parts of all ranks put together, or added up, without a word to the host.
 
 Each rank has a window: memory that the kernels of all ranks can reach (`parallel/device_memory.py`). A program puts its
 share of this rank's part into the window, announces that in all windows, waits for the same program of the other ranks,
@@ -6,6 +6,9 @@ and copies its share of their parts to where the result is wanted:
 
     window    arrivals int64 [NUM_PROGRAMS, MAX_RANKS] | room 0 | room 1
     program   own part ─► own room ─► announce turn t to all ─► wait for t of all ─► all rooms ─► result
+
+A sum is the same with all numbers of each rank in its room: what is copied from all rooms is added up on the way, in
+the order of ranks, so that all ranks have the same bits. A rank may add up a part of the numbers only.
 
 A turn uses the room of its parity. Who is in turn t has met all others in t - 1, and they had read the rooms of t - 2
 by then: one meeting a turn is enough. Each program counts its turns in memory of the device, so a captured graph needs
@@ -31,6 +34,7 @@ ARRIVAL_BYTES = 8 * NUM_PROGRAMS * MAX_RANKS
 POLLS = 1024  # between two looks at `stopped`, which is in the host's memory
 MOST_WORDS = 1024  # that a program takes from all ranks at once
 LEAST_WORDS = 64
+SUM_BLOCK = 1024  # values that a program adds up at once
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARRIVAL_BYTES = tl.constexpr(ARRIVAL_BYTES)
 _MAX_RANKS = tl.constexpr(MAX_RANKS)
@@ -89,6 +93,39 @@ def _exchange(
     tl.store(turns + program, turn)
 
 
+@kernel_unspecialized("num_values", "first", "count")
+def _sum(
+    own, out, addresses, turns, stopped, num_values, first, count, ROOM_BYTES: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr, POLLS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Add up `count` numbers of all ranks, from `first * BLOCK` on, of which each has `num_values`."""
+    program = tl.program_id(0)
+    ranks = tl.arange(0, RANKS)
+    is_rank = ranks < SIZE
+    turn = tl.load(turns + program) + 1
+    windows = tl.load(addresses + ranks, mask=is_rank, other=0)
+    own_window = tl.load(addresses + RANK)
+    room = _ARRIVAL_BYTES + (turn % 2) * ROOM_BYTES
+    own_room = tl.multiple_of((own_window + room).to(tl.pointer_type(own.dtype.element_ty)), 16)
+    # Programs write what the same programs of other ranks read: blocks of all parts go round alike, from `first` on.
+    for task in range(program, tl.cdiv(num_values, BLOCK), NUM_PROGRAMS):
+        values = task * BLOCK + tl.arange(0, BLOCK)
+        tl.store(own_room + values, tl.load(own + values, mask=values < num_values), mask=values < num_values)
+    _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK, POLLS)
+    begin = (program - first % NUM_PROGRAMS + NUM_PROGRAMS) % NUM_PROGRAMS
+    for task in range(begin, tl.cdiv(count, BLOCK), NUM_PROGRAMS):
+        places = task * BLOCK + tl.arange(0, BLOCK)
+        inside = places < count
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in tl.static_range(SIZE):
+            window = tl.load(addresses + rank)
+            theirs = tl.multiple_of((window + room).to(tl.pointer_type(own.dtype.element_ty)), 16)
+            part = tl.load(theirs + first * BLOCK + places, mask=inside, other=0.0, cache_modifier=".cg")
+            total += part.to(tl.float32)
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(turns + program, turn)
+
+
 def word_bytes(element_size: int, widths: Sequence[int]) -> int:
     """Return the largest words that all parts are multiples of: from what all ranks know, so that they agree."""
     return next(number for number in (8, 4, 2, 1) if all(width * element_size % number == 0 for width in widths))
@@ -103,14 +140,28 @@ def in_words(x: torch.Tensor, number: int) -> torch.Tensor:
 
 def exchange(
     own: torch.Tensor, out: torch.Tensor, addresses: torch.Tensor, borders: torch.Tensor, widest: int,
-    turns: torch.Tensor, stopped: torch.Tensor, room_bytes: int, rank: int, size: int,
+    turns: torch.Tensor, stopped: torch.Tensor, room_bytes: int, rank: int, size: int, *, is_rehearsal: bool = False,
 ) -> None:  # fmt: skip
     """own [T, this rank's width] → out [T, all widths], both of integers of one type. `addresses` int64 [size]: of the
     windows; `borders` int32 [size + 1]: where each rank's part begins; `widest`: of the parts; `turns` int64
-    [NUM_PROGRAMS]; `stopped` int32 [1]: set by the host to end all waits."""
+    [NUM_PROGRAMS]; `stopped` int32 [1]: set by the host to end all waits; `is_rehearsal`: none of the numbers."""
     ranks = next_power_of_2(size)
     block = min(MOST_WORDS // ranks, max(LEAST_WORDS, next_power_of_2(widest)))
     _exchange[(NUM_PROGRAMS,)](
-        own, out, addresses, borders, turns, stopped, len(own), own.stride(0), out.stride(0), cdiv(widest, block),
-        room_bytes, rank, size, ranks, block, NUM_PROGRAMS, POLLS, num_warps=4,
+        own, out, addresses, borders, turns, stopped, 0 if is_rehearsal else len(own), own.stride(0), out.stride(0),
+        cdiv(widest, block), room_bytes, rank, size, ranks, block, NUM_PROGRAMS, POLLS, num_warps=4,
+    )  # fmt: skip
+
+
+def sum_ranks(
+    own: torch.Tensor, out: torch.Tensor, addresses: torch.Tensor, first: int, turns: torch.Tensor,
+    stopped: torch.Tensor, room_bytes: int, rank: int, size: int, *, is_rehearsal: bool = False,
+) -> None:  # fmt: skip
+    """own [N] of each rank → out: the sums over all ranks of its numbers from `first`, a multiple of SUM_BLOCK, on.
+    The others are as in `exchange`."""
+    assert first % SUM_BLOCK == 0
+    num_values, count = (0, 0) if is_rehearsal else (len(own), len(out))
+    _sum[(NUM_PROGRAMS,)](
+        own, out, addresses, turns, stopped, num_values, first // SUM_BLOCK, count, room_bytes, rank, size,
+        next_power_of_2(size), SUM_BLOCK, NUM_PROGRAMS, POLLS, num_warps=4,
     )  # fmt: skip

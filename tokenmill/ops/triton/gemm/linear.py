@@ -89,7 +89,8 @@ class PackLinear:
             return ExpertsWeight(up.shape[0], packed, is_gated=False)
         gates, ups, downs = (self._of_experts(raw, dense) for raw in (gate, up, down))
         num_shared, inter = 0, gate.shape[1]
-        if shared is not None and self._are_plain((gate, up, down, *shared)):
+        is_divided = shared is not None and shared[0].shape[0] % inter == 0  # also where this is a part of each
+        if shared is not None and is_divided and self._are_plain((gate, up, down, *shared)):
             num_shared = shared[0].shape[0] // inter
             more_gates, more_ups, more_downs = map(dense, shared)
             more_downs = more_downs.view(-1, num_shared, inter).transpose(0, 1)

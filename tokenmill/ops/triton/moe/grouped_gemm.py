@@ -146,7 +146,8 @@ def experts(
 ) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
-    is_few = packed.is_gated and streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=False)
+    is_few = packed.is_gated and packed.gather_inner is None
+    is_few = is_few and streams_experts(len(x), kind_of(packed), capabilities_of(x.device), is_fused=False)
     if is_few:
         return moe_gemv_chosen(x.contiguous(), weights, ids, packed, activation)
     tile = pick_grouped_config(ids.numel() / packed.num_experts, x.dtype)
@@ -172,7 +173,9 @@ def sorted_experts(
         inner = grouped_fp4(x, gate_up, pairs, is_gathered=True, bias=packed.gate_up_bias, activation=activation)
     else:
         inner = act_mul(_multiply(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
-    return _multiply(inner, down, pairs, tile, packed.down_bias, is_gathered=False).view(*ids.shape, -1)
+    inner = inner if packed.gather_inner is None else packed.gather_inner(inner)
+    result = _multiply(inner, down, pairs, tile, packed.down_bias, is_gathered=False)
+    return (result if packed.gather_out is None else packed.gather_out(result)).view(*ids.shape, -1)
 
 
 Packed = PackedIntMatrix | Fp4Matrix

@@ -55,12 +55,11 @@ install: $(RUNTIME)
 serve: install
 	$(BIN)/tokenmill serve $(MODEL)
 
+# Types take longest by far; the other checks run beside them.
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python tools/check_house.py
+	$(BIN)/mypy & types=$$!; $(BIN)/lint-imports && $(BIN)/python tools/check_house.py; rest=$$?; wait $$types && exit $$rest
 
 # One file's tests stay in one process. The interpreter of Triton is chosen once in a process, so its tests run apart;
 # tests that measure time have the machine to themselves.

@@ -180,34 +180,48 @@ def bench_chunk() -> None:
             print(f"     {ms:.3f} ms  {flops / ms / 1e9:.0f} TFLOP/s  {what}", flush=True)
 
 
+CHUNK_CONFIGS = (
+    *itertools.starmap(PrefillConfig, itertools.product((64,), (64,), (4,), (2, 3, 4))),
+    *itertools.starmap(PrefillConfig, itertools.product((64,), (128,), (4,), (2, 3))),
+    *itertools.starmap(PrefillConfig, itertools.product((128,), (64, 128), (8,), (2, 3))),
+    PrefillConfig(128, 64, 8, 4),
+    PrefillConfig(128, 64, 4, 3),
+    PrefillConfig(32, 64, 4, 3),
+)
+
+
 def bench_short_chunk() -> None:
     """A chunk of a prompt over what is computed of it, as beside running answers: whole contexts and split ones."""
     args = AttentionArgs(DIM**-0.5)
-    for context, length in itertools.product((4096, 16384, 65536), (16, 32, 64, 128, 256, 512)):
+    for context, length in itertools.product((8192, 65536), (8, 16, 24, 32, 64, 128, 256)):
         caches, tables, contexts = paged(1, context, 4)
         q = torch.randn(length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         starts = torch.tensor([0, length], device="cuda", dtype=torch.int32)
         outs = [torch.full_like(q, float("nan")) for _ in range(2)]
         flops = 4 * length * context * HEADS * DIM
         common = (tables, starts, contexts, range(1), length, args)
-        prefill_attention(q, caches[0], *common, outs[0], are_short=True)
-        found = []
-        for splits in (0, 1, 2, 4, 8, 16, 32):
 
-            def work(s=splits, q=q, caches=caches, common=common, out=outs[1]) -> None:  # type: ignore[no-untyped-def]
+        def whole(q=q, caches=caches, common=common, out=outs[0]) -> None:  # type: ignore[no-untyped-def]
+            for cache in caches:
+                prefill_attention(q, cache, *common, out, are_short=True)
+
+        found = [(graph_ms(whole) / len(caches), "prefill")]
+        for config, splits in itertools.product(CHUNK_CONFIGS, (2, 4, 8, 16, 32, 64)):
+            if context // splits < 512:
+                continue
+
+            def work(c=config, s=splits, q=q, caches=caches, common=common, out=outs[1]) -> None:  # type: ignore[no-untyped-def]
                 for cache in caches:
-                    if s:
-                        split_prefill_attention(q, cache, *common, out, s)
-                    else:
-                        prefill_attention(q, cache, *common, out, are_short=True)
+                    split_prefill_attention(q, cache, *common, out, s, config=c)
 
             work()
-            split_prefill_attention(q, caches[0], *common, outs[1], max(1, splits))
             error = float((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm())
             assert error < 1e-2, f"error {error}"
-            found.append((graph_ms(work) / len(caches), f"{splits} splits" if splits else "prefill"))
-        shown = ", ".join(f"{what} {ms * 1e3:.0f} us ({flops / ms / 1e9:.0f} TFLOP/s)" for ms, what in sorted(found))
-        print(f"context {context} chunk {length}: {shown}", flush=True)
+            found.append((graph_ms(work) / len(caches), f"{tuple(config)} in {splits}"))
+        usual = [one for one in found if one[1].startswith(str(tuple(CHUNK_CONFIGS[0])))]
+        print(f"context {context} chunk {length}:", flush=True)
+        for ms, what in (*sorted(found)[:7], *sorted(usual)[:2], found[0]):
+            print(f"     {ms * 1e3:.0f} us  {flops / ms / 1e9:.0f} TFLOP/s  {what}", flush=True)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.attention.kv_cache import cache_tensors
-from tokenmill.ops.triton.attention.prefill import attend_range, pick_prefill_config
+from tokenmill.ops.triton.attention.prefill import PrefillConfig, attend_range, pick_prefill_config
 from tokenmill.ops.triton.attention.softmax import (
     attention_output,
     empty_state,
@@ -116,13 +116,15 @@ def split_prefill_attention(
     args: AttentionArgs,
     out: torch.Tensor,
     num_splits: int,
+    *,
+    config: PrefillConfig | None = None,
 ) -> None:
     """Some rows of a step, with `num_tokens` queries at most; queries, out [T, heads, D] of the whole step."""
     num_queries, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     group = num_heads // kv_heads
     padded, group_padded = max(16, next_power_of_2(dim)), next_power_of_2(group)
-    config = pick_prefill_config(queries.dtype, padded, are_short=True)
+    config = config or pick_prefill_config(queries.dtype, padded, are_short=True)
     tokens = max(1, config.queries // group_padded)
     tiles = num_tokens // tokens + len(rows)
     parts = torch.empty(num_queries, num_heads, num_splits, dim, dtype=torch.float32, device=out.device)

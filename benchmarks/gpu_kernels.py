@@ -26,6 +26,7 @@ from tokenmill.ops.triton.attention.prefill import PrefillConfig, prefill_attent
 from tokenmill.ops.triton.attention.split_prefill import split_prefill_attention
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+GROUP = HEADS // KV_HEADS
 
 
 def graph_ms(work: Callable[[], object], repeats: int = 5) -> float:
@@ -186,14 +187,13 @@ CHUNK_CONFIGS = (
     *itertools.starmap(PrefillConfig, itertools.product((128,), (64, 128), (8,), (2, 3))),
     PrefillConfig(128, 64, 8, 4),
     PrefillConfig(128, 64, 4, 3),
-    PrefillConfig(32, 64, 4, 3),
 )
 
 
 def bench_short_chunk() -> None:
     """A chunk of a prompt over what is computed of it, as beside running answers: whole contexts and split ones."""
     args = AttentionArgs(DIM**-0.5)
-    for context, length in itertools.product((8192, 65536), (8, 16, 24, 32, 64, 128, 256)):
+    for context, length in itertools.product((8192, 65536), (8, 16, 32, 64, 128, 256, 384, 512, 768)):
         caches, tables, contexts = paged(1, context, 4)
         q = torch.randn(length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         starts = torch.tensor([0, length], device="cuda", dtype=torch.int32)
@@ -206,8 +206,8 @@ def bench_short_chunk() -> None:
                 prefill_attention(q, cache, *common, out, are_short=True)
 
         found = [(graph_ms(whole) / len(caches), "prefill")]
-        for config, splits in itertools.product(CHUNK_CONFIGS, (2, 4, 8, 16, 32, 64)):
-            if context // splits < 512:
+        for config, splits in itertools.product(CHUNK_CONFIGS, (2, 3, 4, 6, 8, 16, 32, 64)):
+            if context // splits < 512 or not 128 <= splits * length * GROUP // 64 * KV_HEADS <= 4096:
                 continue
 
             def work(c=config, s=splits, q=q, caches=caches, common=common, out=outs[1]) -> None:  # type: ignore[no-untyped-def]

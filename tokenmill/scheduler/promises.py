@@ -23,7 +23,8 @@ from tokenmill.scheduler.tenants import TenantAccount
 from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import BACKGROUND_PRIORITY, Request, StepPlan
 
-LEAST_PROMPT_PART = 0.25  # of the time of a step that prompts may always have
+LEAST_PROMPT_PART = 0.25  # of the time of a step: no more sequences run than leave so much to prompts
+LEAST_CHUNK_PART = 0.125  # of the time of a step that prompts may always have
 LATE_PART = 0.5  # of the promised time to the first token
 CHUNK_UNIT = 16  # tokens: what is longer than a few of these is cut to a multiple, as kernels compute it best
 FIRST_CHUNK = 64  # tokens of prompts in the first step beside answers, where a time between tokens is promised
@@ -63,8 +64,8 @@ class Promises:
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────
 
     def tokens_for_prompts(self, all_tokens: int, groups: Iterable[SequenceGroup]) -> int:
-        """Return how many prompt tokens a step may have: as many as fit the time that decoding rows leave, at least a
-        quarter of it; all of the budget where no decoding row waits for the step."""
+        """Return how many prompt tokens a step may have: as many as fit the time that decoding rows leave, and at least
+        an eighth of it; all of the budget where no decoding row waits for the step."""
         answers, start = _answers_and_start(groups)
         if self.step_limit_s is None or not answers or not self._step_time.is_known:
             return all_tokens
@@ -78,11 +79,11 @@ class Promises:
         return min(all_tokens, max(1, num_tokens))
 
     def _part_s(self, answers_s: float, limit_s: float) -> float:
-        """Return the seconds for prompt tokens in a step with decoding rows: what these leave, and at least a quarter
-        of the step, even where decoding alone takes longer than promised."""
+        """Return the seconds for prompt tokens in a step with decoding rows: what these leave, and at least an eighth
+        of the step, even where decoding alone takes longer than promised: prompts must go on."""
         planned_s = self._planned_s(limit_s)
         beside_s = answers_s + self._step_time.prompts_s
-        least_s = max(LEAST_PROMPT_PART * planned_s, beside_s * LEAST_PROMPT_PART / (1.0 - LEAST_PROMPT_PART))
+        least_s = max(LEAST_CHUNK_PART * planned_s, beside_s * LEAST_CHUNK_PART / (1.0 - LEAST_CHUNK_PART))
         return max(planned_s - beside_s, least_s)
 
     def _planned_s(self, limit_s: float) -> float:

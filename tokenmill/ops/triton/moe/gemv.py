@@ -36,6 +36,7 @@ from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, PackedIntMatrix
 
 ROWS = 2  # of down that a program computes
+DOWN_ROWS, DOWN_WARPS, DOWN_STAGES = 8, 8, 3  # where it makes the choice itself; the fastest on an H200
 
 
 @triton.jit
@@ -93,22 +94,14 @@ def _moe_gemv_up(
         gate, up = next_gate, next_up
 
 
-@triton.jit
-def _next_down(left, num_experts, NUMBER: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr):
-    """The expert that is added next, its logit, and what is left to choose from: those that every token has come first,
-    since they are known before the logits are"""
-    if NUMBER < SHARED:
-        return tl.cast(num_experts + NUMBER, tl.int64), 0.0, left
-    return next_choice(left, BLOCK)
-
-
 @kernel
 def _moe_gemv_down(
     inner, logits, down, out, hidden, inter, num_experts,
-    K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    K: tl.constexpr, SHARED: tl.constexpr, COUNT_PADDED: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, hidden], ROWS of one token a program; the first experts' are on their way before `inner` is known"""
+    """out [T, hidden], ROWS of one token a program: experts one after the other, the next ones' rows on their way into
+    shared memory. Those that every token has come first. The choice is made before `inner` is known."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
     columns = tl.arange(0, WIDTH)
@@ -116,42 +109,30 @@ def _moe_gemv_down(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_there = (rows < hidden)[:, None] & inside[None, :]
     source = down + rows[:, None] * inter + columns[None, :]
-    COUNT: tl.constexpr = K + SHARED
     ordered = ordered_logits(logits, token, num_experts, BLOCK)
     highest = logit_of(tl.max(ordered, axis=0))
-    expert, logit, left = _next_down(ordered, num_experts, 0, SHARED, BLOCK)
-    part = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
-    second, second_logit = part, logit
-    if COUNT > 1:
-        expert, second_logit, left = _next_down(left, num_experts, 1, SHARED, BLOCK)
-        second = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
+    numbers = tl.arange(0, COUNT_PADDED)
+    experts = (num_experts + numbers).to(tl.int64)
+    weights, whole, left = tl.full((COUNT_PADDED,), 1.0, tl.float32), 0.0, ordered
+    for number in tl.static_range(SHARED, SHARED + K):
+        expert, logit, left = next_choice(left, BLOCK)
+        weight = tl.exp(logit - highest)
+        whole += weight
+        experts = tl.where(numbers == number, expert, experts)
+        weights = tl.where(numbers == number, weight, weights)
+    if not RENORMALIZE:
+        whole = tl.sum(tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0), axis=0)
+    weights = tl.where(numbers < SHARED, weights, weights / whole)
     wait_for_previous(OVERLAPS)
     sums = tl.zeros((ROWS, WIDTH), tl.float32)
-    always = tl.zeros((ROWS,), tl.float32)
-    whole = 0.0
-    for number in tl.static_range(COUNT):
-        third, third_logit = second, second_logit
-        if number + 2 < COUNT:
-            expert, third_logit, left = _next_down(left, num_experts, number + 2, SHARED, BLOCK)
-            third = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
-        index = K + number if number < SHARED else number - SHARED
-        row = inner + (token * COUNT + index) * inter
-        factors = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
-        if number < SHARED:
-            sums += part.to(tl.float32) * factors[None, :]
-            if number + 1 == SHARED:
-                always = tl.sum(sums, axis=1)
-                sums = tl.zeros((ROWS, WIDTH), tl.float32)
-        else:
-            expert_weight = tl.exp(logit - highest)
-            whole += expert_weight
-            sums += part.to(tl.float32) * (factors * expert_weight)[None, :]
-        part, logit, second, second_logit = second, second_logit, third, third_logit
-    if not RENORMALIZE:
-        expert_weights = tl.where(tl.arange(0, BLOCK) < num_experts, tl.exp(logit_of(ordered) - highest), 0.0)
-        whole = tl.sum(expert_weights, axis=0)
-    total = tl.sum(sums, axis=1) / whole + always
-    tl.store(out + token * hidden + rows, total.to(out.dtype.element_ty), mask=rows < hidden)
+    for number in tl.range(0, SHARED + K, num_stages=STAGES):
+        expert = tl.sum(tl.where(numbers == number, experts, 0), axis=0)
+        weight = tl.sum(tl.where(numbers == number, weights, 0.0), axis=0)
+        index = tl.where(number < SHARED, K + number, number - SHARED)  # in `inner` the chosen ones come first
+        part = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
+        factors = tl.load(inner + (token * (K + SHARED) + index) * inter + columns, mask=inside, other=0.0)
+        sums += part.to(tl.float32) * (factors.to(tl.float32) * weight)[None, :]
+    tl.store(out + token * hidden + rows, tl.sum(sums, axis=1).to(out.dtype.element_ty), mask=rows < hidden)
 
 
 @kernel
@@ -250,9 +231,10 @@ def moe_gemv(
     (num_tokens, hidden), inter, shared, num_routed = x.shape, down.shape[2], packed.num_shared, logits.shape[1]
     inner, out = _gate_up(x, logits, packed, num_active, shared, activation), torch.empty_like(x)
     wide = next_power_of_2(inter)
-    _moe_gemv_down[(cdiv(hidden, ROWS), num_tokens)](
-        inner, logits, down, out, hidden, inter, num_routed, num_active, shared, renormalize, ROWS, wide,
-        next_power_of_2(num_routed), num_warps=_warps_for(wide, 1024), **launch_options(),
+    _moe_gemv_down[(cdiv(hidden, DOWN_ROWS), num_tokens)](
+        inner, logits, down, out, hidden, inter, num_routed, num_active, shared, next_power_of_2(num_active + shared),
+        renormalize, DOWN_ROWS, wide, next_power_of_2(num_routed), DOWN_STAGES,
+        num_warps=DOWN_WARPS, **launch_options(),
     )  # fmt: skip
     return out
 

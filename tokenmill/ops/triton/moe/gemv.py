@@ -36,7 +36,7 @@ from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, PackedIntMatrix
 
 ROWS = 2  # of down that a program computes
-DOWN_ROWS, DOWN_WARPS, DOWN_STAGES = 8, 8, 3  # where it makes the choice itself; the fastest on an H200
+DOWN_STAGES = 3  # experts' rows on their way, where a program makes the choice itself
 
 
 @triton.jit
@@ -214,6 +214,13 @@ def _gate_up(
     return inner
 
 
+def _down_tile(wide: int, num_tokens: int) -> tuple[int, int]:
+    """Return how many rows of down a program has, and its warps: the fastest on an H200 for experts of 768 and 1408."""
+    if wide > 1024:
+        return 8, 8
+    return (4 if num_tokens == 1 else 8), 4
+
+
 def moe_gemv(
     x: torch.Tensor,
     logits: torch.Tensor,
@@ -231,10 +238,10 @@ def moe_gemv(
     (num_tokens, hidden), inter, shared, num_routed = x.shape, down.shape[2], packed.num_shared, logits.shape[1]
     inner, out = _gate_up(x, logits, packed, num_active, shared, activation), torch.empty_like(x)
     wide = next_power_of_2(inter)
-    _moe_gemv_down[(cdiv(hidden, DOWN_ROWS), num_tokens)](
+    rows, num_warps = _down_tile(wide, num_tokens)
+    _moe_gemv_down[(cdiv(hidden, rows), num_tokens)](
         inner, logits, down, out, hidden, inter, num_routed, num_active, shared, next_power_of_2(num_active + shared),
-        renormalize, DOWN_ROWS, wide, next_power_of_2(num_routed), DOWN_STAGES,
-        num_warps=DOWN_WARPS, **launch_options(),
+        renormalize, rows, wide, next_power_of_2(num_routed), DOWN_STAGES, num_warps=num_warps, **launch_options(),
     )  # fmt: skip
     return out
 

@@ -72,7 +72,9 @@ def measure(group: DeviceGroup, rows: int, width: int) -> float:
 
 
 def rank_main(asked: argparse.Namespace) -> None:
-    group = DeviceGroup.over_file(asked.descriptor, asked.rank, asked.ranks, torch.device("cuda"))
+    group = DeviceGroup.over_file(
+        asked.descriptor, asked.rank, asked.ranks, torch.device("cuda"), ranks_of_device=asked.ranks
+    )
     for width in asked.widths:
         for rows in asked.rows:
             seconds = measure(group, rows, width)

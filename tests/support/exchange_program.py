@@ -44,7 +44,8 @@ def group_over(descriptor: int, rank: int, size: int) -> DeviceGroup:
     """The file begins with the records by which hosts meet, which take less than a window."""
     shared = mmap.mmap(descriptor, 0)
     windows = [HostWindow(shared, (1 + number) * WINDOW_BYTES) for number in range(size)]
-    return DeviceGroup(rank, size, torch.device("cpu"), lambda _group: windows, partial(device.meet_ranks, descriptor))
+    meet = partial(device.meet_ranks, descriptor)
+    return DeviceGroup(rank, size, torch.device("cpu"), lambda _group: windows, meet, ranks_of_device=size)
 
 
 def join_parts(group: DeviceGroup) -> None:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import pytest
+
 from tests.support.exchange_program import WINDOW_BYTES
+from tokenmill.ops.triton.batch.exchange import num_programs
 
 LIMIT_S = 100
 
@@ -48,3 +51,12 @@ def test_numbers_of_all_ranks_are_added_up() -> None:
 
 def test_a_wait_for_a_rank_that_never_comes_is_ended() -> None:
     run_ranks([0], 2, "stop")
+
+
+@pytest.mark.parametrize("ranks_of_device", [1, 2, 3, 4, 8, 16])
+def test_ranks_that_wait_leave_multiprocessors_to_the_one_that_they_wait_for(ranks_of_device: int) -> None:
+    """Eight ranks with 32 programs each had one waiting on every multiprocessor of an H200, and matrix products that
+    need a whole one never began."""
+    programs = num_programs(ranks_of_device)
+    assert 1 <= programs <= 32
+    assert (ranks_of_device - 1) * programs < 58, "an L4 has so many"

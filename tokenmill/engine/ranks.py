@@ -21,6 +21,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -513,7 +514,10 @@ def join_group(config: EngineConfig, rank: int, descriptor: int) -> RankGroup:
     if config.parallel.link == "ipc":
         from tokenmill.parallel.device import DeviceGroup  # needs Triton
 
-        return DeviceGroup.over_file(descriptor, place, config.parallel.tp, torch.device("cuda"))
+        shared = Counter((config.parallel.rank_gpus or "").split(","))
+        return DeviceGroup.over_file(
+            descriptor, place, config.parallel.tp, torch.device("cuda"), ranks_of_device=max(shared.values())
+        )
     from tokenmill.parallel.gloo import GlooGroup  # a second's import that others do without
 
     return GlooGroup(place, config.parallel.tp, Path(f"/proc/self/fd/{descriptor}"))

@@ -25,10 +25,10 @@ from tokenmill.errors import PeerDied
 from tokenmill.ops.triton.batch.exchange import (
     ARRIVAL_BYTES,
     MAX_RANKS,
-    NUM_PROGRAMS,
     SUM_BLOCK,
     exchange,
     in_words,
+    num_programs,
     sum_ranks,
     word_bytes,
 )
@@ -67,10 +67,11 @@ Meet = Callable[["DeviceGroup", int], None]
 
 class DeviceGroup:
     def __init__(
-        self, rank: int, size: int, device: torch.device, open_windows: OpenWindows, meet: Meet | None = None
-    ) -> None:
+        self, rank: int, size: int, device: torch.device, open_windows: OpenWindows, meet: Meet | None = None,
+        *, ranks_of_device: int = 1,
+    ) -> None:  # fmt: skip
         """`open_windows` is called at the first exchange, in which all ranks take part; `meet` before each of the first
-        ones."""
+        ones; `ranks_of_device`: that share one at most, the same number for all ranks."""
         assert size <= MAX_RANKS
         self.rank = rank
         self.size = size
@@ -78,7 +79,7 @@ class DeviceGroup:
         self._open_windows = open_windows
         self._windows: Sequence[Window] = ()
         self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
-        self._turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=device)
+        self._turns = torch.zeros(num_programs(ranks_of_device), dtype=torch.int64, device=device)
         self._stopped = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._borders: dict[tuple[int, ...], torch.Tensor] = {}  # made in steps that no graph captures
         self._always_stopped = torch.ones(1, dtype=torch.int32, device=device)
@@ -86,10 +87,12 @@ class DeviceGroup:
         self._num_met = 0
 
     @classmethod
-    def over_file(cls, descriptor: int, rank: int, size: int, device: torch.device) -> DeviceGroup:
+    def over_file(
+        cls, descriptor: int, rank: int, size: int, device: torch.device, *, ranks_of_device: int = 1
+    ) -> DeviceGroup:
         """The one of a rank that is a process, over a file of `file_bytes` zeros that all ranks have open."""
         meet = partial(meet_ranks, descriptor) if size > 2 else None  # two have been seen to need no meetings
-        return cls(rank, size, device, partial(share_windows, descriptor), meet)
+        return cls(rank, size, device, partial(share_windows, descriptor), meet, ranks_of_device=ranks_of_device)
 
     @staticmethod
     def file_bytes(size: int) -> int:

@@ -12,8 +12,9 @@ the order of ranks, so that all ranks have the same bits. A rank may add up a pa
 
 A turn uses the room of its parity. Who is in turn t has met all others in t - 1, and they had read the rooms of t - 2
 by then: one meeting a turn is enough. Each program counts its turns in memory of the device, so a captured graph needs
-no arguments, and all launches have the same number of programs. They spin while they wait, so all programs of all
-ranks of a device must find room on it at once: they are few, and small.
+no arguments, and all launches of a group have the same number of programs. They spin while they wait, so all programs
+of all ranks of a device must find room on it at once, and leave some of its multiprocessors to the rank that they wait
+for: a matrix product may need one to itself.
 
 A wait ends early when the host sets `stopped`; what comes out then is not to be used.
 """
@@ -28,7 +29,8 @@ import triton.language as tl
 
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2
 
-NUM_PROGRAMS = 32
+NUM_PROGRAMS = 32  # at most
+MOST_WAITING = 48  # programs of the other ranks of a device: fewer than a GPU has multiprocessors
 MAX_RANKS = 16
 ARRIVAL_BYTES = 8 * NUM_PROGRAMS * MAX_RANKS
 POLLS = 1024  # between two looks at `stopped`, which is in the host's memory
@@ -126,6 +128,11 @@ def _sum(
     tl.store(turns + program, turn)
 
 
+def num_programs(ranks_of_device: int) -> int:
+    """Return of how many programs an exchange consists, where so many ranks share a device at most."""
+    return max(1, min(NUM_PROGRAMS, MOST_WAITING // max(1, ranks_of_device - 1)))
+
+
 def word_bytes(element_size: int, widths: Sequence[int]) -> int:
     """Return the largest words that all parts are multiples of: from what all ranks know, so that they agree."""
     return next(number for number in (8, 4, 2, 1) if all(width * element_size % number == 0 for width in widths))
@@ -143,13 +150,13 @@ def exchange(
     turns: torch.Tensor, stopped: torch.Tensor, room_bytes: int, rank: int, size: int, *, is_rehearsal: bool = False,
 ) -> None:  # fmt: skip
     """own [T, this rank's width] → out [T, all widths], both of integers of one type. `addresses` int64 [size]: of the
-    windows; `borders` int32 [size + 1]: where each rank's part begins; `widest`: of the parts; `turns` int64
-    [NUM_PROGRAMS]; `stopped` int32 [1]: set by the host to end all waits; `is_rehearsal`: none of the numbers."""
+    windows; `borders` int32 [size + 1]: where each rank's part begins; `widest`: of the parts; `turns` int64, one for
+    each program; `stopped` int32 [1]: set by the host to end all waits; `is_rehearsal`: none of the numbers."""
     ranks = next_power_of_2(size)
     block = min(MOST_WORDS // ranks, max(LEAST_WORDS, next_power_of_2(widest)))
-    _exchange[(NUM_PROGRAMS,)](
+    _exchange[(len(turns),)](
         own, out, addresses, borders, turns, stopped, 0 if is_rehearsal else len(own), own.stride(0), out.stride(0),
-        cdiv(widest, block), room_bytes, rank, size, ranks, block, NUM_PROGRAMS, POLLS, num_warps=4,
+        cdiv(widest, block), room_bytes, rank, size, ranks, block, len(turns), POLLS, num_warps=4,
     )  # fmt: skip
 
 
@@ -161,7 +168,7 @@ def sum_ranks(
     The others are as in `exchange`."""
     assert first % SUM_BLOCK == 0
     num_values, count = (0, 0) if is_rehearsal else (len(own), len(out))
-    _sum[(NUM_PROGRAMS,)](
+    _sum[(len(turns),)](
         own, out, addresses, turns, stopped, num_values, first // SUM_BLOCK, count, room_bytes, rank, size,
-        next_power_of_2(size), SUM_BLOCK, NUM_PROGRAMS, POLLS, num_warps=4,
+        next_power_of_2(size), SUM_BLOCK, len(turns), POLLS, num_warps=4,
     )  # fmt: skip

@@ -65,11 +65,14 @@ lint: $(DEV)
 # tests that measure time have the machine to themselves.
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS)
+SERIAL_FILES = $(shell grep -rl --include='*.py' 'mark\.serial' tests)
+# Tests start hundreds of programs: a setting that keeps Python from keeping what it compiled would cost each of them.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: lint
 	$(PYTEST) --dist loadfile -m "not slow and not gpu and not serial"
 	$(PYTEST) tests/triton_interpreted -m "not slow"
-	$(BIN)/pytest -m "serial and not slow and not gpu"
+	$(BIN)/pytest -m "serial and not slow and not gpu" $(SERIAL_FILES)
 
 # Coverage is of the processes that pytest itself starts, not of servers and programs that tests start.
 REPORTS := build/test-reports
@@ -81,7 +84,7 @@ test-all: lint
 	rm -rf $(REPORTS) && mkdir -p $(REPORTS)
 	$(PYTEST) --dist loadfile -m "not gpu and not serial" $(COVERED) --junitxml=$(REPORTS)/all.xml
 	$(PYTEST) tests/triton_interpreted $(COVERED) --junitxml=$(REPORTS)/interpreted.xml
-	$(BIN)/pytest -m "serial and not gpu" $(COVERED) --junitxml=$(REPORTS)/serial.xml
+	$(BIN)/pytest -m "serial and not gpu" $(SERIAL_FILES) $(COVERED) --junitxml=$(REPORTS)/serial.xml
 	$(BIN)/coverage report
 	$(BIN)/python tools/slowest_tests.py $(REPORTS)
 

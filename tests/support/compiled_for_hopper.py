@@ -121,6 +121,7 @@ def check_experts(pairs_each: int, activation: str, group: int = MX_GROUP) -> No
 
 if __name__ == "__main__":
     check_experts(16, "swiglu_oai")
+    check_experts(16, "silu_to_10")
     check_experts(200, "")
     check_experts(16, "silu", NV_GROUP)
     check_experts(200, "", NV_GROUP)

@@ -43,7 +43,7 @@ def test_routing_and_grouped_products(tokens: int, renormalize: bool) -> None:
     assert_near(OPS.experts(x, *ours, packed, "silu"), PLAIN.experts(x, *ours, packed, "silu"))
 
 
-@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai", "silu_to_10"])
 @pytest.mark.parametrize("tokens", [2, 19])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_experts_with_biases(tokens: int, activation: Activation, deterministic: bool) -> None:
@@ -84,6 +84,20 @@ def test_experts_without_gates(quant: str | None, deterministic: bool) -> None:
         assert_near(found, expected, tolerance=1e-5 if quant is None else 4e-3)
 
 
+def test_experts_that_are_looked_up() -> None:
+    """Their weights are those of the router, and a shared expert comes behind them."""
+    spec = RoutingSpec("sqrt_softplus", epsilon=1e-20, scale=1.5, table_rows=9)
+    logits, chosen = torch.randn(7, 12) * 3, torch.randint(0, 12, (7, 3))
+    plain, ours = (
+        PLAIN.route(logits, Routing(3, spec, chosen=chosen)),
+        OPS.route(logits, Routing(3, spec, chosen=chosen)),
+    )
+    assert_near(ours[0], plain[0])
+    assert torch.equal(ours[1], chosen)
+    _, ids = OPS.route(logits, Routing(3, spec, num_shared=1, chosen=chosen))
+    assert torch.equal(ids[:, :3], chosen) and ids[:, 3].tolist() == [12] * 7
+
+
 def test_few_tokens_with_another_kind_of_routing() -> None:
     """Sigmoids with a bias for the choice, from the stream on."""
     num_experts, hidden, inter, k = 5, 48, 40, 2
@@ -100,6 +114,9 @@ def test_few_tokens_with_another_kind_of_routing() -> None:
     assert_near(done.result, PLAIN.experts(normed, *chosen, packed, "silu"), tolerance=1e-4)
     assert_near(done.normed, normed)
     assert_near(done.total, total)
+    alone = moe_gemv.add_norm_experts(total, None, norm, 1e-5, weight, packed, routing, "silu")
+    assert_near(alone.result, done.result)
+    assert torch.equal(alone.total, total)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])

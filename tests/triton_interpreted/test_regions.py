@@ -104,6 +104,18 @@ def test_what_is_added_to_a_product_keeps_it_from_being_fused() -> None:
     assert fused(chosen(replace(layer, post_norm=NORM), 600)) == {"gated_mlp"}
 
 
+def test_among_several_streams_nothing_is_added_in_place() -> None:
+    """What a layer adds is asked for, and the stream that it was given is read again."""
+    layer = replace(layer_of(plain), has_streams=True)
+    many = chosen(layer, 4096)
+    assert fused(many) == set() and fused(chosen(replace(layer, has_streams=False), 4096)) >= {"gated_mlp"}
+    x = torch.randn(2, HIDDEN).bfloat16()
+    before = x.clone()
+    fed = many.gated_mlp(many.begin(x), layer.feed)  # type: ignore[arg-type]
+    assert torch.equal(x, before)
+    assert_near(many.whole(fed), x + many.added(fed))
+
+
 def test_one_matrix_of_another_form_keeps_all_layers_from_quantised_norms() -> None:
     layers = [layer_of(PACKS["int4"]), layer_of(plain)]
     tables = choose_regions(OPS, layers, CLASSES)

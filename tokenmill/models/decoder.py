@@ -72,7 +72,7 @@ class Decoder:
             return load_mixer(regions, spec.norm_eps, load), loader.weights(regions), side
 
         spec = self.spec
-        loader = LayerLoader(load, spec.norm_eps, spec.norm)
+        loader = LayerLoader(load, spec.norm_eps, spec.norm, spec.streams is not None)
         parts = load.each(load_parts, len(self.numbers))
         chosen = choose_regions(load.ops, [weights for _, weights, _ in parts], self.classes)
         layers = [

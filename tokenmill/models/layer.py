@@ -187,6 +187,7 @@ class LayerLoader:
     load: Loader
     norm_eps: float
     norm: NormSpec = RMS_NORM
+    has_streams: bool = False
 
     def weights(self, regions: LayerRegions) -> LayerWeights:
         project, add = regions.project, regions.add
@@ -201,6 +202,7 @@ class LayerLoader:
             self._input(regions.add_input),
             None if regions.scale is None else self.load.vector(regions.scale),
             None if regions.side is None else self.load.projection(regions.side[1].projection),
+            self.has_streams,
         )
 
     def feed(self, feed: Feed) -> FeedWeights:

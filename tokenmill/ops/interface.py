@@ -218,6 +218,7 @@ class LayerWeights:
     add_input: InputWeights | None = None
     stream_scale: torch.Tensor | None = None  # [1]: multiplies the stream at the end
     side_out: ProjectionWeights | None = None  # of a second mixer, whose result is added too
+    has_streams: bool = False  # around the layer: what it adds is asked for, and what it was given is needed again
 
 
 class BatchClass(NamedTuple):

@@ -96,10 +96,11 @@ class FusedRegions:
             return table
         if batch.max_rows == 1 and _takes_norm_gemv(layer.project_in):
             table = replace(table, norm_project=self.norm_project_row)
-        if layer.scale == 1.0 and _adds_in_place(layer.project_out, layer.post_norm, batch):
+        is_added_to = not layer.has_streams
+        if is_added_to and layer.scale == 1.0 and _adds_in_place(layer.project_out, layer.post_norm, batch):
             table = replace(table, project_add=self.add_in_place)
         if isinstance(feed, GatedMlpWeights):
-            is_added = feed.scale == 1.0 and _adds_in_place(feed.down, feed.post_norm, batch)
+            is_added = is_added_to and feed.scale == 1.0 and _adds_in_place(feed.down, feed.post_norm, batch)
             return replace(table, gated_mlp=self.gated_mlp_in_place) if is_added else table
         is_few = isinstance(feed, MoeWeights) and _are_few(feed, batch)
         return replace(table, experts=self.few_experts) if is_few else table
@@ -148,11 +149,11 @@ class FusedRegions:
         return self.add_in_place(inner, mlp.down, stream, mlp.post_norm)
 
     def few_experts(self, stream: PlainStream, moe: MoeWeights) -> PlainStream:
-        assert stream.delta is not None, "what the mixer's projection left to be added"
         assert moe.norm is not None, "see `is_plain_layer`"
         norm = moe.norm
+        first, residual = (stream.residual, None) if stream.delta is None else (stream.delta, stream.residual)
         result, normed, total = add_norm_experts(
-            stream.delta, stream.residual, norm.weight, norm.eps, moe.router.weight, moe.experts, moe.routing,
+            first, residual, norm.weight, norm.eps, moe.router.weight, moe.experts, moe.routing,
             moe.spec.expert.activation,
         )  # fmt: skip
         if moe.experts.sum_out is not None:

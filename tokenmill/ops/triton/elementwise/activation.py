@@ -12,6 +12,7 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 
 _BLOCK = 1024
 FUSED_KINDS = ("silu", "gelu", "gelu_tanh")  # that products have as an epilogue
+LIMITED_KINDS = ("swiglu_oai", "silu_to_10")  # whose gates and ups are limited before they are multiplied
 
 
 @triton.jit
@@ -37,6 +38,9 @@ def gated(gate, up, KIND: tl.constexpr):
     if KIND == "swiglu_oai":
         gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
         return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    if KIND == "silu_to_10":
+        gate, up = tl.minimum(gate, 10.0), tl.minimum(tl.maximum(up, -10.0), 10.0)
+        return gate * tl.sigmoid(gate) * up
     return activate(gate, KIND) * up
 
 

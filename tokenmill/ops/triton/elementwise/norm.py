@@ -37,7 +37,8 @@ def _norm_rows(
 
 @kernel
 def _norm_and_multiply(
-    x, residual, weight, matrix, out, normed, total, size, num_out, eps, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    x, residual, weight, matrix, out, normed, total, size, num_out, eps, HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program computes one output of one row; the first of a row leaves what others need of it."""
     launch_dependents(OVERLAPS)
@@ -49,13 +50,15 @@ def _norm_and_multiply(
     wait_for_previous(OVERLAPS)
     at = row * size + columns
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    values += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     rounded = values.to(total.dtype.element_ty)
     values = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
     result = (values * inverse * scale).to(normed.dtype.element_ty)
     if line == 0:
-        tl.store(total + at, rounded, mask=inside)
+        if HAS_RESIDUAL:
+            tl.store(total + at, rounded, mask=inside)
         tl.store(normed + at, result, mask=inside)
     product = tl.sum(result.to(tl.float32) * factors, axis=0)
     tl.store(out + row * num_out + line, product.to(out.dtype.element_ty))
@@ -110,14 +113,16 @@ def norm_gemv(
 
 
 def norm_and_multiply(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, matrix: torch.Tensor
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, matrix: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, residual [R, H], matrix [N, H] → rms_norm(x + residual) @ matrix.T, rms_norm(x + residual), x + residual"""
-    x, residual = x.contiguous(), residual.contiguous()
+    x, is_alone = x.contiguous(), residual is None
+    added = x if residual is None else residual.contiguous()
     (num_rows, size), num_out = x.shape, len(matrix)
-    normed, total, out = torch.empty_like(x), torch.empty_like(x), x.new_empty(num_rows, num_out)
+    normed, total = torch.empty_like(x), x if is_alone else torch.empty_like(x)
+    out = x.new_empty(num_rows, num_out)
     _norm_and_multiply[(num_out, num_rows)](
-        x, residual, weight, matrix, out, normed, total, size, num_out, eps, next_power_of_2(size),
+        x, added, weight, matrix, out, normed, total, size, num_out, eps, not is_alone, next_power_of_2(size),
         num_warps=4, **launch_options(),
     )  # fmt: skip
     return out, normed, total

@@ -270,7 +270,7 @@ class FewExperts(NamedTuple):
 
 def add_norm_experts(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     norm: torch.Tensor,
     eps: float,
     router: LinearWeight,
@@ -278,7 +278,7 @@ def add_norm_experts(
     routing: Routing,
     activation: Activation,
 ) -> FewExperts:
-    """A few rows x, residual [T, H] through the chosen experts of rms_norm(x + residual)"""
+    """A few rows x, residual [T, H] through the chosen experts of rms_norm(x + residual), or of rms_norm(x)"""
     logits, normed, total = norm_and_multiply(x, residual, norm, eps, router.packed)
     if routing.is_plain and kind_of(packed) in ("plain", "int"):
         renormalize = routing.spec.renormalize

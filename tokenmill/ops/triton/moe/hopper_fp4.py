@@ -116,6 +116,9 @@ def _gated(gate, up, KIND: gl.constexpr):
     if KIND == "swiglu_oai":
         gate, up = gl.minimum(gate, 7.0), gl.minimum(gl.maximum(up, -7.0), 7.0)
         return gate / (1.0 + gl.exp(-1.702 * gate)) * (up + 1.0)
+    if KIND == "silu_to_10":
+        gate, up = gl.minimum(gate, 10.0), gl.minimum(gl.maximum(up, -10.0), 10.0)
+        return gate / (1.0 + gl.exp(-gate)) * up
     return activate(gate, KIND) * up
 
 

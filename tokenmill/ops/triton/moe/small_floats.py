@@ -23,7 +23,7 @@ import triton.language as tl
 from tokenmill.arch.packed_formats import FP8_GROUP, MX_GROUP, NV_GROUP
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight
-from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, gated
+from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, LIMITED_KINDS, gated
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
@@ -123,7 +123,7 @@ def grouped_fp4(
 ) -> torch.Tensor:
     """All experts' rows one below the other → [pairs, num_out]; with an activation the rows of an expert are gates
     above as many ups"""
-    has_gate = activation is None or activation in (*FUSED_KINDS, "swiglu_oai")
+    has_gate = activation is None or activation in (*FUSED_KINDS, *LIMITED_KINDS)
     if capabilities_of(x.device).has_gluon and x.dtype == torch.bfloat16 and has_gate:
         from tokenmill.ops.triton.moe.hopper_fp4 import hopper_grouped_fp4  # Gluon takes 0.1 s to import
 

@@ -59,11 +59,12 @@ def _best_groups(
 
 @kernel
 def _route(
-    logits, choice_bias, expert_scales, weights, ids, num_experts, scale, epsilon, group_size,
+    logits, choice_bias, expert_scales, looked_up, weights, ids, num_experts, scale, epsilon, group_size,
     K: tl.constexpr, SHARED: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, TWO_BEST: tl.constexpr, OVERLAPS: tl.constexpr,
+    KEPT: tl.constexpr, TWO_BEST: tl.constexpr, ARE_LOOKED_UP: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """`looked_up` int64 [T, K]: the experts, where they are known and only their weights are not"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
@@ -81,7 +82,10 @@ def _route(
     chosen = tl.zeros((K_PADDED,), tl.float32)
     chosen_ids = tl.zeros((K_PADDED,), tl.int64)
     for index in tl.static_range(K):
-        _, expert = _best_of(wanted, experts, BLOCK)
+        if ARE_LOOKED_UP:
+            expert = tl.load(looked_up + token * K + index)
+        else:
+            _, expert = _best_of(wanted, experts, BLOCK)
         score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
         chosen = tl.where(indices == index, score, chosen)
         chosen_ids = tl.where(indices == index, expert.to(tl.int64), chosen_ids)
@@ -104,14 +108,15 @@ def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.T
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_active + num_shared, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, num_active + num_shared, dtype=torch.int64, device=logits.device)
-    bias, scales = routing.choice_bias, routing.expert_scales
+    bias, scales, chosen = routing.choice_bias, routing.expert_scales, routing.chosen
     if num_tokens:
         _route[(num_tokens,)](
-            logits.contiguous(), weights if bias is None else bias, weights if scales is None else scales, weights, ids,
+            logits.contiguous(), weights if bias is None else bias, weights if scales is None else scales,
+            ids if chosen is None else chosen.contiguous(), weights, ids,
             num_experts, spec.scale, spec.epsilon, num_experts // spec.num_groups,
             num_active, num_shared, next_power_of_2(num_active + num_shared), next_power_of_2(num_experts),
             spec.score, spec.renormalize, bias is not None, scales is not None, spec.num_groups, spec.kept_groups,
-            spec.group_score == "two_best",
+            spec.group_score == "two_best", chosen is not None,
             num_warps=1, **launch_options(),
         )  # fmt: skip
     return weights, ids

@@ -1,6 +1,6 @@
 """Tensor parallel ranks through the engine, as processes that share one GPU under CUDA MPS: bits and step times.
 
-    python benchmarks/gpu_tp.py [--ranks 1,2,4,8] [--rows 8,32] [--deterministic] [--shape FOLDER] [--context 256]
+    python benchmarks/gpu_tp.py [--ranks 1,2,4,8] [--rows 8,32] [--deterministic | --sums] [--shape FOLDER]
 
 Each number of ranks is a program of its own, started as `--tp N --rank-gpus 0,0,...` would. It computes greedy answers
 of several batch sizes and the logprobs of some, with random weights. With --deterministic all digests must be equal.
@@ -105,7 +105,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def exchange_seconds(shape: Path, ranks: int, rows: int) -> float:
+def exchange_seconds(shape: Path, ranks: int, rows: int, *, sums: bool) -> float:
     """What the planner says that ranks of one GPU exchange in a step."""
     from dataclasses import replace
 
@@ -118,7 +118,7 @@ def exchange_seconds(shape: Path, ranks: int, rows: int) -> float:
 
     spec, device = read_spec(shape), replace(plan_device("H200"), linked_by=LINKS["one_gpu"])
     speeds = Speeds.of_device(device, "bfloat16")
-    roofline = Roofline(spec, weight_parts(spec, "bfloat16"), "bfloat16", device, Split(ranks), speeds)
+    roofline = Roofline(spec, weight_parts(spec, "bfloat16"), "bfloat16", device, Split(ranks, has_sums=sums), speeds)
     return roofline.decode_s(rows, 256) * roofline.exchange_share(rows, 256)
 
 
@@ -129,6 +129,7 @@ def main() -> int:
     parser.add_argument("--rows", type=numbers, default=[8, 32])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--sums", action="store_true", help="add up products of ranks, where the engine does not yet")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds for one number of ranks")
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -138,7 +139,8 @@ def main() -> int:
         os._exit(0)
     results: dict[int, dict[str, Any]] = {}
     with mps_daemon() as there:
-        env = {**os.environ, **there, "TOKENMILL_UNPROVEN_KERNELS": "gpu_ranks"}
+        trials = "gpu_ranks,gpu_sums" if asked.sums else "gpu_ranks"
+        env = {**os.environ, **there, "TOKENMILL_UNPROVEN_KERNELS": trials}
         for size in asked.ranks:
             try:
                 done = subprocess.run(
@@ -151,7 +153,7 @@ def main() -> int:
             results[size] = json.loads(done.stdout.splitlines()[-1])
             print(json.dumps(results[size]), flush=True)
             for rows, seconds in results[size]["steps_s"].items() if 1 in results and size > 1 else ():
-                planned = results[1]["steps_s"][rows] + exchange_seconds(asked.shape, size, int(rows))
+                planned = results[1]["steps_s"][rows] + exchange_seconds(asked.shape, size, int(rows), sums=asked.sums)
                 told = f"{seconds * 1e3:.2f} ms, planned {planned * 1e3:.2f} ({seconds / planned - 1:+.0%})"
                 print(f"{size} ranks on one GPU, {rows} rows: {told}", flush=True)
     digests = {tuple(one["digests"].values()) for one in results.values()}

@@ -48,23 +48,24 @@ def digest(llm: LLM, prompts: list[Any], num_params: int = len(PARAMS)) -> str:
     return found.hexdigest()
 
 
+@pytest.mark.parametrize("link", ["threads", "shared"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_says_the_same_on_any_number_of_ranks(shared_dir: Path, name: str) -> None:
+def test_every_family_says_the_same_on_any_number_of_ranks(shared_dir: Path, name: str, link: str) -> None:
     path = str(shared_dir / "goldens" / "tiny" / name)
     prompts = [story(length, seed=length) for length in (5, 17, 70)]
     expected = digest(LLM(path, **SETTINGS), prompts)
     for ranks in TOPOLOGIES:
         if "pp" in ranks and name in WITHOUT_STAGES:
             with pytest.raises(InvalidConfig, match="pp"):
-                LLM(path, link="threads", **ranks, **SETTINGS)
+                LLM(path, link=link, **ranks, **SETTINGS)
             continue
         if "ep" in ranks and not read_spec(Path(path)).experts:
             continue
         if "dp_attention" in ranks and parting_limits(read_spec(Path(path))) is not None:
             with pytest.raises(InvalidConfig, match="dp_attention"):
-                LLM(path, link="threads", **ranks, **SETTINGS)
+                LLM(path, link=link, **ranks, **SETTINGS)
             continue
-        assert digest(LLM(path, link="threads", **ranks, **SETTINGS), prompts) == expected, str(ranks)
+        assert digest(LLM(path, link=link, **ranks, **SETTINGS), prompts) == expected, str(ranks)
 
 
 @pytest.mark.parametrize(("model", "kv_dtype"), [("smollm2", "auto"), ("smollm2", "int8"), ("gemma3", "auto")])

@@ -234,6 +234,12 @@ def test_ranks_have_a_gpu_each_and_its_memory(monkeypatch: pytest.MonkeyPatch) -
     assert 0.3 * blocks[1] < blocks[2] < 0.5 * blocks[1], "both have their weights and their pool on one GPU"
 
 
+def test_ranks_that_have_been_run_on_one_gpu_need_no_switch() -> None:
+    parallel = ParallelConfig(tp=8, rank_gpus=",".join("0" * 8))
+    machine = replace(gpu_with(100 << 30), num_gpus=1)
+    assert settle(EngineConfig(parallel=parallel), machine).config.parallel.link == "ipc"
+
+
 @pytest.mark.parametrize(
     ("parallel", "reason"),
     [
@@ -241,8 +247,8 @@ def test_ranks_have_a_gpu_each_and_its_memory(monkeypatch: pytest.MonkeyPatch) -
         ({"tp": 2, "rank_gpus": "0,2"}, "needs GPUs 0 to 2"),
         ({"tp": 2, "rank_gpus": "1,0"}, "0 first"),
         ({"tp": 2, "rank_gpus": "0,one"}, "not '0,one'"),
-        ({"tp": 2}, "only two ranks on one GPU have been run"),
-        ({"tp": 4, "rank_gpus": "0,0,0,0"}, "only two ranks on one GPU have been run"),
+        ({"tp": 2}, "only up to 8 on one GPU have been run"),
+        ({"tp": 9, "rank_gpus": ",".join("0" * 9)}, "only up to 8 on one GPU have been run"),
         ({"tp": 2, "link": "gloo"}, "by ipc, not by gloo"),
         ({"pp": 2}, "pipelines of GPUs"),
         ({"rank_gpus": "0"}, "those of several ranks"),

@@ -87,6 +87,15 @@ def test_a_rank_has_its_share_of_the_bytes() -> None:
         assert read <= 1.15 * total / size
 
 
+def test_matrices_in_blocks_are_not_cut_by_columns() -> None:
+    cuts = cut_model(VARIANTS["llama"], 2, sums=True, in_blocks={"layers.0.down", "layers.1.o"})
+    summed = {name for name, cut in cuts.items() if cut.gathered == "sum"}
+    numbers = range(VARIANTS["llama"].num_layers)
+    every = {f"layers.{number}.{matrix}" for number in numbers for matrix in ("o", "down")}
+    assert summed == every - {"layers.0.down", "layers.1.o"}
+    assert cuts["layers.0.down"] == cut_model(VARIANTS["llama"], 2)["layers.0.down"]
+
+
 def test_keys_and_values_stay_whole_where_layers_keep_different_fields() -> None:
     assert cuts_heads(VARIANTS["llama"], 2)
     for name in ("conv", "odd_heads", "norm_of_all_heads"):

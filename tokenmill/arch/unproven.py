@@ -28,11 +28,10 @@ class KernelTrial(NamedTuple):
 
 TRIALS: dict[KernelSet, KernelTrial] = {
     "gpu_ranks": KernelTrial(
-        "ranks on several GPUs, or more than two on one (--tp): two ranks on one H200 are proven", "refused"
+        "ranks on several GPUs, or more than eight on one (--tp): up to eight on one H200 are proven", "refused"
     ),
     "gpu_sums": KernelTrial(
-        "products of ranks on GPUs summed, two exchanges a layer (quantised matrices that are summed are expanded, "
-        "which their planned memory does not know)",
+        "products of ranks on GPUs summed, two exchanges a layer, but of quantised matrices",
         "put together without sums, four exchanges a layer",
     ),
     "mixed_graphs": KernelTrial(

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from tokenmill.arch.packed_formats import stored_formats
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import tensors_of
@@ -202,15 +203,28 @@ def load_part(
     loads = {} if parallel.expert_loads is None else read_loads(Path(parallel.expert_loads), spec)
     by_heads = not parallel.dp_attention
     copies = parallel.expert_copies
-    sums = parallel.link == "ipc" and not config.ops.deterministic and is_chosen("gpu_sums")
     cuts = shard_model(
-        spec, group.size, group.rank, ep=parallel.ep, loads=loads, copies=copies, by_heads=by_heads, sums=sums
-    )
+        spec, group.size, group.rank, ep=parallel.ep, loads=loads, copies=copies, by_heads=by_heads,
+        sums=has_sums(config), in_blocks=names_in_blocks(spec, model_path),
+    )  # fmt: skip
     source = RankWeights(open_source(config, model_path, spec), cuts, layers)
     own = cut_spec(spec, group.size, group.rank, by_heads=by_heads)
     model = find_backend(config.ops.backend).build_model(config, own, source, Shard(group, cuts, layers))
     torch.cuda.empty_cache()  # what loading needed for a moment may lie where the pool will; nothing without a GPU
     return RankPart(config, rank, layers, model, kv_storage(config, own, layers, memory), link)
+
+
+def has_sums(config: EngineConfig) -> bool:
+    """Tell whether ranks sum products, which takes half as many exchanges, and an order of additions that depends on
+    their number. What is planned for matrices that are quantised while they load, and for adapters, has them whole
+    along their columns."""
+    is_plain = config.model.quantization == "none" and not config.model.adapter_slots
+    return config.parallel.link == "ipc" and not config.ops.deterministic and is_plain and is_chosen("gpu_sums")
+
+
+def names_in_blocks(spec: ModelSpec, model_path: Path) -> set[str]:
+    """The matrices of a checkpoint that are stored in blocks."""
+    return {name.removesuffix(".weight") for name in stored_formats(model_path, spec)}
 
 
 def read_loads(path: Path, spec: ModelSpec) -> dict[str, list[float]]:

@@ -21,7 +21,7 @@ from tokenmill.parallel.stages import split_layers, stage_limits, stage_share
 
 MAX_RANKS = 64
 MAX_GPU_RANKS = 16  # whose arrivals a window has places for (`ops/triton/batch/exchange.py`)
-PROVEN_GPUS = [0, 0]  # of the ranks that tests/gpu has passed with
+MAX_SHARING = 8  # ranks that have been seen to compute on one GPU
 LINKS = {"shared": "processes that share memory", "gloo": "processes that exchange over loopback", "threads": "threads"}
 
 
@@ -113,9 +113,10 @@ def _on_gpus(parallel: ParallelConfig, num_gpus: int, reasons: list[str]) -> Par
             param="tp" if parallel.rank_gpus is None else "rank_gpus",
             hint="--rank-gpus 0,0 puts two ranks on one GPU, for tests",
         )
-    if gpus != PROVEN_GPUS and not is_chosen("gpu_ranks"):
+    is_proven = max(gpus) == 0 and len(gpus) <= MAX_SHARING
+    if not is_proven and not is_chosen("gpu_ranks"):
         raise InvalidConfig(
-            f"tp {parallel.tp} on GPUs {', '.join(map(str, gpus))}: only two ranks on one GPU have been run so far",
+            f"{len(gpus)} ranks on GPUs {', '.join(map(str, gpus))}: only up to {MAX_SHARING} on one GPU have been run",
             param="tp",
             hint=f"{VARIABLE}=gpu_ranks tries it all the same",
         )

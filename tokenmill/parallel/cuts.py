@@ -16,7 +16,7 @@ can be cut anywhere, so any number of heads goes over any number of ranks.
 
 Where sums are asked for, `o` (if heads are cut) and `down` are cut by their columns instead, so that each rank reads
 what it has computed itself: its product is a part of a sum over all ranks. That halves the number of exchanges, and
-the order in which numbers are added depends on the number of ranks.
+the order in which numbers are added depends on the number of ranks. Matrices that are stored in blocks keep their rows.
 
     o                            columns, by heads             nothing; its output is summed
     down (experts' too)          columns                       nothing; its output is summed, over experts first
@@ -27,7 +27,7 @@ for mixers of other kinds, each rank computes the whole mixer from gathered proj
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -41,6 +41,8 @@ from tokenmill.parallel.experts import Owners, place_experts
 
 PANEL = 16  # rows that native kernels compute together, two panels at a time
 Span = tuple[int, int]
+HasSum = Callable[[str], bool]
+"""Whether products with a matrix of this name may be sums over ranks."""
 
 
 @dataclass(frozen=True)
@@ -191,29 +193,36 @@ def _times(cut: Cut, width: int) -> Cut:
 # ── the whole model ────────────────────────────────────────────────────────────────────────────────────
 
 
-def cut_model(spec: ModelSpec, size: int, *, by_heads: bool = True, sums: bool = False) -> dict[str, MatrixCut]:
+def cut_model(
+    spec: ModelSpec, size: int, *, by_heads: bool = True, sums: bool = False, in_blocks: Container[str] = ()
+) -> dict[str, MatrixCut]:
     """Return all matrices of a model that are cut for `size` ranks, by name. `by_heads`: False where ranks attend for
-    some sequences with all heads, instead of for all with some. `sums`: of products of columns, where these can be."""
+    some sequences with all heads, instead of for all with some. `sums`: of products of columns, where these can be:
+    not of matrices `in_blocks`, which lie along columns."""
     rows = {
         name.removesuffix(".weight"): tensor.shape[-2]
         for name, tensor in tensors_of(spec).items()
         if tensor.kind != "vector"
     }
-    found = dict(_matrices(spec, size, rows, by_heads=by_heads and cuts_heads(spec, size), sums=sums))
+
+    def has_sum(name: str) -> bool:
+        return sums and name not in in_blocks
+
+    found = dict(_matrices(spec, size, rows, has_sum, by_heads=by_heads and cuts_heads(spec, size)))
     return {name: cut for name, cut in found.items() if min(cut.rows.widths) > 0}  # others stay whole
 
 
 def _matrices(
-    spec: ModelSpec, size: int, rows: Mapping[str, int], *, by_heads: bool, sums: bool
+    spec: ModelSpec, size: int, rows: Mapping[str, int], has_sum: HasSum, *, by_heads: bool
 ) -> Iterator[tuple[str, MatrixCut]]:
     ends = ("embed", "head", "layer_inputs.embed", "layer_inputs.project")
     yield from ((name, MatrixCut(split_rows(rows[name], size))) for name in ends if name in rows)
     for number, layer in enumerate(spec.layers):
-        yield from _layer(layer, number, size, rows, by_heads=by_heads, sums=sums)
+        yield from _layer(layer, number, size, rows, has_sum, by_heads=by_heads)
 
 
 def _layer(
-    layer: LayerSpec, number: int, size: int, rows: Mapping[str, int], *, by_heads: bool, sums: bool
+    layer: LayerSpec, number: int, size: int, rows: Mapping[str, int], has_sum: HasSum, *, by_heads: bool
 ) -> Iterator[tuple[str, MatrixCut]]:
     def gathered(matrices: Matrices, inputs: Cut | None = None) -> Iterator[tuple[str, MatrixCut]]:
         for name in matrices.names:
@@ -226,7 +235,7 @@ def _layer(
         yield from _head_cuts(mixer, regions.attend.name, size)  # in the place of what was said before
         queries = split_heads(mixer.num_heads, mixer.num_kv_heads, size)
         heads = None if queries is None else _times(queries[0], mixer.value_dim or mixer.head_dim)
-    if sums and heads is not None:
+    if heads is not None and all(map(has_sum, regions.add.projection.names)):
         yield from ((name, MatrixCut.summed(rows[name], heads)) for name in regions.add.projection.names)
     else:
         yield from gathered(regions.add.projection, heads)
@@ -236,36 +245,36 @@ def _layer(
         yield from gathered(regions.add_input.gate)
         yield from gathered(regions.add_input.up)
     if regions.feed is not None:
-        yield from _feed(regions.feed, size, rows, sums=sums)
+        yield from _feed(regions.feed, size, rows, has_sum)
 
 
-def _feed(feed: Feed, size: int, rows: Mapping[str, int], *, sums: bool) -> Iterator[tuple[str, MatrixCut]]:
+def _feed(feed: Feed, size: int, rows: Mapping[str, int], has_sum: HasSum) -> Iterator[tuple[str, MatrixCut]]:
     match feed:
         case GatedMlp() if feed.spec.sparsity:  # a token's gates are compared with the mean of all of them
             for name in (*feed.gate_up.names, *feed.down.names):
                 yield name, MatrixCut(split_rows(rows[name], size))
         case GatedMlp():
-            yield from _mlp(feed.gate_up.names, feed.down.names, size, rows, sums=sums)
+            yield from _mlp(feed.gate_up.names, feed.down.names, size, rows, has_sum)
         case Experts():
             names = (feed.ups,) if feed.gates is None else (feed.gates, feed.ups)
-            yield from _mlp(names, (feed.downs,), size, rows, sums=sums)
+            yield from _mlp(names, (feed.downs,), size, rows, has_sum)
             if feed.shared is not None:
                 gate_up, down = feed.shared
-                yield from _mlp(gate_up.names, down.names, size, rows, sums=sums)
+                yield from _mlp(gate_up.names, down.names, size, rows, has_sum)
             for matrices in feed.latent or ():
                 yield from ((name, MatrixCut(split_rows(rows[name], size))) for name in matrices.names)
         case SideBySide():
-            yield from _feed(feed.mlp, size, rows, sums=sums)
-            yield from _feed(feed.experts, size, rows, sums=sums)
+            yield from _feed(feed.mlp, size, rows, has_sum)
+            yield from _feed(feed.experts, size, rows, has_sum)
 
 
 def _mlp(
-    ups: tuple[str, ...], downs: tuple[str, ...], size: int, rows: Mapping[str, int], *, sums: bool
+    ups: tuple[str, ...], downs: tuple[str, ...], size: int, rows: Mapping[str, int], has_sum: HasSum
 ) -> Iterator[tuple[str, MatrixCut]]:
     inner = split_rows(rows[ups[0]], size)
     yield from ((name, MatrixCut(inner, "activation")) for name in ups)
     inputs = inner if min(inner.widths) > 0 else None
-    if sums and inputs is not None:
+    if inputs is not None and all(map(has_sum, downs)):
         yield from ((name, MatrixCut.summed(rows[name], inner)) for name in downs)
         return
     yield from ((name, MatrixCut(split_rows(rows[name], size), inputs=inputs)) for name in downs)
@@ -291,14 +300,14 @@ def spread_experts(
 
 def shard_model(
     spec: ModelSpec, size: int, rank: int, *, ep: bool = False, loads: Mapping[str, Sequence[float]] | None = None,
-    copies: int = 0, by_heads: bool = True, sums: bool = False,
+    copies: int = 0, by_heads: bool = True, sums: bool = False, in_blocks: Container[str] = (),
 ) -> Cuts:  # fmt: skip
-    """Return one rank's part of a model. `ep`: whole experts instead of rows of each; `by_heads`, `sums`: as in
-    `cut_model`."""
+    """Return one rank's part of a model. `ep`: whole experts instead of rows of each; `by_heads`, `sums`, `in_blocks`:
+    as in `cut_model`."""
     if size == 1:
         return Cuts(rank, size, {})
     experts = spread_experts(spec, size, loads or {}, copies) if ep else {}
-    cuts = cut_model(spec, size, by_heads=by_heads, sums=sums)
+    cuts = cut_model(spec, size, by_heads=by_heads, sums=sums, in_blocks=in_blocks)
     matrices = {name: cut for name, cut in cuts.items() if name not in experts}
     return Cuts(rank, size, matrices, experts)
 

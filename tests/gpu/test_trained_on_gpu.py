@@ -12,7 +12,7 @@ import torch
 
 from tests.support.hybrids import MODELS as HYBRIDS
 from tests.support.mixed_requests import ALONE, make_asks, run_together
-from tests.support.trained_models import GREEDY, MORE, NAMES, golden_cases, num_equal_tokens
+from tests.support.trained_models import GREEDY, MORE, NAMES, STREAMED, golden_cases, num_equal_tokens
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
 from tokenmill.ops.compute_request import ComputeRequest
@@ -25,7 +25,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=[name for name in (*NAMES, *MORE, *HYBRIDS) if name != "lfm2"])  # which has tests of its own
+MODELS = [name for name in (*NAMES, *MORE, *STREAMED, *HYBRIDS) if name != "lfm2"]  # which has tests of its own
+
+
+@pytest.fixture(params=MODELS)
 def trained_dir(request: pytest.FixtureRequest, shared_dir: Path) -> Path:
     return shared_dir / "goldens" / "tiny" / str(request.param)
 

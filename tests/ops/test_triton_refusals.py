@@ -10,7 +10,7 @@ from tests.support.compute_requests import LAYER, SPEC, WANTED
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import Gqa, Mla, MlpSpec, MoeSpec
-from tokenmill.arch.streams import AltUp
+from tokenmill.arch.streams import AltUp, HyperConnections
 from tokenmill.engine.backends import TRITON
 
 pytest.importorskip("triton")
@@ -47,7 +47,7 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
             "states of 256 x 128",
         ),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=INDEXED),)), "deterministic": True}, "an indexer chooses"),
-        ({"spec": replace(SPEC, layers=(replace(LAYER, streams=AltUp(2, 4)),))}, "several residual streams"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, streams=HyperConnections(2, 4)),))}, "several residual"),
     ],
 )
 def test_anything_else_is_refused_with_its_reason(changes: dict[str, object], reason: str) -> None:
@@ -59,5 +59,6 @@ def test_newer_families_are_computed() -> None:
     """Entries that an indexer chooses, experts without gates and GGUF's order of heads"""
     ungated = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8, "relu2", is_gated=False)))
     tiled = replace(LAYER, mixer=replace(MAMBA, key_dim=128, key_heads=2, value_heads=4, is_tiled=True))
-    for layer in (replace(LAYER, mixer=INDEXED), ungated, tiled):
+    streamed = replace(LAYER, streams=AltUp(2, 4))
+    for layer in (replace(LAYER, mixer=INDEXED), ungated, tiled, streamed):
         assert TRITON.unsupported_reason(replace(WANTED, spec=replace(SPEC, layers=(layer,)))) is None

@@ -20,7 +20,7 @@ NAMES = ("deepseek_v2", "deepseek_v3", "gemma4", "gpt_oss", "lfm2", "llama4", "m
 MORE = ("exaone4", "gemma4_moe", "glm4_moe", "lfm2_moe", "minimax_m2", "ministral3", "olmo3", "smollm3")
 """Names whose answers are compared without the engine too, in less time (`tests/models/test_current_families.py`)"""
 STREAMED = ("deepseek_v4", "gemma3n")
-"""Models of several residual streams, which a GPU computes by torch's kernels only"""
+"""Models of several residual streams"""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
 
 

@@ -19,6 +19,7 @@ from tokenmill.weights.source import open_weights
 
 SLOW = (
     "exaone4",
+    "gemma3n",
     "gemma4",
     "gemma4_moe",
     "glm4_moe",

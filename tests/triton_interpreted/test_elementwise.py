@@ -11,10 +11,12 @@ from tests.support.triton_inputs import assert_near, paged_batch
 from tokenmill.ops.batch import GroupTables
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
+from tokenmill.ops.streams import AltUpNumbers
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.sampling.argmax import argmax
 
 OPS = build_ops()
+ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 0.01}  # a number more or less in the last place
 
 
 @pytest.mark.parametrize(("rows", "size"), [(3, 48), (1, 200)])
@@ -30,6 +32,30 @@ def test_rms_norm_with_and_without_residual(rows: int, size: int) -> None:
 def test_gated_activation(kind: str) -> None:
     x = torch.randn(3, 2 * 1100)
     assert_near(OPS.act_mul(x, kind), PLAIN.act_mul(x, kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_that_are_mostly_cut_off(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 2 * 300).to(dtype)
+    assert_near(OPS.cut_act_mul(x, "gelu_tanh", 0.7), PLAIN.cut_act_mul(x, "gelu_tanh", 0.7), ROUNDED[dtype])
+
+
+@pytest.mark.parametrize("has_scale", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_streams(dtype: torch.dtype, has_scale: bool) -> None:
+    """Predicted, corrected, and made as long as others; 3 streams of 48 numbers"""
+    scale = torch.randn(48) if has_scale else None
+    numbers = AltUpNumbers(
+        torch.rand(48) + 0.5, 1e-6, torch.randn(3, 48) * 7, torch.randn(9, 3), torch.randn(3, 3), scale
+    )
+    streams, result = torch.randn(5, 3, 48).to(dtype), torch.randn(5, 48).to(dtype)
+    tolerance = ROUNDED[dtype]
+    assert_near(OPS.altup.predict(streams, numbers), PLAIN.altup.predict(streams, numbers), tolerance)
+    for ours, theirs in zip(*(ops.altup.correct(streams, result, numbers) for ops in (OPS, PLAIN)), strict=True):
+        assert_near(ours, theirs, tolerance)
+    zeros = torch.zeros_like(result)
+    for one, other in ((result, streams[:, 1]), (zeros, result), (result, zeros)):
+        assert_near(OPS.altup.as_long(one, other), PLAIN.altup.as_long(one, other), tolerance)
 
 
 def test_rows_with_a_gate_of_their_own() -> None:

@@ -19,8 +19,7 @@ from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.layer import Layer
 from tokenmill.models.linear import Loader, Projection, form_of
 from tokenmill.ops.interface import BatchClass, Norm, Ops, Regions
-
-MIN_SQUARE = 1e-5  # of a stream whose length is changed
+from tokenmill.ops.streams import AltUpNumbers
 
 
 class StreamEnds(Protocol):
@@ -40,37 +39,40 @@ class AltUpEnds:
         others = range(altup.num_streams - 1)
         self._into = [load.projection(Matrices((f"streams.in.{number}",))) for number in others]
         self._out_of = [load.projection(Matrices((f"streams.out.{number}",))) for number in others]
+        self._as_long = load.ops.altup.as_long
 
     def begin(self, embedded: torch.Tensor, regions: Regions) -> torch.Tensor:
-        others = [_as_long(_product(embedded, matrix, regions), embedded) for matrix in self._into]
+        others = [self._as_long(_product(embedded, matrix, regions), embedded) for matrix in self._into]
         return torch.stack((embedded, *others), dim=1)
 
     def finish(self, streams: torch.Tensor, regions: Regions) -> torch.Tensor:
         first, *others = streams.unbind(1)
-        pairs = zip(others, self._out_of, strict=True)
-        ends = [_as_long(_product(stream.contiguous(), matrix, regions), first) for stream, matrix in pairs]
-        return torch.stack((first, *ends)).mean(0)
+        total = first.float()
+        for stream, matrix in zip(others, self._out_of, strict=True):
+            total = total + self._as_long(_product(stream.contiguous(), matrix, regions), first)
+        return (total / streams.shape[1]).to(streams.dtype)
 
 
 @dataclass(frozen=True)
 class AltUpWeights:
-    router_norm: Norm
-    router: torch.Tensor  # float32 [streams, H]
-    predict: torch.Tensor  # float32 [streams * streams, streams]
-    correct: torch.Tensor  # float32 [streams, streams]
-    scale: torch.Tensor | None  # float32 [H]
+    numbers: AltUpNumbers
     left: Projection  # [rank, H], of the branch beside attention
     right: Projection
     branch_norm: Norm
 
 
 def load_altup(altup: AltUp, name: str, norm_eps: float, load: Loader) -> AltUpWeights:
-    return AltUpWeights(
-        load.norm(f"{name}.altup_router_norm", norm_eps),
+    norm = load.norm(f"{name}.altup_router_norm", norm_eps)
+    numbers = AltUpNumbers(
+        norm.weight,
+        norm.eps,
         load.vector(f"{name}.altup_router.weight"),
         load.vector(f"{name}.altup_predict.weight"),
         load.vector(f"{name}.altup_correct.weight"),
         load.vector(f"{name}.altup_scale") if altup.has_output_scale else None,
+    )
+    return AltUpWeights(
+        numbers,
         load.projection(Matrices((f"{name}.branch_left",))),
         load.projection(Matrices((f"{name}.branch_right",))),
         load.norm(f"{name}.branch_norm", norm_eps),
@@ -109,7 +111,7 @@ class AltUpLayer(StreamLayer):
         """[T, streams, H] → [T or L, streams, H]"""
         layer, weights = self.layer, self.layer.weights
         assert weights.norm is not None and weights.add_input is not None, "Gemma 3n has both in every layer"
-        predicted = self._predicted(streams)
+        predicted = self.ops.altup.predict(streams, self.altup.numbers)
         first = predicted[:, 0].contiguous()
         regions = layer.regions_before(step, output_rows)
         stream, regions = layer.mix(regions.begin(first), step, output_rows)
@@ -117,8 +119,7 @@ class AltUpLayer(StreamLayer):
             predicted, first = predicted[output_rows], first[output_rows]
         total = (regions.whole(stream) + self._branch(first, weights.norm, regions)) * 2**-0.5
         result = regions.whole(layer.fed(regions.begin(total), regions, step, output_rows))
-        corrected = self._corrected(predicted, result)
-        gated = corrected[:, 0] if self.altup.scale is None else corrected[:, 0] * self.altup.scale.to(result.dtype)
+        corrected, gated = self.ops.altup.correct(predicted, result, self.altup.numbers)
         inputs = step.layer_inputs_of(layer.number, output_rows)
         added = regions.gated_input(gated, inputs, weights.add_input)
         corrected[:, 1:] += added.unsqueeze(1)
@@ -128,20 +129,6 @@ class AltUpLayer(StreamLayer):
         normed = self.ops.rms_norm(first, norm.weight, norm.eps)
         inner = _product(_product(normed, self.altup.left, regions), self.altup.right, regions)
         return normed + self.ops.rms_norm(inner, self.altup.branch_norm.weight, self.altup.branch_norm.eps)
-
-    def _predicted(self, streams: torch.Tensor) -> torch.Tensor:
-        count = streams.shape[1]
-        mixture = (self._coefficients(streams[:, 0]) @ self.altup.predict.t()).view(-1, count, count)
-        return (mixture @ streams.float() + streams).to(streams.dtype)
-
-    def _corrected(self, predicted: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        shares = self._coefficients(result) @ self.altup.correct.t() + 1.0  # [T, streams]
-        return (predicted + (result - predicted[:, 0]).unsqueeze(1) * shares.unsqueeze(2)).to(result.dtype)
-
-    def _coefficients(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] → float32 [T, streams]"""
-        normed = self.ops.rms_norm(x.float(), self.altup.router_norm.weight, self.altup.router_norm.eps)
-        return torch.tanh(normed / x.shape[1] @ self.altup.router.t())
 
 
 # ── hyper-connections ──────────────────────────────────────────────────────────────────────────────────
@@ -268,10 +255,3 @@ def over_streams(layer: Layer, streams: Streams, norm_eps: float, load: Loader) 
 def _product(x: torch.Tensor, matrix: Projection, regions: Regions) -> torch.Tensor:
     """x [T, columns] times a matrix, with what the tokens' adapters add"""
     return regions.norm_project(regions.begin(x), None, matrix)[0]
-
-
-def _as_long(x: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Scale each row of x to the norm of the model's row"""
-    wanted = model.float().square().mean(-1, keepdim=True).sqrt()
-    found = x.float().square().mean(-1, keepdim=True).clamp(min=MIN_SQUARE).sqrt()
-    return (x * (wanted / found)).to(x.dtype)

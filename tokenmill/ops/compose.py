@@ -191,7 +191,7 @@ class ComposedRegions:
         if not mlp.is_gated:
             inner = self.ops.activate(self.linear(normed, mlp.gate_up), mlp.activation)
         elif isinstance(mlp, GatedMlpWeights) and mlp.cutoff is not None:
-            inner = self.ops.act_mul(_cut_off(self.linear(normed, mlp.gate_up), mlp.cutoff), mlp.activation)
+            inner = self.ops.cut_act_mul(self.linear(normed, mlp.gate_up), mlp.activation, mlp.cutoff)
         elif self.adapters is None or not mlp.gate_up.is_adapted:
             inner = self.gated_linear(normed, mlp.gate_up.weight, mlp.activation, self.mode)
         else:
@@ -227,14 +227,6 @@ class ComposedRegions:
         if shared.gate is None:
             return result
         return self.ops.gate_rows(result, x, shared.gate)
-
-
-def _cut_off(gate_up: torch.Tensor, cutoff: float) -> torch.Tensor:
-    """[T, 2 * inter]; each token's gates less their mean and `cutoff` standard deviations, where that is positive"""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    spread = gate.std(dim=-1, keepdim=True, unbiased=False)
-    kept = functional.relu(gate - (gate.mean(dim=-1, keepdim=True) + spread * cutoff))
-    return torch.cat((kept, up), dim=-1).to(gate_up.dtype)
 
 
 def attend_variant(ops: Ops, inputs: AttendInputs, spec: Gqa) -> torch.Tensor:

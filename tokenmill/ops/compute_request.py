@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.arch.spec import Mla, ModelSpec, WindowedMqa
+from tokenmill.arch.streams import HyperConnections
 
 ROUNDED_LATENTS = "a KV cache of one byte a value for latent attention or compressed entries"
 
@@ -39,6 +40,6 @@ class ComputeRequest:
         for layer in self.spec.layers:
             if isinstance(layer.mixer, WindowedMqa):
                 return "attention over compressed entries"
-            if layer.streams is not None:
+            if isinstance(layer.streams, HyperConnections):
                 return "several residual streams"
         return "experts that are looked up" if any(moe.routing.table_rows for moe in self.spec.experts) else None

@@ -25,6 +25,7 @@ from tokenmill.ops.compressed import WindowedInputs
 from tokenmill.ops.low_rank import HeldExperts, LowRankOps
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
+from tokenmill.ops.streams import AltUpOps
 
 Dense = Callable[[RawTensor], torch.Tensor]
 """Plain values of a raw tensor, in the compute dtype on the device."""
@@ -441,6 +442,8 @@ class Ops:
     recurrent: Recur
     act_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
     """[T, 2 * inter], gate then up → act(gate) * up"""
+    cut_act_mul: Callable[[torch.Tensor, Activation, float], torch.Tensor]
+    """The same of each token's gates less their mean and so many standard deviations, where that is positive"""
     activate: Callable[[torch.Tensor, Activation], torch.Tensor]
     """act(x), where there is no gate"""
     gate_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -451,6 +454,7 @@ class Ops:
     """(x [T, H], weights, ids, packed, activation) → weighted sum of the chosen experts [T, H]"""
     softcap: Callable[[torch.Tensor, float], torch.Tensor]
     """cap * tanh(x / cap)"""
+    altup: AltUpOps
     # ── layers, once at load ──
     choose_regions: ChooseRegions
     adapted_regions: Callable[[Ops, Mode, Any], Regions]

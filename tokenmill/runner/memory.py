@@ -34,6 +34,7 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.params import DEVICE_PARAM_SLOTS
 
 LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
+LIVE_STREAMS = 3  # of several residual streams: before a layer, predicted, and corrected
 LOGIT_BYTES = 6  # as computed, and as float32
 HOST_DRAW_BYTES = 40  # a logit that the host draws from: copies, fixed-point probabilities, sums
 SCORE_BYTES = 16  # a logit that a prompt's token is scored by: as computed, as float32, and slices of both
@@ -124,7 +125,8 @@ def _expanded_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
 def _widest(spec: ModelSpec, num_tokens: int, limits: RunnerLimits, share: float) -> float:
     """Everything that lives at the widest moment of a layer."""
     widest = max(_layer_width(spec, index) for index in range(spec.num_layers)) * share
-    return num_tokens * (LIVE_HIDDEN * spec.hidden_size + widest) * limits.value_bytes
+    streams = 0 if spec.streams is None else LIVE_STREAMS * spec.streams.num_streams
+    return num_tokens * ((LIVE_HIDDEN + streams) * spec.hidden_size + widest) * limits.value_bytes
 
 
 def _layer_width(spec: ModelSpec, index: int) -> int:

@@ -10,6 +10,7 @@ from tokenmill.ops.reference.elementwise import (
     act_mul,
     activate,
     add_rms_norm,
+    cut_act_mul,
     gate_rows,
     layer_norm,
     rms_norm,
@@ -22,6 +23,7 @@ from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embe
 from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
 from tokenmill.ops.reference.recurrent import plan_recurrent, recurrent
 from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
+from tokenmill.ops.reference.streams import ALTUP
 
 REFERENCE_OPS = Ops(
     name="reference",
@@ -46,11 +48,13 @@ REFERENCE_OPS = Ops(
     plan_recurrent=plan_recurrent,
     recurrent=recurrent,
     act_mul=act_mul,
+    cut_act_mul=cut_act_mul,
     activate=activate,
     gate_rows=gate_rows,
     route=route,
     experts=experts,
     softcap=softcap,
+    altup=ALTUP,
     choose_regions=composed,
     adapted_regions=adapted_regions,
     low_rank=ReferenceLowRankOps(),

@@ -53,6 +53,13 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return activate(gate, activation) * up
 
 
+def cut_act_mul(gate_up: torch.Tensor, activation: Activation, cutoff: float) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    spread = gate.std(dim=-1, keepdim=True, unbiased=False)
+    kept = functional.relu(gate - (gate.mean(dim=-1, keepdim=True) + spread * cutoff))
+    return act_mul(torch.cat((kept, up), dim=-1).to(gate_up.dtype), activation)
+
+
 def gate_rows(y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return y * torch.sigmoid(x.float() @ gate).to(x.dtype).unsqueeze(1)
 

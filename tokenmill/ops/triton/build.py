@@ -14,7 +14,8 @@ from tokenmill.ops.triton.attention.latent import deterministic_latent_attend
 from tokenmill.ops.triton.attention.plan import plan_attention
 from tokenmill.ops.triton.attention.sparse import choose_entries, latent_attend
 from tokenmill.ops.triton.attention.step import attention
-from tokenmill.ops.triton.elementwise.activation import act_mul, gate_rows
+from tokenmill.ops.triton.elementwise.activation import act_mul, cut_act_mul, gate_rows
+from tokenmill.ops.triton.elementwise.altup import ALTUP
 from tokenmill.ops.triton.elementwise.gather import embed, gather_rows
 from tokenmill.ops.triton.elementwise.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.elementwise.short_conv import plan_short_conv, short_conv
@@ -58,9 +59,11 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         plan_recurrent=plan_recurrent,
         recurrent=recurrent,
         act_mul=act_mul,
+        cut_act_mul=cut_act_mul,
         gate_rows=gate_rows,
         route=route,
         experts=experts,
+        altup=ALTUP,
         argmax=argmax,
         choose_regions=choose_regions,
         adapted_regions=adapted_regions,

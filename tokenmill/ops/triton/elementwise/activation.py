@@ -57,6 +57,36 @@ def _act_mul(gate_up, out, inter, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERL
     tl.store(out + row * inter + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=inside)
 
 
+@kernel
+def _cut_act_mul(gate_up, out, inter, cutoff, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
+    """A program a row"""
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < inter
+    start = gate_up + row * 2 * inter + columns
+    gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(gate, axis=0) / inter
+    apart = tl.where(inside, gate - mean, 0.0)
+    least = mean + tl.sqrt(tl.sum(apart * apart, axis=0) / inter) * cutoff
+    kept = tl.maximum(gate - least, 0.0).to(gate_up.dtype.element_ty).to(tl.float32)
+    up = tl.load(start + inter, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * inter + columns, gated(kept, up, KIND).to(out.dtype.element_ty), mask=inside)
+
+
+def cut_act_mul(gate_up: torch.Tensor, activation: Activation, cutoff: float) -> torch.Tensor:
+    gate_up = gate_up.contiguous()
+    num_rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, inter)
+    if num_rows:
+        block = next_power_of_2(inter)
+        _cut_act_mul[(num_rows,)](
+            gate_up, out, inter, cutoff, activation, block, num_warps=4 if block <= 4096 else 16, **launch_options()
+        )
+    return out
+
+
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     num_rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, inter)

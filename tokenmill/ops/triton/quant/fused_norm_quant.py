@@ -113,7 +113,9 @@ def is_plain_layer(layer: LayerWeights) -> bool:
     feed = layer.feed
     if feed is None or isinstance(feed, SideBySideWeights) or layer.is_parallel or layer.side_out is not None:
         return False
-    is_usual = not isinstance(feed, GatedMlpWeights) or (feed.is_gated and feed.activation in FUSED_KINDS)
+    is_usual = not isinstance(feed, GatedMlpWeights) or (
+        feed.is_gated and feed.activation in FUSED_KINDS and feed.cutoff is None
+    )
     return is_usual and all(norm is not None and norm.is_rms for norm in (layer.norm, feed.norm))
 
 

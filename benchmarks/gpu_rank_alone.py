@@ -126,9 +126,11 @@ def exchange_seconds(spec: ModelSpec, ranks: int, rows: list[int], *, sums: bool
     puts together the parts of heads, of the output of `o`, of inner numbers and of the output of `down` in each layer,
     or adds up both outputs."""
     cuts, group = cut_model(spec, ranks), unheard(ranks)
-    o, down = cuts["layers.0.o"], cuts["layers.0.down"]
-    found: list[Sum] | list[Gather] = [Sum(group)] * 2 if sums else [Gather(group, ((cut, True),)) for cut in gathered_of(o, down)]
-    widths = [spec.hidden_size] * 2 if sums else [cut.widths[0] for cut in gathered_of(o, down)]
+    gathered = gathered_of(cuts["layers.0.o"], cuts["layers.0.down"])
+    found: list[Sum | Gather] = [Gather(group, ((cut, True),)) for cut in gathered]
+    widths = [cut.widths[0] for cut in gathered]
+    if sums:
+        found, widths = [Sum(group)] * 2, [spec.hidden_size] * 2
     seconds = {}
     for count in rows:
         parts = [torch.zeros(count, width, dtype=dtype(), device=device()) for width in widths]

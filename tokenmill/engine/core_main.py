@@ -23,7 +23,7 @@ from tokenmill.engine.heartbeat import Heartbeat
 from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, Start, ToCore
 from tokenmill.engine.rank_main import fork_rank
-from tokenmill.engine.startup.garbage_collection import freeze_live_objects, relaxed_gc
+from tokenmill.engine.startup.garbage_collection import freeze_live_objects, gc_paused, relaxed_gc
 from tokenmill.engine.startup.torch_import import torch_import
 from tokenmill.errors import TokenmillError
 
@@ -126,14 +126,15 @@ def _serve(mailbox: SocketMailbox, folder: str, *, fast_start: bool) -> int:
     if not isinstance(start, Start):  # the parent went away before it said anything
         return 0
     try:
-        core = build_core(
-            start.config,
-            Path(start.model_path),
-            fast_start=fast_start,
-            when_rank_dies=lambda _how: os._exit(1),
-            fork_rank=fork_rank if fast_start else None,
-            block_address=block_socket(folder),
-        )
+        with gc_paused(fast_start=fast_start):
+            core = build_core(
+                start.config,
+                Path(start.model_path),
+                fast_start=fast_start,
+                when_rank_dies=lambda _how: os._exit(1),
+                fork_rank=fork_rank if fast_start else None,
+                block_address=block_socket(folder),
+            )
     except TokenmillError as error:
         mailbox.send(Failed(error.message, error.hint, error.exit_code))
         return error.exit_code

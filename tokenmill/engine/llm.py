@@ -51,7 +51,7 @@ from tokenmill.engine.offline import (
 )
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.results import EmbeddingOutput, RequestOutput
-from tokenmill.engine.startup.garbage_collection import relaxed_gc
+from tokenmill.engine.startup.garbage_collection import gc_paused, relaxed_gc
 from tokenmill.engine.startup.torch_import import import_meta_kernels, preload_libraries, torch_import
 from tokenmill.engine.status import LoadedAdapter
 from tokenmill.errors import InvalidRequest, TokenmillError, UnknownModel, error_with_code
@@ -114,10 +114,20 @@ class LLM:
         fast_start = bool(self.config.ops.fast_start)  # this process is the program's: only where it asks
         with preload_libraries(fast_start=fast_start):
             self._frontend: ModelFrontend = load_frontend(self.config)
+        with gc_paused(fast_start=fast_start):
+            self._core = self._load_core(fast_start=fast_start)
+        self._core.run_idle_task()  # compilers that work beside the first requests
+        self._input_processor = self._frontend.input_processor(self._core.info.max_context)
+        self._note_adapters()
+        self._lock = threading.RLock()  # held by the thread that steps the core
+        self._output_processors: dict[str, OutputProcessor] = {}  # of running requests
+        self._receivers: dict[str, Receive] = {}  # by request: who gets what a step brings it
+
+    def _load_core(self, *, fast_start: bool) -> EngineCore:
         with torch_import(fast_start=fast_start, device=self.config.ops.device):
             from tokenmill.engine.build import build_core  # torch, and with it most of a start's time
         try:
-            self._core: EngineCore = build_core(
+            return build_core(
                 self._frontend.config,
                 self._frontend.model_path,
                 fast_start=fast_start,
@@ -125,12 +135,6 @@ class LLM:
             )
         finally:
             import_meta_kernels()  # what a fast import has left out
-        self._core.run_idle_task()  # compilers that work beside the first requests
-        self._input_processor = self._frontend.input_processor(self._core.info.max_context)
-        self._note_adapters()
-        self._lock = threading.RLock()  # held by the thread that steps the core
-        self._output_processors: dict[str, OutputProcessor] = {}  # of running requests
-        self._receivers: dict[str, Receive] = {}  # by request: who gets what a step brings it
 
     if not TYPE_CHECKING:  # which knows all that there is
 

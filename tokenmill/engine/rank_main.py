@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -49,6 +50,7 @@ def fork_rank(leader: Connection, descriptors: Collection[int]) -> int:
     try:
         os.setpgid(0, 0)
         end_with_core(core)
+        gc.enable()  # the core's start has paused it, and goes on in the core alone
         keep_only({0, 1, 2, leader.fileno(), *descriptors})
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)

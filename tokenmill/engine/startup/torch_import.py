@@ -1,7 +1,6 @@
 """Torch's import, a second and more of every start, made shorter.
 
 preload_libraries       its largest library is loaded by a thread while the tokenizer is read
-gc_paused               the garbage collector does not walk the thousands of new modules again and again
 without_meta_kernels    what only tensors without memory need, nearly half of the time, is left out
 cuda_preinit            the GPU's context, a third of a second without any Python, is made meanwhile
 """
@@ -9,7 +8,6 @@ cuda_preinit            the GPU's context, a third of a second without any Pytho
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib.util
 import sys
 import threading
@@ -19,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from tokenmill.engine.startup.garbage_collection import gc_paused
 from tokenmill.engine.startup.versions import is_tested
 from tokenmill.ops.cpu.availability import load_library
 
@@ -61,18 +60,6 @@ def _torch_file(name: Path) -> Path | None:
         return None
     path = Path(found.origin).parent / name
     return path if path.is_file() else None
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Inside, nothing is collected: an import makes many objects and hardly any garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # ── meta kernels ───────────────────────────────────────────────────────────────────────────────────────

@@ -24,14 +24,14 @@ from tokenmill.engine.replica import Preparation, Replica, RequestRun, Route
 from tokenmill.engine.roles import may_be_prefilled, prepared_request
 from tokenmill.types import Request, SequenceOutput
 
-MOVE_S = 2.0  # that a core which is to end gives its requests' blocks to others
+MOVE_S = 2.0  # how long a core that is about to end waits until others have its requests' blocks
 MOVE_CHECK_S = 0.005
-MOVED_SHARE = 16  # of so many requests with tokens one moves at a time
-PREPARED_AT_ONCE = 2  # ... and for each of these, so many are prepared together, or move once few tokens are left
-FEW_LEFT = 8  # tokens behind the prepared ones with which a request moves
-JUST_FULL = 2  # tokens behind the last full block while which it is prepared again
-MOST_REPEATED = 4  # preparations after the first one, after which it moves with any number
-FETCHED_BLOCKS = 3  # behind the prepared ones, from which on they are fetched: that takes a step, computing does not
+MOVED_SHARE = 16  # one of so many requests that have tokens moves at a time
+PREPARED_AT_ONCE = 2  # so many times as many are prepared at a time, or move once few tokens are left
+FEW_LEFT = 8  # a request moves when at most so many tokens are left to compute on the next core
+JUST_FULL = 2  # a request is prepared again at most so many tokens behind its last full block
+MOST_REPEATED = 4  # preparations after the first one; then the request moves, however many tokens are left
+FETCHED_BLOCKS = 3  # so many unprepared blocks are fetched; fewer are computed, since a fetch takes a step
 
 _numbers = count(1)
 

@@ -35,8 +35,8 @@ from tokenmill.ops.triton.batch.exchange import (
 from tokenmill.ops.triton.launch.kernel import is_asking
 from tokenmill.parallel.device_memory import HANDLE_BYTES, MappedMemory, SharedMemory
 
-ROOM_BYTES = 1 << 23  # of a rank's part, twice: larger ones go in several exchanges
-WHOLE_SUM_BYTES = 1 << 19  # that a rank reads at most to add up all numbers itself
+ROOM_BYTES = 1 << 23  # for a rank's part, in each of two rooms: larger parts take several exchanges
+WHOLE_SUM_BYTES = 1 << 19  # of all ranks' numbers, up to which each rank adds up all of them itself
 WINDOW_BYTES = ARRIVAL_BYTES + 2 * ROOM_BYTES
 CONNECT_LIMIT_S = 600.0  # the slowest rank's load
 CONNECT_CHECK_S = 0.002

@@ -138,6 +138,20 @@ def test_adapters_are_cut_like_their_matrices(
     assert len({repr(one) for one in alone[: 1 + len(adapters)]}) == 1 + len(adapters), "each adapter changes answers"
 
 
+def test_adapters_are_cut_where_torch_multiplies(stories_dir: Path, adapters: dict[str, Path]) -> None:
+    """Only ids are compared, as above; what GPUs have of an adapter is cut by the same code."""
+    settings = {**SETTINGS, "adapters": adapters, "adapter_slots": 2, "backend": "reference"}
+    several = {"tp": 3, "link": "threads"}, {"tp": 2, "pp": 2, "link": "threads"}
+    models = [LLM(str(stories_dir), **settings), *(LLM(str(stories_dir), **ranks, **settings) for ranks in several)]
+    names = [None, *adapters]
+    said = [
+        [one.outputs[0].token_ids for one in llm.generate(["Once upon a time"] * 4, PARAMS[0], adapter=names)]
+        for llm in models
+    ]
+    assert said[0] == said[1] == said[2]
+    assert len({tuple(tokens) for tokens in said[0]}) == 4, "each adapter changes answers"
+
+
 def until(holds: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 60
     while not holds():

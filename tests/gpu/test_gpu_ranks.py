@@ -54,13 +54,13 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def answers(
-    model: Path, env: dict[str, str], params: list[dict[str, Any]], kill_after: int = 0, **settings: Any
+    model: Path, env: dict[str, str], params: list[dict[str, Any]], asked: dict[str, Any] | None = None, **settings: Any
 ) -> dict[str, Any]:
-    asked: dict[str, Any] = {
+    """`asked`: what else the program is asked for."""
+    asked = {
         "model": str(model), "settings": {**SETTINGS, **settings}, "prompts": prompts(len(params)), "params": params,
+        **(asked or {}),
     }  # fmt: skip
-    if kill_after:
-        asked["kill_after"] = kill_after
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.gpu_rank_program"],
         input=json.dumps(asked), env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
@@ -95,7 +95,19 @@ def test_streams_go_on_when_a_rank_is_killed(tmp_path: Path, mps: dict[str, str]
     on with the tokens that they would have had."""
     make_reference("llama").save_pretrained(tmp_path)
     params = [{"temperature": 0.0, "max_tokens": 90}, {"temperature": 0.8, "max_tokens": 90}, {"temperature": 0.0}]
-    found = answers(tmp_path, mps, params, kill_after=30, tp=2, rank_gpus="0,0")
+    found = answers(tmp_path, mps, params, {"kill_after": 30}, tp=2, rank_gpus="0,0")
     reference = LLM(str(tmp_path), device="cpu", backend="reference", **SETTINGS)
     expected = reference.generate(prompts(len(params)), list(map(params_of, params)), progress=False)
+    assert found["tokens"] == [one.outputs[0].token_ids for one in expected]
+
+
+def test_adapters_are_cut_like_their_matrices(mps: dict[str, str], stories_dir: Path, shared_dir: Path) -> None:
+    root = shared_dir / "goldens" / "tiny" / "adapters"
+    trained = {name: str(root / name) for name in ("dora_r8_robots", "lora_pattern_reversed", "rslora_r16_bang")}
+    names = [None, *trained]
+    params: list[dict[str, Any]] = [{"temperature": 0.0}] * len(names)
+    settings = {"adapters": trained, "adapter_slots": 2}  # fewer slots than adapters: they are exchanged
+    found = answers(stories_dir, mps, params, {"adapter": names}, tp=2, rank_gpus="0,0", **settings)
+    reference = LLM(str(stories_dir), device="cpu", backend="reference", **{**SETTINGS, **settings})
+    expected = reference.generate(prompts(len(names)), list(map(params_of, params)), adapter=names, progress=False)
     assert found["tokens"] == [one.outputs[0].token_ids for one in expected]

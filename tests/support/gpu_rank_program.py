@@ -62,7 +62,8 @@ def main() -> None:
         print(json.dumps({"errors": [], "tokens": asyncio.run(through_a_kill(asked))}))
         return
     llm = LLM(asked["model"], device="cuda", fast_start=True, **asked["settings"])
-    found = llm.generate(asked["prompts"], [params_of(one) for one in asked["params"]], progress=False)
+    params = [params_of(one) for one in asked["params"]]
+    found = llm.generate(asked["prompts"], params, adapter=asked.get("adapter"), progress=False)
     errors = [one.error for one in found if one.error]
     tokens = [one.outputs[0].token_ids for one in found]
     logprobs = [[step.logprob for step in one.outputs[0].logprobs or []] for one in found]

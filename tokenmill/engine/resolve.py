@@ -148,11 +148,12 @@ def resolve(
     has_head = config.scheduler.speculate == MTP
     head_bytes = mtp_bytes(spec, kept.parts, config.scheduler.num_rows) if has_head else 0
     head_block_bytes = mtp_block_bytes(spec, dtypes, cache.block_size) if has_head else 0
-    left_bytes = max(0, free_bytes - adapters.total_bytes - head_bytes)
+    left_bytes = free_bytes
     if parallel.num_ranks > 1:
         share, layout = heaviest_rank(spec, parallel, layout, cache.block_size)
         kept = replace(kept, parts=WeightParts(*(int(part * share) for part in astuple(kept.parts))))
         left_bytes //= ranks_of_a_device(parallel)
+    left_bytes = max(0, left_bytes - adapters.total_bytes - head_bytes)  # of an adapter a rank has up to all
     cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons, head_block_bytes)
     model = _within_pool(config.model, cache, layout, reasons)
     overlaps = "on a GPU" if device.overlaps_steps else "in a pipeline" if parallel.pp > 1 else None

@@ -46,8 +46,8 @@ def resolve_parallel(
     if parallel.num_ranks > MAX_RANKS:
         raise InvalidConfig(f"tp {tp} times pp {pp} is more than {MAX_RANKS} ranks", param="tp")
     if config.model.adapter or config.model.adapter_slots:
-        if backend.name != "cpu":
-            problem = "adapters on several ranks need the native kernels"
+        if backend.name == "reference" and spec.experts:
+            problem = "adapters of models with experts need the native kernels on several ranks"
             raise InvalidConfig(problem, param="tp" if tp > 1 else "pp", hint="--backend cpu")
         if parallel.ep:
             raise InvalidConfig("adapters can't be used with whole experts on ranks", param="ep")

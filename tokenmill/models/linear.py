@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from tokenmill.ops.blocks import is_known
 from tokenmill.ops.interface import LinearWeight, Norm, Ops
 from tokenmill.ops.low_rank import HeldExperts, HeldLowRank, LowRank
 from tokenmill.ops.raw import RawTensor
+from tokenmill.parallel.cuts import Span
 from tokenmill.parallel.group import Gather, GatherRows, Shard, Sum
 from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.upload import to_gpu
@@ -63,8 +64,9 @@ class Projection:
     def rows(self, numbers: torch.Tensor, adapters: Any = None) -> torch.Tensor:
         """Rows of the matrix itself, as an embedding has them: [T] → [T, columns]"""
         if self.lookups is not None:
-            return self.lookups(numbers, self.ops.embed(self.lookups.own(numbers), self.weight))
-        out = self.ops.embed(numbers, self.weight)
+            out = self.lookups(numbers, self.ops.embed(self.lookups.own(numbers), self.weight))
+        else:
+            out = self.ops.embed(numbers, self.weight)
         if adapters is None or self.adapters is None:
             return out
         return self.adapters.add_rows(numbers, out, adapters)
@@ -116,12 +118,12 @@ class Loader:
         bias = torch.cat([self.vector(f"{name}.bias") for name in names]).to(self.dtype) if matrices.has_bias else None
         raws = [self.source.get(f"{name}.weight") for name in names]
         weight = self.ops.pack_linear(raws, bias, self.dense)
-        adapters = self._adapters(names, [raw.shape[0] for raw in raws], weight.columns)
+        adapters = self._adapters(names, [raw.shape[0] for raw in raws], weight.columns, cut_like=names)
         made = Projection(self.ops, weight if adapters is None else adapters.adopt(weight), adapters)
         shard = self.shard
         if shard is None:
             return made
-        made = replace(made, weight=replace(weight, whole_rows=shard.whole_rows(names)))
+        made = replace(made, weight=replace(made.weight, whole_rows=shard.whole_rows(names)))
         outputs = shard.finish_outputs(names, [raw.shape[0] for raw in raws])
         return replace(made, inputs=shard.gather_inputs(names[0]), outputs=outputs)
 
@@ -129,21 +131,28 @@ class Loader:
         """Make a projection whose rows are looked up; tied models multiply by it too."""
         weight = self.ops.pack_embedding(self.source.get(f"{name}.weight"), self.dense)
         # What adapters add to the rows that are looked up has as many numbers as those have.
-        adapters = self._adapters((name,), [weight.columns], weight.rows, True)
+        whole_rows = 0 if self.shard is None else self.shard.whole_rows((name,))
+        adapters = self._adapters((name,), [weight.columns], whole_rows or weight.rows, is_embedding=True)
         lookups = None if self.shard is None else self.shard.gather_rows(name)
-        if self.shard is not None:
-            weight = replace(weight, whole_rows=self.shard.whole_rows((name,)))
+        weight = replace(weight, whole_rows=whole_rows)
         return Projection(self.ops, weight, adapters, lookups=lookups)
 
     def tied_head(self, embedding: Projection) -> Projection:
         """A product with the embedding's matrix, to which adapters add by themselves."""
-        adapters = self._adapters(("head",), [embedding.weight.rows], embedding.weight.columns)
+        adapters = self._adapters(("head",), [embedding.weight.rows], embedding.weight.columns, cut_like=("embed",))
         outputs = None if self.shard is None else self.shard.finish_outputs(("embed",))
         return replace(embedding, adapters=adapters, outputs=outputs)
 
     def _adapters(
-        self, names: tuple[str, ...], sizes: list[int], columns: int, is_embedding: bool = False
+        self,
+        names: tuple[str, ...],
+        sizes: list[int],
+        columns: int,
+        *,
+        cut_like: tuple[str, ...] = (),
+        is_embedding: bool = False,
     ) -> HeldLowRank | None:
+        """`cut_like`: the matrices whose rows on this rank are those of what adapters add."""
         if not self.slots.number:
             return None
         like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -151,7 +160,10 @@ class Loader:
         held = self.ops.low_rank.hold(
             tuple(sizes), columns, slots.number, slots.max_rank, like, is_embedding=is_embedding
         )
-        self.slots.held.append((names, held))
+        rows = tuple(
+            None if self.shard is None else self.shard.own_rows(name) for name in cut_like or ("",) * len(names)
+        )
+        self.slots.held.append(HeldAdapter(names, rows, held))
         return held
 
     def expert_adapters(self, names: tuple[str | None, str, str], num_experts: int) -> HeldExperts | None:
@@ -165,6 +177,21 @@ class Loader:
         return held
 
 
+class HeldAdapter(NamedTuple):
+    """What adapters add to some stacked matrices."""
+
+    names: tuple[str, ...]
+    rows: tuple[Span | None, ...]  # those of each that this rank has; None: all of them
+    slots: HeldLowRank
+
+    def parts(self, matrices: Mapping[str, LowRank]) -> list[LowRank | None]:
+        """This rank's part of what an adapter adds to each of them."""
+        return [
+            None if (part := matrices.get(name)) is None else part if rows is None else part.some_rows(*rows)
+            for name, rows in zip(self.names, self.rows, strict=True)
+        ]
+
+
 @dataclass
 class AdapterSlots:
     """The slots of a model's adapters, over all its matrices."""
@@ -172,20 +199,20 @@ class AdapterSlots:
     number: int  # 0: no adapter can be loaded
     max_rank: int = 0
     version: int = 0  # changes when steps with adapters launch other kernels than before
-    held: list[tuple[tuple[str, ...], HeldLowRank]] = field(default_factory=list)
+    held: list[HeldAdapter] = field(default_factory=list)
     held_experts: list[tuple[tuple[str | None, str, str], int, HeldExperts]] = field(default_factory=list)
 
     def names(self) -> set[str]:
         """Return the names of the matrices that adapters may change."""
-        found = {name for names, _ in self.held for name in names}
+        found = {name for held in self.held for name in held.names}
         for names, count, _ in self.held_experts:
             found |= {f"{name}.{expert}" for name in names if name for expert in range(count)}
         return found
 
     def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         """Let a slot (from 1 on) hold an adapter, in place of the one that it holds."""
-        for names, held in self.held:
-            self.version += held.put(slot, [matrices.get(name) for name in names])
+        for held in self.held:
+            self.version += held.slots.put(slot, held.parts(matrices))
         for (gate, up, down), count, experts in self.held_experts:
             experts.put(
                 slot,

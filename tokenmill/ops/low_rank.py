@@ -27,6 +27,10 @@ class LowRank:
     b: torch.Tensor  # [rows, rank]
     gain: torch.Tensor | None = None  # float32 [rows]
 
+    def some_rows(self, start: int, stop: int) -> LowRank:
+        """What is added to some of the matrix's rows."""
+        return LowRank(self.a, self.b[start:stop], None if self.gain is None else self.gain[start:stop])
+
     @property
     def rank(self) -> int:
         return self.a.shape[0]

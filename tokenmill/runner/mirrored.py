@@ -25,10 +25,10 @@ from tokenmill.guided.masks import StepMasks
 from tokenmill.lora.adapter import Adapter
 from tokenmill.parallel.group import RankGroup
 from tokenmill.runner.cuda_runner import CudaRunner
-from tokenmill.runner.ranked import Followers, decode_plan, encode_plan, reported
+from tokenmill.runner.ranked import Followers, adapter_messages, decode_plan, encode_plan, reported, take_adapter
 from tokenmill.types import RowInit, StepPlan, StepResult
 
-LAUNCH, DRAW, COLLECT, LARGEST, IDLE = b"l", b"d", b"c", b"m", b"i"  # first byte of a message
+LAUNCH, DRAW, COLLECT, LARGEST, IDLE = b"l", b"d", b"c", b"m", b"i"  # first byte of a message; see ADAPTER too
 
 
 class SentMasks(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +90,8 @@ class MirroredRunner:
     def launch(self, plan: StepPlan) -> int:
         self._followers.raise_failure()
         with reported(self._group, self._followers):
+            for message in adapter_messages(plan, self.adapters):
+                self._followers.send(message)
             self._followers.send(LAUNCH + encode_plan(plan))
             return self._own.launch(plan)
 
@@ -123,9 +125,12 @@ class MirroredRunner:
 
 def mirror(runner: CudaRunner, message: bytes) -> None:
     """Do what rank 0 does."""
+    if take_adapter(runner, message):
+        return
     kind, body = message[:1], message[1:]
     if kind == LAUNCH:
         runner.launch(decode_plan(body))
+        runner.adapters = {}  # those that it brought are in their slots
     elif kind == DRAW:
         sent = _masks_decoder.decode(body)
         runner.draw(sent.ticket, sent.masks())

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import msgspec
 import torch
@@ -96,7 +97,13 @@ def adapter_messages(plan: StepPlan, adapters: Mapping[str, Adapter]) -> Iterato
         yield ADAPTER + _encoder.encode(SentAdapter.of(adapters[digest]))
 
 
-def take_adapter(runner: ModelRunner, message: bytes) -> bool:
+class TakesAdapters(Protocol):
+    """A runner that is given adapters before the plan that puts them into slots."""
+
+    adapters: Mapping[str, Adapter]
+
+
+def take_adapter(runner: TakesAdapters, message: bytes) -> bool:
     """Keep an adapter until the plan comes that puts it into a slot; False: the message is something else."""
     if message[:1] != ADAPTER:
         return False

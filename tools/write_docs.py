@@ -71,8 +71,14 @@ ENVIRONMENT = {
 # Models that only the planner knows, by the `model_type` of their configs.
 PLANNED = {
     "kimi_k25": "Kimi K2.5 (text part): latent attention, routed experts",
+    "kimi_k3": "Kimi K3: recurrent layers with a decay per channel, gated latent attention, experts in a latent",
+    "mimo_v2_flash": "MiMo-V2-Flash: keys wider than values beside windows of other shapes",
+    "minimax_m3": "MiniMax-M3: attention over chosen blocks of keys",
+    "minimax_m3_vl": "MiniMax-M3: attention over chosen blocks of keys",
+    "nemotron-nas": "Llama-Nemotron Super 49B: layers that differ in their sizes, or lack attention",
     "phi-msft": "Phi-1.5, Phi-2",
-    "mimo": "MiMo-7B (without its draft layers)",
+    "phi3_v": "Phi-3.5-vision (text part)",
+    "step3p7": "Step-3.7: gates per head, limits that differ between layers",
     "qwen3_vl": "Qwen3-VL (text part)",
     "qwen3_vl_moe": "Qwen3-VL (text part)",
 }

@@ -54,7 +54,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
                    "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4, "n_routed_experts": 8,
                    "n_shared_experts": 1, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 72,
                    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "mimo_v2_flash": {**SMALL, "head_dim": 24, "v_head_dim": 16, "swa_num_key_value_heads": 4, "n_routed_experts": 8,
+                      "num_experts_per_tok": 2, "moe_intermediate_size": 40, "sliding_window": 16},
 }  # fmt: skip
+BLOCK_SPARSE = {**SMALL, "head_dim": 24, "dense_intermediate_size": 112, "num_local_experts": 8,
+                "num_experts_per_tok": 2, "shared_intermediate_size": 56, "moe_layer_freq": [0, 1, 1, 1, 1],
+                "sparse_attention_config": {"sparse_attention_freq": [0, 0, 1, 1, 1], "sparse_index_dim": 16,
+                                            "sparse_num_index_heads": 3, "sparse_block_size": 8}}  # fmt: skip
+HEAD_GATES = {**SMALL, "head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+              "share_expert_dim": 48, "first_k_dense_replace": 3, "sliding_window": 16,
+              "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+              "attention_other_setting": {"num_attention_heads": 6}}  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -64,7 +74,7 @@ def test_counts_are_those_of_transformers(model_type: str) -> None:
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(config)
     counted = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    if model_type in BY_MODEL_TYPE:  # a spec has the biases of its routers, which are no parameters there
+    if model_type in {*BY_MODEL_TYPE, "mimo_v2_flash"}:  # biases of routers are no parameters there
         counted |= {name: value.numel() for name, value in module.named_buffers() if "correction_bias" in name}
     outline = outline_of(outline_from_hf({"model_type": model_type, **asked}))
     assert num_parameters(outline) == sum(counted.values()), sorted(counted.items())
@@ -83,9 +93,32 @@ def test_phi_counts_are_those_of_transformers() -> None:
     assert num_parameters(outline_from_hf({"model_type": "phi-msft", **asked})) == module.num_parameters()
 
 
+@pytest.mark.parametrize("model_type", ["minimax_m3", "step3p7"])
+def test_parts_that_read_text_are_counted_as_transformers_does(model_type: str) -> None:
+    """Models that see too"""
+    if model_type == "step3p7":
+        from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel as Module
+
+        asked, head = HEAD_GATES, SMALL["vocab_size"] * SMALL["hidden_size"]
+        config = transformers.AutoConfig.for_model("step3p7", text_config=asked).text_config
+    else:
+        from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM as Module
+
+        asked, head = BLOCK_SPARSE, 0
+        config = transformers.AutoConfig.for_model("minimax_m3_vl_text", **asked, bos_token_id=None, eos_token_id=None)
+    with torch.device("meta"):
+        module = Module(config)
+    biases = sum(value.numel() for name, value in module.named_buffers() if "correction_bias" in name)
+    assert num_parameters(outline_from_hf({"model_type": model_type, **asked})) == (
+        module.num_parameters() + biases + head
+    )
+
+
 def test_every_family_is_compared_with_something() -> None:
     same = {"deepseek_v32", "kimi_k2", "kimi_k25", "llama4", "qwen3_5", "qwen3_5_moe", "phi-msft"}
-    assert set(LAYERS) <= set(CONFIGS) | same
+    seen = {"minimax_m3", "minimax_m3_vl", "step3p7"}
+    published = {"kimi_k3", "nemotron-nas"}
+    assert set(LAYERS) <= set(CONFIGS) | same | seen | published
 
 
 def test_a_config_with_endless_layers_is_refused() -> None:
@@ -123,7 +156,9 @@ def test_the_engine_refuses_by_name_what_is_only_planned() -> None:
 #   Kimi K2: the size that its page on the hub shows, 1,026 B; "32 billion activated" (arXiv 2507.20534)
 #   Llama 4: model cards; totals here are of the text model, the cards' 109 and 402 B have the vision tower in them
 #   GLM-5, MiniMax-M2, Qwen3.5, Nemotron 3 Nano: model cards and names, rounded (some of them down)
-#   Phi-1.5 and Phi-2: sizes shown on the hub
+#   Phi-1.5, Phi-2 and Nemotron Super: sizes shown on the hub; Phi-3.5-vision: the text model's, Phi-3-mini's size
+#   MiniMax-M3, MiMo-V2, Step 3.5: model cards (M3's 428 B have the part that sees in them, its 23 B active ones
+#   neither embedding nor head)
 PUBLISHED = [
     ("openai--gpt-oss-120b", 116.83, 5.13, False),
     ("openai--gpt-oss-20b", 20.91, 3.61, False),
@@ -140,6 +175,11 @@ PUBLISHED = [
     ("Qwen--Qwen3.5-122B-A10B", 122, 10, True),
     ("Qwen--Qwen3.5-397B-A17B", 397, 17, True),
     ("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31.6, 3.6, True),
+    ("MiniMaxAI--MiniMax-M3", 428, None, True),
+    ("XiaomiMiMo--MiMo-V2-Flash", 309, 15, False),
+    ("nvidia--Llama-3_3-Nemotron-Super-49B-v1", 49.9, None, True),
+    ("stepfun-ai--Step-3.7-Flash", 196, 11, True),
+    ("phi-3_5-vision", 3.82, None, True),
     ("phi-1_5", 1.42, None, True),
     ("phi-2", 2.78, None, True),
 ]

@@ -11,97 +11,20 @@ them out too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.hf_config import MAX_LAYERS, spec_from_hf
-from tokenmill.arch.outline import (
-    FeedOutline,
-    LayerOutline,
-    MixerOutline,
-    Model,
-    ModelOutline,
-    gated,
-    grouped_attention,
-    layer,
-    routed,
-)
+from tokenmill.arch.outline import Model, ModelOutline
+from tokenmill.arch.outline_layers import LAYERS, phi_layers
 from tokenmill.errors import UnsupportedModel
-
-# ── grouped-query attention ───────────────────────────────────────────────────────────────────────
-
-
-Layers = tuple[LayerOutline, ...]
-
-
-def phi_layers(fields: ConfigFields) -> Layers:
-    """One norm (weight and bias) before both halves, biases everywhere, an MLP without gate."""
-    hidden, heads = fields.integer("n_embd"), fields.integer("n_head")
-    inner = fields.integer_or_none("n_inner") or 4 * hidden
-    mixer = grouped_attention(
-        hidden, heads, fields.integer_or_none("n_head_kv") or heads, hidden // heads, qkv_bias=True, out_bias=True
-    )
-    feed = FeedOutline(linear=2 * hidden * inner, vectors=inner + hidden, width=2 * inner)
-    return (layer(mixer, feed, 2 * hidden),) * fields.integer("n_layer")
-
-
-# ── latent attention ───────────────────────────────────────────────────────────────────────────────
-
-
-def latent_layers(fields: ConfigFields) -> tuple[LayerOutline, ...]:
-    hidden, dense = fields.integer("hidden_size"), fields.integer("first_k_dense_replace", minimum=0)
-    if fields.integer("moe_layer_freq") != 1:
-        fields.refuse("moe_layer_freq other than 1 is not known")
-    attention = latent_attention(fields, hidden)
-    early = layer(attention, gated(hidden, fields.integer("intermediate_size")), 2 * hidden)
-    late = layer(attention, deepseek_experts(fields), 2 * hidden)
-    return tuple(early if index < dense else late for index in range(fields.integer("num_hidden_layers")))
-
-
-def latent_attention(fields: ConfigFields, hidden: int) -> MixerOutline:
-    heads, rank = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
-    nope, rope, value = (fields.integer(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    query, query_rank = heads * (nope + rope), fields.integer_or_none("q_lora_rank")
-    to_queries = hidden * query_rank + query_rank * query if query_rank else hidden * query
-    index_linear, index_vectors, index_kept = _indexer(fields, hidden, query_rank or hidden)
-    to_latent, from_latent = hidden * (rank + rope), rank * heads * (nope + value)
-    return MixerOutline(
-        linear=to_queries + to_latent + from_latent + heads * value * hidden + index_linear,
-        vectors=(query_rank or 0) + rank + index_vectors,
-        kv_values=rank + rope + index_kept,
-        pair_values=query + heads * value,
-        num_heads=heads,
-        num_kv_heads=1,  # one latent vector for all heads: a tensor split copies it
-        width=2 * query + heads * (nope + value),
-    )
-
-
-def _indexer(fields: ConfigFields, hidden: int, query_rank: int) -> tuple[int, int, int]:
-    """(matrices, vectors, values kept per token) of what chooses the keys that sparse attention looks at."""
-    heads = fields.integer_or_none("index_n_heads")
-    if heads is None:
-        return 0, 0, 0
-    width = fields.integer("index_head_dim")
-    return query_rank * heads * width + hidden * (width + heads), 2 * width, width
-
-
-def deepseek_experts(fields: ConfigFields) -> FeedOutline:
-    hidden, inner = fields.integer("hidden_size"), fields.integer("moe_intermediate_size")
-    shared = inner * (fields.integer_or_none("n_shared_experts", minimum=0) or 0)
-    return routed(
-        hidden, inner, fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok"), shared=shared
-    )
-
 
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────
 
 
-Reader = Callable[[ConfigFields], tuple[LayerOutline, ...]]
-
-LAYERS: dict[str, Reader] = {"kimi_k25": latent_layers, "phi-msft": phi_layers}
-SAME_TEXT_MODEL = {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+SAME_TEXT_MODEL = {"phi3_v": "phi3", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 # What keeps the engine from running a model_type that it knows of.
 MISSING = {
     "bailing_hybrid": "linear attention beside latent attention",

@@ -1,0 +1,282 @@
+"""Layers of models that are only planned, as their configs describe them (see `outlines.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.outline import (
+    FeedOutline,
+    LayerOutline,
+    MixerOutline,
+    gated,
+    grouped_attention,
+    layer,
+    routed,
+)
+
+# ── grouped-query attention ───────────────────────────────────────────────────────────────────────
+
+Layers = tuple[LayerOutline, ...]
+Reader = Callable[[ConfigFields], Layers]
+
+
+def phi_layers(fields: ConfigFields) -> Layers:
+    """One norm (weight and bias) before both halves, biases everywhere, an MLP without gate."""
+    hidden, heads = fields.integer("n_embd"), fields.integer("n_head")
+    inner = fields.integer_or_none("n_inner") or 4 * hidden
+    mixer = grouped_attention(
+        hidden, heads, fields.integer_or_none("n_head_kv") or heads, hidden // heads, qkv_bias=True, out_bias=True
+    )
+    feed = FeedOutline(linear=2 * hidden * inner, vectors=inner + hidden, width=2 * inner)
+    return (layer(mixer, feed, 2 * hidden),) * fields.integer("n_layer")
+
+
+# ── latent attention ───────────────────────────────────────────────────────────────────────────────
+
+
+def latent_layers(fields: ConfigFields) -> tuple[LayerOutline, ...]:
+    hidden, dense = fields.integer("hidden_size"), fields.integer("first_k_dense_replace", minimum=0)
+    if fields.integer("moe_layer_freq") != 1:
+        fields.refuse("moe_layer_freq other than 1 is not known")
+    attention = latent_attention(fields, hidden)
+    early = layer(attention, gated(hidden, fields.integer("intermediate_size")), 2 * hidden)
+    late = layer(attention, deepseek_experts(fields), 2 * hidden)
+    return tuple(early if index < dense else late for index in range(fields.integer("num_hidden_layers")))
+
+
+def latent_attention(fields: ConfigFields, hidden: int) -> MixerOutline:
+    heads, rank = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
+    nope, rope, value = (fields.integer(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query, query_rank = heads * (nope + rope), fields.integer_or_none("q_lora_rank")
+    to_queries = hidden * query_rank + query_rank * query if query_rank else hidden * query
+    index_linear, index_vectors, index_kept = _indexer(fields, hidden, query_rank or hidden)
+    to_latent, from_latent = hidden * (rank + rope), rank * heads * (nope + value)
+    return MixerOutline(
+        linear=to_queries + to_latent + from_latent + heads * value * hidden + index_linear,
+        vectors=(query_rank or 0) + rank + index_vectors,
+        kv_values=rank + rope + index_kept,
+        pair_values=query + heads * value,
+        num_heads=heads,
+        num_kv_heads=1,  # one latent vector for all heads: a tensor split copies it
+        width=2 * query + heads * (nope + value),
+    )
+
+
+def _indexer(fields: ConfigFields, hidden: int, query_rank: int) -> tuple[int, int, int]:
+    """(matrices, vectors, values kept per token) of what chooses the keys that sparse attention looks at."""
+    heads = fields.integer_or_none("index_n_heads")
+    if heads is None:
+        return 0, 0, 0
+    width = fields.integer("index_head_dim")
+    return query_rank * heads * width + hidden * (width + heads), 2 * width, width
+
+
+def deepseek_experts(fields: ConfigFields) -> FeedOutline:
+    hidden, inner = fields.integer("hidden_size"), fields.integer("moe_intermediate_size")
+    shared = inner * (fields.integer_or_none("n_shared_experts", minimum=0) or 0)
+    return routed(
+        hidden, inner, fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok"), shared=shared
+    )
+
+
+# ── attention of several shapes ────────────────────────────────────────────────────────────────────
+
+
+def _kinds(fields: ConfigFields, key: str, count: int, usual: Sequence[int]) -> tuple[int, ...]:
+    """A number for each layer; `usual` where the config has none"""
+    kinds = fields.integers(key) if fields.has(key) else tuple(usual)
+    if len(kinds) < count:
+        fields.refuse(f"{key} has {len(kinds)} entries for {count} layers")
+    return kinds[:count]
+
+
+def mimo_layers(fields: ConfigFields) -> Layers:
+    """MiMo-V2: keys wider than values; layers with windows have heads of their own, and sinks."""
+    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    usual = [int(bool(index) and (index + 1) % 6 > 0) for index in range(count)]
+    windows = _kinds(fields, "hybrid_layer_pattern", count, usual)
+    sparse = _kinds(fields, "moe_layer_freq", count, [0] + [1] * (count - 1))
+    mixers = _mimo_attention(fields, hidden, is_windowed=False), _mimo_attention(fields, hidden, is_windowed=True)
+    feeds = gated(hidden, fields.integer("intermediate_size")), _experts_with_bias(fields, hidden)
+    return tuple(layer(mixers[a > 0], feeds[b > 0], 2 * hidden) for a, b in zip(windows, sparse, strict=True))
+
+
+def _mimo_attention(fields: ConfigFields, hidden: int, *, is_windowed: bool) -> MixerOutline:
+    def size(name: str) -> int:
+        own = fields.integer_or_none(f"swa_{name}") if is_windowed else None
+        return own or fields.integer(name)
+
+    heads, kv_heads, dim, value = (
+        size(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+    )
+    kept = kv_heads * (dim + value)
+    return MixerOutline(
+        linear=hidden * (heads * (dim + value) + kept),
+        vectors=heads if is_windowed else 0,
+        kv_values=kept,
+        pair_values=heads * (dim + value),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        width=heads * (dim + value) + kept,
+        window=fields.integer("sliding_window") if is_windowed else None,
+    )
+
+
+def _experts_with_bias(fields: ConfigFields, hidden: int, *, shared: int = 0) -> FeedOutline:
+    return routed(
+        hidden,
+        fields.integer("moe_intermediate_size"),
+        fields.integer("n_routed_experts" if fields.has("n_routed_experts") else "num_experts"),
+        fields.integer("num_experts_per_tok"),
+        shared=shared,
+        has_router_bias=True,
+    )
+
+
+def step_layers(fields: ConfigFields) -> Layers:
+    """Step-3.7: a gate for each head; layers with windows may have more heads."""
+    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    kinds = fields.words("layer_types", count) or ("full_attention",) * count
+    heads, others = fields.integer("num_attention_heads"), fields.section("attention_other_setting") or {}
+    more = ConfigFields({"num_attention_heads": heads, **others}, "attention_other_setting")
+    dense = fields.integer("first_k_dense_replace", minimum=0)
+    shared = fields.integer_or_none("share_expert_dim", minimum=0) or 0
+    feeds = gated(hidden, fields.integer("intermediate_size")), _experts_with_bias(fields, hidden, shared=shared)
+    mixers = {
+        "full_attention": _gated_heads(fields, hidden, heads, None),
+        "sliding_attention": _gated_heads(
+            fields, hidden, more.integer("num_attention_heads"), fields.integer_or_none("sliding_window")
+        ),
+    }
+    if not mixers.keys() >= set(kinds):
+        fields.refuse(f"layer_types other than {', '.join(mixers)} are not known")
+    return tuple(layer(mixers[kind], feeds[index >= dense], 2 * hidden) for index, kind in enumerate(kinds))
+
+
+def _gated_heads(fields: ConfigFields, hidden: int, heads: int, window: int | None) -> MixerOutline:
+    dim = fields.integer("head_dim")
+    mixer = grouped_attention(hidden, heads, fields.integer("num_key_value_heads"), dim, norms=2 * dim, window=window)
+    return replace(mixer, linear=mixer.linear + hidden * heads)
+
+
+def block_sparse_layers(fields: ConfigFields) -> Layers:
+    """MiniMax-M3: an indexer chooses blocks of keys, of which it keeps a key of its own for each token. Attention is
+    counted as if every block were looked at."""
+    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    index = ConfigFields(fields.section("sparse_attention_config") or {}, "sparse_attention_config")
+    chosen = _kinds(index, "sparse_attention_freq", count, [0] * count)
+    sparse = _kinds(fields, "moe_layer_freq", count, [1] * count)
+    heads, kv_heads, dim = (fields.integer(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    whole = grouped_attention(hidden, heads, kv_heads, dim, norms=2 * dim)
+    mixers = [whole, whole]
+    if any(chosen):
+        width, index_heads = index.integer("sparse_index_dim"), index.integer("sparse_num_index_heads")
+        mixers[1] = replace(
+            whole,
+            linear=whole.linear + hidden * width * (index_heads + 1),
+            vectors=whole.vectors + 2 * width,
+            kv_values=whole.kv_values + width,
+            pair_values=whole.pair_values + index_heads * width,
+            width=whole.width + index_heads * width,
+        )
+    inner = fields.integer("intermediate_size")
+    experts = routed(
+        hidden,
+        inner,
+        fields.integer("num_local_experts"),
+        fields.integer("num_experts_per_tok"),
+        shared=fields.integer_or_none("shared_intermediate_size", minimum=0) or 0,
+        has_router_bias=True,
+    )
+    feeds = gated(hidden, fields.integer("dense_intermediate_size")), experts
+    return tuple(layer(mixers[a > 0], feeds[b > 0], 2 * hidden) for a, b in zip(chosen, sparse, strict=True))
+
+
+def unequal_layers(fields: ConfigFields) -> Layers:
+    """Nemotron's search over architectures: each layer has an MLP of its own width, some have no attention."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    blocks, count = fields.get("block_configs"), fields.integer("num_hidden_layers")
+    if not isinstance(blocks, list) or len(blocks) != count:
+        fields.refuse(f"block_configs has no entry for each of {count} layers")
+    return tuple(_unequal_layer(fields, block, hidden, heads) for block in blocks)
+
+
+def _unequal_layer(fields: ConfigFields, block: Any, hidden: int, heads: int) -> LayerOutline:
+    parts = [block.get(key) if isinstance(block, dict) else None for key in ("attention", "ffn")]
+    if not all(isinstance(part, dict) for part in parts):
+        fields.refuse("a block has no attention or ffn")
+    attention, feed = (ConfigFields(part, "block_configs", {"no_op": False}) for part in parts)
+    mixer, inner, norms = MixerOutline(linear=0), 0, 0
+    if any(part.get("replace_with_linear") for part in (attention, feed) if part.has("replace_with_linear")):
+        fields.refuse("a block is replaced by a matrix")
+    if not attention.flag("no_op"):
+        kv_heads = heads // attention.integer("n_heads_in_group")
+        mixer, norms = grouped_attention(hidden, heads, kv_heads, hidden // heads), hidden
+    if not feed.flag("no_op"):
+        inner, norms = -(-int(feed.positive("ffn_mult") * 2 * hidden / 3) // 256) * 256, norms + hidden
+    return layer(mixer, gated(hidden, inner), norms)
+
+
+# ── the delta rule with gates of full rank ─────────────────────────────────────────────────────────
+
+
+def kimi_k3_layers(fields: ConfigFields) -> Layers:
+    """Kimi K3: recurrent layers with a decay for each channel, gated latent attention without rotation, experts that
+    work on fewer numbers than the stream has."""
+    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    linear = ConfigFields(fields.section("linear_attn_config") or {}, "linear_attn_config")
+    full, dense = set(linear.integers("full_attn_layers")), fields.integer("first_k_dense_replace", minimum=0)
+    attention, value = latent_attention(fields, hidden), fields.integer("v_head_dim")
+    gates = hidden * fields.integer("num_attention_heads") * value
+    mixers = _kimi_recurrent(linear, hidden), replace(attention, linear=attention.linear + gates)
+    feeds = gated(hidden, fields.integer("intermediate_size")), _latent_experts(fields, hidden)
+    return tuple(layer(mixers[index + 1 in full], feeds[index >= dense], 2 * hidden) for index in range(count))
+
+
+def _kimi_recurrent(linear: ConfigFields, hidden: int) -> MixerOutline:
+    heads, dim = linear.integer("num_heads"), linear.integer("head_dim")
+    kernel, width = linear.integer("short_conv_kernel_size"), heads * dim
+    decays = hidden * dim + dim * width
+    gates = hidden * width if linear.has("use_full_rank_gate") and linear.flag("use_full_rank_gate") else decays
+    return MixerOutline(
+        linear=4 * hidden * width + decays + gates + hidden * heads,
+        vectors=3 * kernel * width + width + heads + dim,
+        num_heads=heads,
+        num_kv_heads=heads,
+        width=8 * width,
+        state_values=heads * dim * dim + 3 * (kernel - 1) * width,
+    )
+
+
+def _latent_experts(fields: ConfigFields, hidden: int) -> FeedOutline:
+    inner = fields.integer("moe_intermediate_size")
+    latent = fields.integer_or_none("routed_expert_hidden_size")
+    found = routed(
+        latent or hidden,
+        inner,
+        fields.integer("num_experts"),
+        fields.integer("num_experts_per_token"),
+        has_router_bias=True,
+    )
+    shared = inner * (fields.integer_or_none("num_shared_experts", minimum=0) or 0)
+    between = 2 * hidden * latent if latent else 0
+    return replace(
+        found,
+        linear=hidden * fields.integer("num_experts") + 3 * hidden * shared + between,
+        vectors=found.vectors + (latent or 0),
+    )
+
+
+LAYERS: dict[str, Reader] = {
+    "kimi_k25": latent_layers,
+    "kimi_k3": kimi_k3_layers,
+    "mimo_v2_flash": mimo_layers,
+    "minimax_m3": block_sparse_layers,
+    "minimax_m3_vl": block_sparse_layers,
+    "nemotron-nas": unequal_layers,
+    "phi-msft": phi_layers,
+    "step3p7": step_layers,
+}

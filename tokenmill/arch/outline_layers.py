@@ -205,8 +205,9 @@ def unequal_layers(fields: ConfigFields) -> Layers:
 
 
 def _unequal_layer(fields: ConfigFields, block: Any, hidden: int, heads: int) -> LayerOutline:
-    parts = [block.get(key) if isinstance(block, dict) else None for key in ("attention", "ffn")]
-    if not all(isinstance(part, dict) for part in parts):
+    own = block if isinstance(block, dict) else {}
+    parts = [own[key] for key in ("attention", "ffn") if isinstance(own.get(key), dict)]
+    if len(parts) < 2:
         fields.refuse("a block has no attention or ffn")
     attention, feed = (ConfigFields(part, "block_configs", {"no_op": False}) for part in parts)
     mixer, inner, norms = MixerOutline(linear=0), 0, 0

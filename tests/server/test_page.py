@@ -191,6 +191,7 @@ def test_an_operators_key_sees_and_aborts_the_requests_of_all(tmp_path: Path) ->
         (row,) = reading(server, **bearer(operator))["requests"]
         assert row["key"] == hashlib.sha256(FIRST.encode()).hexdigest()
         assert "key" not in reading(server, **bearer(FIRST))["requests"][0]
+        assert reading(server, **bearer(operator))["series"] and not reading(server, **bearer(FIRST))["series"]
         assert server.post("/ui/abort", {"id": row["id"]}, headers=bearer(operator)).status_code == 200
         assert asked.result(60).status_code == 499
 
@@ -205,6 +206,7 @@ def test_a_key_sees_and_aborts_its_own_requests_only() -> None:
         (row,) = reading(server, **bearer(FIRST))["requests"]
         others = reading(server, **bearer(SECOND))
         assert others["requests"] == [] and others["num_requests"] == 0
+        assert others["series"] == {} and others["num_generated"] == others["num_read"] == 0
         assert server.post("/ui/abort", {"id": row["id"]}, headers=bearer(SECOND)).status_code == 404
         assert not asked.done()
         abort_all(server, FIRST)

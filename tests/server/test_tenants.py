@@ -156,7 +156,8 @@ def counted(server: ScriptedServer) -> tuple[float, float]:
 
 
 def test_tokens_of_clients_that_leave_are_counted() -> None:
-    with scripted_server([{"say": "word " * 400, "token_delay_s": 0.02}], config=ServerConfig(api_key=KEYS)) as server:
+    config = ServerConfig(api_key=KEYS, public_metrics=True)
+    with scripted_server([{"say": "word " * 400, "token_delay_s": 0.02}], config=config) as server:
         body = {"model": "scripted", "prompt": "Once upon a time", "max_tokens": 300, "stream": True}
         with server.http.stream("POST", server.url + "/v1/completions", json=body, headers=ALICE) as reply:
             lines = reply.iter_lines()
@@ -237,6 +238,21 @@ def test_of_several_keys_one_that_sees_all_changes_models(serving: Serving, tmp_
     assert server.post(*unload, headers=BOB).status_code == 404
     alone = serving(ServerConfig(api_key=("alice",)))
     assert alone.post(*unload, headers=ALICE).status_code == 404, "a lone key is that of who runs the server"
+
+
+def test_of_several_keys_one_that_sees_all_reads_what_is_about_all(serving: Serving, tmp_path: Path) -> None:
+    path = keys_file(tmp_path, alice={}, bob={"sees_all": True})
+    server = serving(ServerConfig(keys_file=path), keys=KeyRing(path=path))
+    for route in ("/metrics", "/replicas", "/slots"):
+        refused = server.get(route, headers=ALICE)
+        assert refused.status_code == 403 and "sees all" in refused.text and "tokenmill_" not in refused.text, route
+        assert server.get(route, headers=BOB).status_code == 200, route
+    alone = serving(ServerConfig(api_key=("alice",)))
+    assert alone.get("/metrics", headers=ALICE).status_code == 200
+    equal = serving(ServerConfig(api_key=("alice", "bob")))
+    assert equal.get("/metrics", headers=ALICE).status_code == 403
+    public = serving(ServerConfig(api_key=("alice", "bob"), public_metrics=True))
+    assert public.get("/metrics").status_code == 200
 
 
 def test_of_several_keys_one_that_sees_all_unloads_models_by_keep_alive() -> None:

@@ -71,8 +71,8 @@ def add(
         Smallest `priority` that its requests may ask for: smaller runs first. As for all keys by default
         (`serve --min-priority`).
     sees_all
-        For operators: on the server's page it sees the requests of all keys and may abort them, and it may change
-        models where clients may.
+        For operators: on the server's page it sees the requests of all keys and may abort them; of several keys only
+        such a one reads /metrics, and changes models where clients may.
     """
     path = keys_file or usual_file()
     wanted = KeyRecord(

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import tokenmill
+from tokenmill.server.auth import require_operator
 from tokenmill.server.dialect import head_of
 from tokenmill.server.errors import NotReady, error_headers
 from tokenmill.server.ledger import Ledger, groups_of, moment_of
@@ -47,6 +48,8 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
         return json_response({"version": tokenmill.__version__})
 
     async def metrics(request: Request) -> Response:
+        if not context.config.public_metrics:
+            require_operator(request)
         content, content_type = render_metrics()
         return Response(content, headers={"content-type": content_type})
 
@@ -89,7 +92,16 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
             description="200 once the model was loaded for the first time, whatever happens later.",
         ),
         Endpoint("GET", "/version", version, TAG, object_of(version=TEXT)),
-        Endpoint("GET", "/metrics", metrics, TAG, TEXT, description="Prometheus metrics.", media_type="text/plain"),
+        Endpoint(
+            "GET",
+            "/metrics",
+            metrics,
+            TAG,
+            TEXT,
+            (403,),
+            description="Prometheus metrics of the whole server. Of several keys, for one that sees all.",
+            media_type="text/plain",
+        ),
     ]
 
 

@@ -19,7 +19,7 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import Dialects, head_of
-from tokenmill.server.errors import MissingKey, ModelsAreFixed, UnknownHost
+from tokenmill.server.errors import MissingKey, ModelsAreFixed, OperatorsOnly, UnknownHost
 from tokenmill.server.keys import KeyRing
 from tokenmill.server.middleware import PROBES
 from tokenmill.server.ui.pages import PAGE_PATHS
@@ -54,6 +54,15 @@ def is_operator(scope: Scope) -> bool:
     """Return whether a request has a key that sees all, as a lone key does, or needs none."""
     record: RequestRecord = scope["state"]["record"]
     return record.key is None or record.key.sees_all
+
+
+def require_operator(request: Request) -> None:
+    """Refuse a tenant what is about all of them: how much others use at a time is theirs to know."""
+    if not is_operator(request.scope):
+        raise OperatorsOnly(
+            "of several keys, only one that sees all reads what is about the whole server",
+            hint="tokenmill keys add NAME --sees-all",
+        )
 
 
 def require_manager(request: Request, config: ServerConfig) -> None:

@@ -94,6 +94,13 @@ class ModelsAreFixed(TokenmillError):
     http_status = 403
 
 
+class OperatorsOnly(TokenmillError):
+    """A tenant asked for what is known of all of them together."""
+
+    code = "operators_only"
+    http_status = 403
+
+
 class WrongContentType(InvalidRequest):
     code = "unsupported_media_type"
     http_status = 415

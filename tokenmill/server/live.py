@@ -62,13 +62,13 @@ class LiveRequests:
         waited_for = [run.record for run in self._runs.values() if not run.record.is_batch_line]
         return len(waited_for), sum(record.first_token_s is None for record in waited_for)
 
-    def num_generated(self) -> int:
-        """Return the tokens that all runs in progress have generated so far."""
-        return sum(run.num_generated() for run in self._runs.values())
+    def num_generated(self, key_id: str | None) -> int:
+        """Return the tokens that a key's runs in progress have generated so far, or those of all."""
+        return sum(run.num_generated() for run in self._of(key_id))
 
-    def num_read(self) -> int:
+    def num_read(self, key_id: str | None) -> int:
         """Prompt tokens of runs under way whose answers have begun."""
-        begun = (run for run in self._runs.values() if run.record.first_token_s is not None)
+        begun = (run for run in self._of(key_id) if run.record.first_token_s is not None)
         return sum(run.num_prompt_tokens() for run in begun)
 
     async def abort(self, run_id: str, key_id: str | None) -> None:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tokenmill.config.cluster import MAX_REPLICAS, replica_range
 from tokenmill.errors import InvalidConfig, InvalidRequest
-from tokenmill.server.auth import require_manager
+from tokenmill.server.auth import require_manager, require_operator
 from tokenmill.server.body import BodyFields
 from tokenmill.server.model_admin import FLAG, TAG
 from tokenmill.server.routing import (
@@ -74,6 +74,7 @@ def replica_rows(context: RouteContext) -> list[dict[str, Any]]:
 
 def replica_endpoints(context: RouteContext) -> list[Endpoint]:
     async def list_replicas(request: Request) -> Response:
+        require_operator(request)
         return json_response({"object": "list", "data": replica_rows(context)})
 
     async def restart_replicas(request: Request) -> Response:
@@ -105,8 +106,9 @@ def replica_endpoints(context: RouteContext) -> list[Endpoint]:
             list_replicas,
             TAG,
             object_of(object=TEXT, data=list_of(REPLICA)),
-            (503,),
-            description="The engine processes of models in memory: state, requests, KV blocks, sums since the start.",
+            (403, 503),
+            description="The engine processes of models in memory: state, requests, KV blocks, sums since the start. "
+            "Of several keys, for one that sees all.",
         ),
         Endpoint(
             "POST",

@@ -1,7 +1,8 @@
 """llama.cpp's native endpoints: /completion, /infill, /apply-template, /props and /slots.
 
-/tokenize and /detokenize are in `server/tokens.py`; /health and /metrics are everyone's. A slot is a row of the
-scheduler: any request may take any of them, so /slots says how many are taken, not by whom.
+/tokenize and /detokenize are in `server/tokens.py`; /health and /metrics are no dialect's. A slot is a row of the
+scheduler: any request may take any of them, so /slots says how many are taken, not by whom; of several keys, one that
+sees all may ask.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tokenmill.config.server import ServerConfig
 from tokenmill.engine.text_workers import text_size
 from tokenmill.errors import Overloaded
 from tokenmill.params import SamplingParams
+from tokenmill.server.auth import require_operator
 from tokenmill.server.body import BodyFields, refuse
 from tokenmill.server.gate import ServedEngine
 from tokenmill.server.generation import GenerationJob
@@ -65,6 +67,7 @@ def llamacpp_endpoints(context: RouteContext) -> list[Endpoint]:
         return json_response(await context.when_read(lambda: properties(context.registry.default)))
 
     async def slots(request: Request) -> Response:
+        require_operator(request)
         found = await context.when_read(lambda: slots_of(context.registry.default))
         if "fail_on_no_slot" in request.query_params and all(slot["is_processing"] for slot in found):
             raise NoFreeSlot("no slot is free")
@@ -77,7 +80,7 @@ def llamacpp_endpoints(context: RouteContext) -> list[Endpoint]:
         Endpoint(
             "GET", "/props", props, TAG, object_of(default_generation_settings=OBJECT, chat_template=TEXT), (503,)
         ),
-        Endpoint("GET", "/slots", slots, TAG, list_of(object_of(id={"type": "integer"}, is_processing=FLAG)), (503,)),
+        Endpoint("GET", "/slots", slots, TAG, list_of(object_of(id={"type": "integer"}, is_processing=FLAG)), (403, 503)),
     ]
 
 

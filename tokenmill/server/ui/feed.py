@@ -4,8 +4,9 @@
     POST /ui/abort   {"id": …} of a row of `requests`
 
 `series` are the numbers of /metrics, read from the same registry. One reading a second serves all who look, and nothing
-runs while no page is open. With API keys the list of requests holds those of the key that asks, and a key aborts only
-those, unless its record says that it sees all; the series are of the whole server, as /metrics is.
+runs while no page is open. With several API keys the list of requests holds those of the key that asks, and a key
+aborts only those, unless its record says that it sees all. The series and replicas are of the whole server, as those of
+/metrics are, and so for such a key only.
 
 These routes are for the server's own page: a page of another origin is refused, whatever CORS allows it elsewhere.
 """
@@ -86,7 +87,16 @@ class LoadFeed:
         if not self._shared or now - self._taken_s > INTERVAL_S / 2:
             self._shared, self._taken_s = self._take(), now
         live, seen = self._context.live, self.view(key_id)
-        return {**self._shared, "requests": live.rows(seen, MAX_ROWS), "num_requests": live.count(seen)}
+        is_operator = seen is None or not self._context.keys
+        whole = {} if is_operator else {"series": {}, "replicas": []}
+        return {
+            **self._shared,
+            **whole,
+            "num_read": live.num_read(seen),
+            "num_generated": live.num_generated(seen),
+            "requests": live.rows(seen, MAX_ROWS),
+            "num_requests": live.count(seen),
+        }
 
     def _take(self) -> dict[str, Any]:
         health, replicas = self._context.registry.health(), replica_rows(self._context)
@@ -94,8 +104,6 @@ class LoadFeed:
             "time": time.time(),
             "version": tokenmill.__version__,
             "state": health.state,
-            "num_read": self._context.live.num_read(),
-            "num_generated": self._context.live.num_generated(),
             "series": self._read_series(SHOWN),
             "replicas": replicas if len(replicas) > 1 else [],
         }
@@ -135,8 +143,8 @@ def feed_endpoints(context: RouteContext, read_series: ReadSeries) -> list[Endpo
                 num_requests=COUNT,
             ),
             (403,),
-            description="The load of the server, once a second: the numbers of /metrics, the replicas where there are "
-            "several, and the requests of this key.",
+            description="The load of the server, once a second: the requests of this key, and for one that sees all "
+            "those of all keys, the numbers of /metrics, and the replicas where there are several.",
             media_type="text/event-stream",
         ),
         Endpoint(

@@ -29,9 +29,10 @@ export class LoadView {
     this.count = h("h2", {}, "Requests under way");
     this.fleet = new FleetTable();
     const heads = ["Request", "Model", "State", "Age", "Prompt", "Generated", "Tokens/s", ""];
+    this.figures = h("div", { class: "cards" }, this.cards.map((card) => card.element));
     this.element = h("section", { class: "page load", "aria-label": "Load" },
       h("header", { class: "page-head" }, h("h1", {}, "Load"), this.state),
-      h("div", { class: "cards" }, this.cards.map((card) => card.element)), this.fleet.element, this.count,
+      this.figures, this.fleet.element, this.count,
       h("div", { class: "table-box" }, h("table", { class: "requests" }, h("thead", {}, h("tr", {}, heads.map((text, at) => h("th", { class: at > 2 ? "right" : "" }, text)))), this.table)));
   }
 
@@ -61,6 +62,7 @@ export class LoadView {
     const now = derive(reading, this.past[this.past.length - 1]);
     this.past = [...this.past, now].slice(-KEPT);
     this.showState(reading.state, `Tokenmill ${reading.version}`);
+    this.figures.hidden = !Object.keys(now.series).length; // those of the whole server are not for every key
     for (const card of this.cards) {
       card.figure.textContent = (card.show || shortNumber)(card.value(now));
       if (card.note) card.small.textContent = card.note(now);

@@ -2,10 +2,11 @@
 
     python benchmarks/long_prompt.py MODEL [--prompt-len 4096] [--streams 8] [--step-ms 0,100] [--slo tpot=60ms]
 
-For each setting: the gaps between tokens of the streams before the prompt comes, while it is computed and afterwards
-(their contexts have grown by then), and the time to its own first token, alone and beside them. Against the first
-setting, what the limit costs in throughput: how much longer it takes to compute the prompt and as many tokens of
-streams. One JSON object a setting.
+For each setting: the gaps between tokens of the streams before the prompt comes, while it is computed and afterwards,
+and the time to its own first token, alone and beside them. Meanwhile the streams' contexts grow, which makes steps
+longer too: so the same streams run once more, without the prompt, and the gaps between the same tokens are compared
+("undisturbed"). Against the first setting, what the limit costs in throughput: how much longer it takes to compute the
+prompt and as many tokens of streams. One JSON object a setting.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +28,7 @@ NUM_WARM = 20  # tokens of each stream before anything is measured
 STORY = "Once upon a time a miller lived beside a quiet river, and every day he ground the corn of his neighbours. "
 BEFORE_S = 3.0  # the undisturbed time that is measured
 AFTER_S = 2.0
+NUM_PARTS = 8  # of the prompt's time, for each of which gaps are told
 WARM_PROMPT = 8192  # tokens of the longest prompt that is computed before anything is measured
 
 
@@ -56,6 +60,19 @@ async def wait_for_tokens(tasks: list[asyncio.Task[None]], times: list[list[floa
         await asyncio.sleep(0.1)
 
 
+@asynccontextmanager
+async def streams(
+    engine: AsyncEngine, number: int
+) -> AsyncIterator[tuple[list[asyncio.Task[None]], list[list[float]]]]:
+    """Streams that run meanwhile, and when each of their tokens came."""
+    times: list[list[float]] = [[] for _ in range(number)]
+    tasks = [asyncio.create_task(stream(engine, seed, seen)) for seed, seen in enumerate(times)]
+    yield tasks, times
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def first_token_s(engine: AsyncEngine, asked: PromptRequest) -> float:
     began = time.perf_counter()
     async for _ in engine.submit(asked):
@@ -63,29 +80,39 @@ async def first_token_s(engine: AsyncEngine, asked: PromptRequest) -> float:
     raise RuntimeError("no token came")
 
 
-async def measure(model: str, length: int, num_streams: int, settings: dict[str, Any]) -> dict[str, Any]:
+async def measure(
+    model: str, length: int, num_streams: int, settle_s: float, settings: dict[str, Any]
+) -> dict[str, Any]:
     engine = await AsyncEngine.start(model, speculate="off", **settings)
     try:
+        await asyncio.sleep(settle_s)
         for warm in (512, min(length, WARM_PROMPT)):
             await first_token_s(engine, prompt(warm, 1))
         alone_s = await first_token_s(engine, prompt(length, 2))
-        times: list[list[float]] = [[] for _ in range(num_streams)]
-        tasks = [asyncio.create_task(stream(engine, number, seen)) for number, seen in enumerate(times)]
-        await wait_for_tokens(tasks, times, NUM_WARM)
-        await asyncio.sleep(BEFORE_S)
-        began = time.perf_counter()
-        beside_s = await first_token_s(engine, prompt(length, 3))
-        ended = time.perf_counter()
-        await wait_for_tokens(tasks, times, 1)
-        await asyncio.sleep(AFTER_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with streams(engine, num_streams) as (tasks, times):
+            await wait_for_tokens(tasks, times, NUM_WARM)
+            await asyncio.sleep(BEFORE_S)
+            began = time.perf_counter()
+            first = [len(seen) for seen in times]
+            beside_s = await first_token_s(engine, prompt(length, 3))
+            ended = time.perf_counter()
+            await wait_for_tokens(tasks, times, 1)
+            last = [len(seen) for seen in times]
+            await asyncio.sleep(AFTER_S)
+        async with streams(engine, num_streams) as (tasks, again):
+            await wait_for_tokens(tasks, again, max(last))
     finally:
         await engine.close()
     gaps = [(after, after - before) for seen in times for before, after in pairwise(seen)]
+    undisturbed = [
+        after - before
+        for seen, start, end in zip(again, first, last, strict=True)
+        for before, after in pairwise(seen[start - 1 : end])
+    ]
     quiet = [gap for at, gap in gaps if began - BEFORE_S < at < began]
     after = [gap for at, gap in gaps if at - gap >= ended]
+    parts = [int((at - began) / (ended - began) * NUM_PARTS) for at, _ in gaps]
+    by_part = [[gap for (_, gap), one in zip(gaps, parts, strict=True) if one == part] for part in range(NUM_PARTS)]
     during = [gap for at, gap in gaps if began < at and at - gap < ended]  # the one that it ended in too
     return {
         **settings,
@@ -95,6 +122,12 @@ async def measure(model: str, length: int, num_streams: int, settings: dict[str,
         "gap_p99_ms_after": round(percentile(after, 99) * 1e3, 1),
         "gap_p50_ms_during": round(percentile(during, 50) * 1e3, 1),
         "gap_p99_ms_during": round(percentile(during, 99) * 1e3, 1),
+        "gap_p50_and_p99_ms_by_part": [
+            [round(percentile(one, of) * 1e3, 1) for of in (50, 99)] for one in by_part if one
+        ],
+        "gap_p50_ms_undisturbed": round(percentile(undisturbed, 50) * 1e3, 1),
+        "gap_p99_ms_undisturbed": round(percentile(undisturbed, 99) * 1e3, 1),
+        "gap_ratio_p99_to_undisturbed": round(percentile(during, 99) / percentile(undisturbed, 99), 2),
         "gap_ratio_p99": round(percentile(during, 99) / percentile(quiet, 99), 2),
         "ttft_s_alone": round(alone_s, 3),
         "ttft_s_beside": round(beside_s, 3),
@@ -117,6 +150,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--prompt-len", type=int, default=4096)
     parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--settle-s", type=float, default=0.0, help="idle before anything: a GPU's graphs are captured")
     parser.add_argument("--step-ms", default="0,100")
     parser.add_argument("--settings", default="{}", help='of the engine, as JSON: {"load_format": "dummy"}')
     parser.add_argument("--slo", default="", help="promises, several with + between them")
@@ -126,7 +160,9 @@ def main() -> None:
     tried += [{"slo": one} for one in args.slo.split("+") if one]
     found: list[dict[str, Any]] = []
     for settings in tried:
-        found.append(asyncio.run(measure(args.model, args.prompt_len, args.streams, {**more, **settings})))
+        found.append(
+            asyncio.run(measure(args.model, args.prompt_len, args.streams, args.settle_s, {**more, **settings}))
+        )
         if len(found) > 1:
             found[-1]["throughput_cost"] = round(throughput_cost(found[0], found[-1]), 3)
         print(json.dumps(found[-1]), flush=True)

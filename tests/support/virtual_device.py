@@ -31,17 +31,19 @@ class Device:
     base_s: float = 0.008
     token_s: float = 0.0005
     sample_s: float = 0.0003
-    context_s: float = 2e-9
-    prompts_s: float = 0.0  # more where a step computes prompts: a GPU has a pass of its own for them
+    context_s: float = 2e-8
+    pair_s: float = 2e-9
+    prompts_s: float = 0.0  # more where a step computes prompts: they have kernels of their own in each layer
 
     def seconds(self, size: StepSize) -> float:
         seconds = self.base_s + self.token_s * size.tokens + self.sample_s * size.samples
-        return seconds + self.context_s * size.context + (self.prompts_s if size.tokens > size.samples else 0.0)
+        seconds += self.context_s * size.context + self.pair_s * size.pairs
+        return seconds + (self.prompts_s if size.has_prompts else 0.0)
 
 
-# A model of 8B parameters on an H200: decoding steps of 1 and 32 rows and prompts of 8k and 64k tokens as measured;
-# what a pass for prompts costs on its own (`prompts_s`) is an assumption.
-LARGE_GPU = Device(base_s=4.35e-3, token_s=2.4e-5, sample_s=0.0, context_s=8.8e-10, prompts_s=6e-3)
+# A model of 8B parameters on an H200: decoding steps of 1 and 32 rows, prompts of 8k and 64k tokens, and attention of
+# 16 to 256 tokens behind 4k to 64k as measured; steps of chunks are captured as graphs.
+LARGE_GPU = Device(base_s=4.2e-3, token_s=2.4e-5, sample_s=0.0, context_s=3e-8, pair_s=1.2e-9, prompts_s=1.5e-3)
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Promises:
         answers, start = _answers_and_start(groups)
         if self.step_limit_s is None or not answers or not self._step_time.is_known:
             return all_tokens
-        part_s = self._part_s(self._step_time.seconds(_size(answers)), self.step_limit_s)
+        part_s = self._part_s(self._step_time.seconds(_size(answers)), self.step_limit_s, start)
         num_tokens = self._step_time.tokens_in(part_s, start)
         if self.level.tpot_s is not None:
             # What whole steps of prompts take says little about small chunks: those are approached from below.
@@ -78,11 +78,11 @@ class Promises:
             num_tokens -= num_tokens % CHUNK_UNIT
         return min(all_tokens, max(1, num_tokens))
 
-    def _part_s(self, answers_s: float, limit_s: float) -> float:
+    def _part_s(self, answers_s: float, limit_s: float, start: int) -> float:
         """Return the seconds for prompt tokens in a step with decoding rows: what these leave, and at least an eighth
         of the step, even where decoding alone takes longer than promised: prompts must go on."""
         planned_s = self._planned_s(limit_s)
-        beside_s = answers_s + self._step_time.prompts_s
+        beside_s = answers_s + self._step_time.prompts_s(start)
         least_s = max(LEAST_CHUNK_PART * planned_s, beside_s * LEAST_CHUNK_PART / (1.0 - LEAST_CHUNK_PART))
         return max(planned_s - beside_s, least_s)
 
@@ -102,7 +102,7 @@ class Promises:
         context = sum(sequence.planned for sequence in members) // num_running
         lone_s = self._step_time.seconds(StepSize(1, 1, context))
         most_s = max((1.0 - LEAST_PROMPT_PART) * self.level.tpot_s, lone_s / (1.0 - LEAST_PROMPT_PART))
-        row_s = self._step_time.token_s(context) + self._step_time.row_s(1 << 30)
+        row_s = self._step_time.cost_s(1, context, 1 << 30)
         left_s = most_s - self._step_time.seconds(_size(members))
         return 0 if left_s < 0.0 else max(1, int(left_s / row_s))  # what one more costs is known once it was tried
 
@@ -143,8 +143,8 @@ class Promises:
         answers_s = self._step_time.seconds(_size(answers)) if answers else 0.0
         prompts_s = running_s + ahead_s + own_s
         if answers and self.step_limit_s is not None:
-            part_s = self._part_s(answers_s, self.step_limit_s)
-            prompts_s *= (part_s + self._step_time.prompts_s + answers_s) / part_s
+            part_s = self._part_s(answers_s, self.step_limit_s, num_tokens // 2)
+            prompts_s *= (part_s + self._step_time.prompts_s(num_tokens // 2) + answers_s) / part_s
         free = min(self._running.row_allocator.num_free, self.rows_left())
         return max(prompts_s + answers_s, self._rows_s(num_ahead + 1 - free, answers_s, prompts_s - running_s))
 

@@ -50,8 +50,13 @@ def never(_: RowInit) -> bool:
 
 def size_of(plan: StepPlan) -> StepSize:
     rows = plan.rows
-    context = sum(len(row.token_ids) * (row.start + len(row.token_ids) // 2) for row in rows)
-    return StepSize(plan.num_tokens, sum(row.sample for row in rows), context)
+    context = sum(row.start + len(row.token_ids) for row in rows)
+    pairs = sum(_pairs(len(row.token_ids), row.start) for row in rows if len(row.token_ids) > 1)
+    return StepSize(plan.num_tokens, sum(row.sample for row in rows), context, pairs)
+
+
+def _pairs(num_tokens: int, start: int) -> int:
+    return num_tokens * (start + num_tokens // 2)
 
 
 def _turn(group: SequenceGroup) -> tuple[int, float, tuple[int, int, int]]:
@@ -348,12 +353,10 @@ class Scheduler:
     def _charge(self, builder: PlanBuilder, first: int) -> None:
         """Let the tenants of planned rows pay for what they compute."""
         model, num_rows = self.step_time, max(1, self._running.num_sequences)
-        row_s = model.row_s(num_rows)
         for planned in builder.planned[first:]:
             sequence = planned.sequence
             num_tokens = planned.num_tokens + len(planned.drafts)
-            seconds = num_tokens * model.token_s(sequence.planned) + row_s
-            self._tenants.charge(sequence.state.account, seconds)
+            self._tenants.charge(sequence.state.account, model.cost_s(num_tokens, sequence.planned, num_rows))
 
     def _plan_background(self, builder: PlanBuilder) -> None:
         """Give background requests what the others leave, or nothing while a prompt of those is computed."""
@@ -482,8 +485,7 @@ class Scheduler:
                 planned.sequence.state.device_s += part_s
             return
         model = self.step_time
-        row_s = model.row_s(len(rows))
-        costs_s = [len(row.token_ids) * model.token_s(row.start) + row_s for row in rows]
+        costs_s = [model.cost_s(len(row.token_ids), row.start, len(rows)) for row in rows]
         scale = seconds / sum(costs_s)
         for planned, cost_s in zip(step.planned, costs_s, strict=True):
             planned.sequence.state.device_s += cost_s * scale

@@ -1,15 +1,17 @@
 """A model of a step's duration, fitted to the steps that ran.
 
-    seconds = base + a · tokens + b · samples + c · context + d · (0 or 1)
+    seconds = base + a · tokens + b · samples + c · context + d · pairs + e · (0 or 1)
 
     base      reading the weights, launching kernels
     a         one more token, of a prompt or of an answer
     b         what a row that samples costs beside its token: the vocabulary's logits, drawing
-    c         attention; context: fed tokens × tokens that each looks back at
-    d         that there are prompts at all: a GPU computes them in a pass of their own, which reads the weights again
+    c         reading the cache; context: what rows look back at, each row's once
+    d         attention of prompts; pairs: fed tokens × tokens that each looks back at
+    e         that there are prompts at all: their attention has kernels of its own, in each layer
 
-Without d, a small chunk of a prompt would make its tokens look dear, which would make the next chunk smaller still. The
-five are fitted to the steps of the last while by least squares of relative errors, and none is negative. A step
+A short chunk at the end of a long prompt costs nearly as much as reading what is before it, however few its tokens are.
+Without c and e its tokens would look dear, which would make the next chunk smaller still. The
+six are fitted to the steps of the last while by least squares of relative errors, and none is negative. A step
 that took much longer than expected counts as three times as long: the machine was busy otherwise. Before the first
 prompt was computed nothing is known (`is_known`).
 
@@ -29,15 +31,22 @@ from typing import NamedTuple
 MEMORY = 0.98  # what a step weighs when the next one is noted
 MOST_SURPRISE = 3.0  # a step counts as at most this many times as long as expected
 NUM_TRUSTED = 8  # steps before which nothing is a surprise
-RIDGES = (1e-4, 1e-4, 1e-2, 1e-4, 1e-4)  # by feature: keep what was not seen at nothing, as much as so many steps; and
+RIDGES = (
+    1e-4,
+    1e-4,
+    1e-2,
+    1e-4,
+    1e-4,
+    1e-4,
+)  # by feature: keep what was not seen at nothing, as much as so many steps; and
 # what all rows share is not put down to each, before steps of several rows were seen
 NUM_SWEEPS = 12
 LEAST_S = 1e-7
 TAIL = 0.05  # the part that may exceed what is planned for
 TAIL_STRIDE = 0.05  # how fast an `Excess` follows
 MOST_EXCESS = 1.5
-SCALES = (100.0, 1.0, 10.0, 1e5, 1.0)  # by feature: so that the fit is among numbers of one size
-TOKENS, BASE, SAMPLES, CONTEXT, PROMPTS = range(len(SCALES))
+SCALES = (100.0, 1.0, 10.0, 1e4, 1e6, 1.0)  # by feature: so that the fit is among numbers of one size
+TOKENS, BASE, SAMPLES, CONTEXT, PAIRS, PROMPTS = range(len(SCALES))
 
 
 class StepSize(NamedTuple):
@@ -45,7 +54,8 @@ class StepSize(NamedTuple):
 
     tokens: int
     samples: int  # rows that draw a token
-    context: int  # summed over the fed tokens: how many tokens each looks back at
+    context: int  # summed over the rows: how many tokens each looks back at
+    pairs: int = 0  # summed over the tokens of prompts: how many tokens each looks back at
 
     @property
     def has_prompts(self) -> bool:
@@ -104,29 +114,30 @@ class StepTime:
         return sum(one * feature for one, feature in zip(self._fitted(), _features(size), strict=True))
 
     def tokens_in(self, seconds: float, start: int) -> int:
-        """Return how many tokens of a prompt, from `start` on, fit into `seconds`: each attends to one token more than
-        the last."""
+        """Return how many tokens of a prompt, from `start` on, fit into `seconds` beside what they cost together
+        (`prompts_s`): each attends to one token more than the last."""
         if seconds <= 0.0:
             return 0
-        token_s, more_s = self.token_s(start), self._fitted()[CONTEXT] / SCALES[CONTEXT]
+        token_s, more_s = self.token_s(start), self._fitted()[PAIRS] / SCALES[PAIRS]
         # They take n · token_s + n² / 2 · more_s.
         return int(2.0 * seconds / (token_s + math.sqrt(token_s**2 + 2.0 * more_s * seconds)))
 
     def token_s(self, start: int = 0) -> float:
         """Return the seconds of one more prompt token with `start` tokens before it."""
         fit = self._fitted()
-        return max(LEAST_S, fit[TOKENS] / SCALES[TOKENS] + start * fit[CONTEXT] / SCALES[CONTEXT])
+        return max(LEAST_S, fit[TOKENS] / SCALES[TOKENS] + start * fit[PAIRS] / SCALES[PAIRS])
 
-    @property
-    def prompts_s(self) -> float:
-        """Return the fixed extra seconds of a step that computes prompts, however few tokens."""
-        return self._fitted()[PROMPTS] / SCALES[PROMPTS]
-
-    def row_s(self, num_rows: int) -> float:
-        """Return the seconds of a row that samples, without its token and context: its part of the fixed cost, and its
-        own."""
+    def prompts_s(self, start: int) -> float:
+        """Return the extra seconds of a step that computes a prompt from `start` on, however few tokens."""
         fit = self._fitted()
-        return fit[BASE] / max(1, num_rows) + fit[SAMPLES] / SCALES[SAMPLES]
+        return fit[PROMPTS] / SCALES[PROMPTS] + start * fit[CONTEXT] / SCALES[CONTEXT]
+
+    def cost_s(self, num_tokens: int, start: int, num_rows: int) -> float:
+        """Return the seconds of a row with so many tokens from `start` on, and its part of what so many rows share."""
+        fit = self._fitted()
+        tokens_s = num_tokens * (self.token_s(start) if num_tokens > 1 else fit[TOKENS] / SCALES[TOKENS])
+        read_s = (start + num_tokens) * fit[CONTEXT] / SCALES[CONTEXT]
+        return tokens_s + read_s + fit[BASE] / max(1, num_rows) + fit[SAMPLES] / SCALES[SAMPLES]
 
     def _fitted(self) -> list[float]:
         """The coefficients: least squares among numbers that are not negative, one after another, from the last ones
@@ -143,6 +154,7 @@ class StepTime:
 
 
 def _features(size: StepSize) -> tuple[float, ...]:
-    tokens, base, samples, context, prompts = SCALES
+    tokens, base, samples, context, pairs, prompts = SCALES
     has_prompts = prompts if size.has_prompts else 0.0
-    return size.tokens / tokens, base, size.samples / samples, size.context / context, has_prompts
+    counted = (size.tokens / tokens, base, size.samples / samples, size.context / context, size.pairs / pairs)
+    return (*counted, has_prompts)

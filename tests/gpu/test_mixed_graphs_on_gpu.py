@@ -14,7 +14,8 @@ from tokenmill.ops.triton.build import build_ops
 from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.inputs import build_batch
-from tokenmill.runner.mixed_graphs import MixedGraphs, can_mix
+from tokenmill.runner.mixed_graphs import MixedGraphs
+from tokenmill.runner.mixed_sizes import can_mix
 from tokenmill.types import PENDING, RowPlan
 from tokenmill.weights.dummy import dummy_weights
 
@@ -34,12 +35,12 @@ def test_replayed_steps_compute_what_launched_ones_do() -> None:
     device = torch.device("cuda")
     spec = spec_from_hf(LLAMA)
     model = Decoder(spec, Loader(dummy_weights(spec), build_ops(), torch.bfloat16, device), CONTEXT)
-    assert can_mix(model)
+    assert can_mix(model.spec)
     layout = KVLayout.from_spec(spec, CacheDtypes("bfloat16", "bfloat16"))
     num_blocks = CONTEXT // BLOCK
     storage = KVStorage(layout, 1 + ROWS * num_blocks, BLOCK, device)
     graphs = DecodeGraphs(model, storage, DeviceSampler(spec.vocab_size, ROWS, device), ROWS, num_blocks, CONTEXT)
-    mixed = MixedGraphs(model, storage, graphs, CONTEXT)
+    mixed = MixedGraphs(model, storage, graphs, ROWS, CONTEXT)
     tables = torch.arange(1, 1 + ROWS * num_blocks, dtype=torch.int32).view(1, ROWS, num_blocks)
     graphs.rows.tables.copy_(tables)
     graphs.newest.copy_(torch.arange(ROWS) + 40)

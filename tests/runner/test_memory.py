@@ -8,14 +8,17 @@ from tokenmill.arch.cache_parts import CacheField
 from tokenmill.arch.packed_formats import EXPANDED_BYTES, Stored
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tokenmill.arch.tensors import tensors_of
+from tokenmill.arch.unproven import VARIABLE
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheGroup, KVLayout
 from tokenmill.runner.memory import (
+    GRAPH_BYTES,
     MAX_HOST_LOGITS,
     WORKSPACE_BYTES,
     RunnerLimits,
     blocks_for_context,
     gpu_weight_parts,
+    mixed_step_bytes,
     num_blocks_that_fit,
     runner_bytes,
 )
@@ -88,13 +91,31 @@ def test_an_8b_model_s_largest_step_on_a_gpu() -> None:
     logits = 1024 * 128_256
     widest = max(8192 * (5 * 4096 + 3 * 14_336) * 2, logits * 6 + MAX_HOST_LOGITS * 40)
     in_flight = 8192 * 4096 * 2  # states that the host has not looked at when the next step is launched
-    assert found.step == widest + in_flight + WORKSPACE_BYTES
+    splits = 16_384 * 129 * 4  # what programs leave that share the context of a short chunk
+    assert found.step == widest + in_flight + splits + WORKSPACE_BYTES
     assert found.rows == pytest.approx(1024 * (2 * 128_256 + 513 * 4), rel=0.05)
     assert found.graphs > logits * 6
     halved = runner_bytes(LLAMA, RunnerLimits(512, 4096, 8192))
     assert found.total > 1.5 * halved.total
     alone = runner_bytes(LLAMA, RunnerLimits(1, 512, 8192)).step
     assert alone > 130 * 128_256 * 16, "a prompt may be scored, whoever is alone with it"
+
+
+def test_steps_of_chunks_beside_answers_are_planned_where_they_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = RunnerLimits(max_running=64, token_budget=8192, max_context=8192)
+    parts = []
+    for chosen in ("", "mixed_graphs"):
+        monkeypatch.setenv(VARIABLE, chosen)
+        parts.append(runner_bytes(LLAMA, limits))
+    without, found = parts
+    assert (found.rows, found.step) == (without.rows, without.step)
+    num_tokens, num_graphs = 64 + 768, 4 * 6
+    assert mixed_step_bytes(LLAMA, limits) > num_tokens * (5 * 4096 + 3 * 14_336) * 2
+    room = mixed_step_bytes(LLAMA, limits) - 64 * 128_256 * 6  # or of the logits of decoding rows, whichever is more
+    assert room < found.graphs - without.graphs - num_graphs * GRAPH_BYTES < room + (8 << 20), "and hidden states"
+    ranks = [runner_bytes(LLAMA, limits, share=0.5).graphs]
+    monkeypatch.setenv(VARIABLE, "")
+    assert ranks == [runner_bytes(LLAMA, limits, share=0.5).graphs], "those of several ranks are not captured"
 
 
 @pytest.mark.parametrize(("quantization", "gb"), [("none", 16.06), ("fp8", 9.08), ("int8", 9.52), ("int4", 5.81)])

@@ -54,7 +54,7 @@ def test_graphs_of_greedy_and_of_drawing_steps_are_captured_when_there_is_time()
     graphs = warm_up_for(LLAMA)._graphs
     captured: list[tuple[int, str]] = []
 
-    def capture(size: int, kind: Any, *, keeps_room: bool = False) -> None:
+    def capture(size: int, kind: Any, *, room_bytes: int | None = None) -> None:
         graphs._captured[(size, kind, NO_ADAPTERS)] = Mock()
         captured.append((size, kind))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.triton_inputs import assert_near
@@ -16,7 +17,8 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.runner.inputs import build_batch
-from tokenmill.runner.mixed_graphs import MAX_PROMPTS, MixedGraphs, can_mix
+from tokenmill.runner.mixed_graphs import MixedGraphs
+from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, can_mix
 from tokenmill.types import PENDING, RowPlan
 from tokenmill.weights.dummy import dummy_weights
 
@@ -30,9 +32,9 @@ LLAMA = {
 ROWS, BLOCK, MAX_BLOCKS = 12, 16, 20
 
 
-def model_of(config: dict[str, Any]) -> Decoder:
-    spec = spec_from_hf(config)
-    return Decoder(spec, Loader(dummy_weights(spec), build_ops(), torch.float32, CPU), MAX_BLOCKS * BLOCK)
+def model_of(config: dict[str, Any], *, deterministic: bool = False) -> Decoder:
+    spec, ops = spec_from_hf(config), build_ops(deterministic=deterministic)
+    return Decoder(spec, Loader(dummy_weights(spec), ops, torch.float32, CPU), MAX_BLOCKS * BLOCK)
 
 
 def filled_storage(layout: KVLayout) -> KVStorage:
@@ -49,9 +51,10 @@ def replayed(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], to
     return lambda: result.copy_(step()), result
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
 @torch.inference_mode()
-def test_a_padded_step_computes_what_a_plain_one_does() -> None:
-    model = model_of(LLAMA)
+def test_a_padded_step_computes_what_a_plain_one_does(is_deterministic: bool) -> None:
+    model = model_of(LLAMA, deterministic=is_deterministic)
     layout = KVLayout.from_spec(model.spec)
     tables = torch.arange(1, 1 + ROWS * MAX_BLOCKS, dtype=torch.int32).view(1, ROWS, MAX_BLOCKS)
     newest = torch.arange(ROWS) + 40
@@ -65,7 +68,7 @@ def test_a_padded_step_computes_what_a_plain_one_does() -> None:
     expected = model.forward(build_batch(plans, wanted, tables.numpy(), BLOCK, CPU), expected_storage)
 
     graphs: Any = SimpleNamespace(newest=newest, rows=SimpleNamespace(tables=tables), recorded_step=replayed)
-    mixed = MixedGraphs(model, storage, graphs, MAX_BLOCKS * BLOCK)
+    mixed = MixedGraphs(model, storage, graphs, ROWS, MAX_BLOCKS * BLOCK)
     newest[9] = plans[2].token_ids[0]
     plans[2] = RowPlan(row=9, start=17 * 9, token_ids=[PENDING], sample=True)  # what only the device knows
     assert mixed.takes(plans)
@@ -77,15 +80,16 @@ def test_a_padded_step_computes_what_a_plain_one_does() -> None:
 
 def test_which_steps_and_models_have_graphs() -> None:
     graphs: Any = None
-    mixed = MixedGraphs(graphs, graphs, graphs, 64)
+    mixed = MixedGraphs(graphs, graphs, graphs, 12, 64)
     single = RowPlan(row=0, start=3, token_ids=[1], sample=True)
     chunk = RowPlan(row=1, start=0, token_ids=[1] * 40)
     assert mixed.takes([single, chunk])
     assert not mixed.takes([chunk]), "for a prompt alone nobody waits"
     assert not mixed.takes([single, *[chunk] * (MAX_PROMPTS + 1)])
     assert not mixed.takes([single, RowPlan(row=1, start=0, token_ids=[1] * 1000)])
-    assert [one.args for one in mixed.captures(16)] == [(8, 64), (8, 128)]  # type: ignore[attr-defined]
-    assert can_mix(model_of(LLAMA))
+    captures = [one.args for one in mixed.captures()]  # type: ignore[attr-defined]
+    assert captures == [(singles, tokens) for tokens in CHUNKS for singles in (8, 16)]
+    assert can_mix(model_of(LLAMA).spec)
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16}
-    assert not can_mix(model_of({**LLAMA, **family, **experts, "decoder_sparse_step": 1, "mlp_only_layers": []}))
+    assert not can_mix(model_of({**LLAMA, **family, **experts, "decoder_sparse_step": 1, "mlp_only_layers": []}).spec)

@@ -43,6 +43,7 @@ class Decoder:
         self.spec = spec
         self.ops = load.ops
         self.is_whole = load.shard is None  # not one of several ranks
+        self.dtype = load.dtype  # of activations
         self.classes = BatchClasses(load.ops.row_borders(load.device))
         self.numbers = range(spec.num_layers) if load.shard is None else load.shard.layers  # of its layers
         self.embedding: Projection

@@ -26,7 +26,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 
@@ -38,7 +38,7 @@ from tokenmill.models.protocol import Model
 from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs, Kind, PendingTokens, best_tokens
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.inputs import build_batch
-from tokenmill.runner.mixed_graphs import MixedGraphs, can_mix
+from tokenmill.runner.mixed_graphs import mixed_graphs_of
 from tokenmill.runner.runner import NOT_FINITE, ModelRunner, RowSampler, RowsForward, SlicedSampler, drawn_result
 from tokenmill.runner.warmup import WarmUp
 from tokenmill.sampling.steps import steps_used
@@ -82,10 +82,10 @@ class CudaRunner:
         self._kinds: list[Kind] = ["host"] * max_rows  # how each row's tokens are chosen
         self._is_guided = [False] * max_rows  # drawn on the device, by masks
         self._graphs = DecodeGraphs(model, storage, self._sampler, max_rows, self._rows.tables.shape[2], max_context)
-        is_mixing = can_mix(model) and is_chosen("mixed_graphs")
-        self._mixed = MixedGraphs(model, storage, self._graphs, max_context) if is_mixing else None
+        is_mixing = is_chosen("mixed_graphs")
+        self._mixed = mixed_graphs_of(model, storage, self._graphs, max_rows, max_context) if is_mixing else None
         self._launched: dict[int, LaunchedStep] = {}
-        self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context)
+        self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context, self._mixed)
         self._preparations: Iterator[Callable[[], object]] = iter(())
         self._row_slots = [0] * max_rows  # of adapters, as the device has them
 
@@ -172,11 +172,9 @@ class CudaRunner:
     def run_widest_step(self, token_budget: int) -> None:
         self._warm_up.run_widest(token_budget)
         self._preparations = self._warm_up.preparations(token_budget)
-        if self._mixed is not None:
-            self._preparations = chain(self._preparations, self._mixed.captures(len(self._kinds)))
 
     def capture_largest(self) -> None:
-        self._graphs.capture_largest()
+        self._graphs.capture_largest(0 if self._mixed is None else self._mixed.step_bytes())
 
     def prepare(self) -> None:
         """Spend a few seconds now that would otherwise be spent on the first batches of each size."""

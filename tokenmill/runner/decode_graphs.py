@@ -174,18 +174,22 @@ class DecodeGraphs:
                 if (size, kind, NO_ADAPTERS) not in self._captured:
                     yield partial(self._capture, size, kind)
 
-    def capture_largest(self) -> None:
-        """Take the memory that decoding will ever take, with room for the logits of steps that sample."""
-        self._capture(self._sizes[-1], "greedy", keeps_room=True)
+    def capture_largest(self, room_bytes: int = 0) -> None:
+        """Take the memory that captured steps will ever take, with room for the logits of steps that sample, and for
+        `room_bytes` of steps of another make."""
+        self._capture(self._sizes[-1], "greedy", room_bytes=room_bytes)
 
-    def _capture(self, size: int, kind: Kind, *, keeps_room: bool = False, version: int = NO_ADAPTERS) -> DecodeGraph:
-        """`keeps_room`: for logits in float32, which the graphs' memory pool has from then on. `version`: of steps with
-        adapters."""
+    def _capture(
+        self, size: int, kind: Kind, *, room_bytes: int | None = None, version: int = NO_ADAPTERS
+    ) -> DecodeGraph:
+        """`room_bytes`: that the graphs' memory pool has from then on, beside room for logits in float32. `version`: of
+        steps with adapters."""
 
         def step(mailbox: StepMailbox) -> torch.Tensor:
             result = self._step(size, mailbox, kind, is_adapted=version != NO_ADAPTERS)
-            if keeps_room:
+            if room_bytes is not None:
                 torch.empty(size, self._model.vocab_size, dtype=torch.float32, device=self._storage.device)
+                torch.empty(room_bytes, dtype=torch.uint8, device=self._storage.device)
             return result
 
         with torch.inference_mode():

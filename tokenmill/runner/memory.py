@@ -5,7 +5,8 @@ planner's estimate and the engine's allocation are this.
 
     rows            tables of the permanent rows: block ids, parameters, seen tokens, angles of every position
     largest step    the widest moment of a step of `token_budget` tokens, or its logits; held from the start
-    graphs          the same of a decoding step of `max_running` rows, in a pool of its own
+    graphs          the same of a decoding step of `max_running` rows, or of a captured step of chunks beside such, in a
+                    pool of its own
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from tokenmill.arch.packed_formats import (
     packed_int_format,
 )
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import FeedSpec, MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, TensorSpec, WindowedMqa
+from tokenmill.arch.spec import FeedSpec, Gqa, MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, TensorSpec, WindowedMqa
 from tokenmill.arch.tensors import tensors_of
+from tokenmill.arch.unproven import is_chosen
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 from tokenmill.params import DEVICE_PARAM_SLOTS
+from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, can_mix, largest_mixed_step, singles_for
 
 LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
 LIVE_STREAMS = 3  # of several residual streams: before a layer, predicted, and corrected
@@ -45,6 +48,7 @@ WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for s
 GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
 GPU_INDEX_SCORES = 1 << 24  # float32, that an indexer keeps at a time (`ops/triton/attention/sparse.py`)
 CPU_INDEX_SCORES = 1 << 22  # the same of the native kernels (`csrc/decoder/indexer.cpp`)
+SPLIT_QUERIES = 1 << 14  # results that splits of a chunk's context leave: of a tile of queries for each program at once
 MAX_ROW_EDITS, EDIT_BYTES = 512, 12  # changes of single logits that a row keeps on the device: id, value, end
 
 
@@ -85,12 +89,37 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     scored += 2 * limits.token_budget * spec.hidden_size * limits.value_bytes  # states of all tokens, and their norms
     step = max(_widest(spec, limits.token_budget, limits, share), logits * LOGIT_BYTES + host, scored)
     step += limits.token_budget * spec.hidden_size * limits.value_bytes  # states of a step that is not collected yet
-    step += index_bytes(spec, limits.token_budget, limits.max_context, GPU_INDEX_SCORES)
+    step += index_bytes(spec, limits.token_budget, limits.max_context, GPU_INDEX_SCORES) + _split_bytes(spec)
     graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
     graphs += index_bytes(spec, limits.max_running, limits.max_context, GPU_INDEX_SCORES)
+    if is_chosen("mixed_graphs") and share == 1.0 and can_mix(spec):
+        graphs = max(graphs, mixed_step_bytes(spec, limits)) + _mixed_graph_bytes(spec, limits)
     graphs += len(graph_sizes(limits.max_running)) * NUM_GRAPH_KINDS * GRAPH_BYTES + _table_bytes(spec, limits)
     beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.expands_weights else 0)
     return RunnerBytes(_row_bytes(spec, limits), int(step) + beside, int(graphs) + beside)
+
+
+def mixed_step_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
+    """Bytes that the largest captured step of chunks beside decoding rows takes, with tables of its rows' blocks."""
+    tables = len(KVLayout.from_spec(spec).groups) * table_width(ceil(limits.max_context / limits.block_size)) * 4
+    rows = singles_for(limits.max_running)[-1] + MAX_PROMPTS
+    widest = _widest(spec, largest_mixed_step(limits.max_running), limits, 1.0)
+    return int(widest) + _split_bytes(spec) + rows * tables
+
+
+def _mixed_graph_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
+    """What stays of each captured step of chunks beside decoding rows: the driver's part, and the hidden states."""
+    singles = singles_for(limits.max_running)
+    rows = sum(singles) + len(singles) * MAX_PROMPTS
+    return len(CHUNKS) * (len(singles) * GRAPH_BYTES + rows * spec.hidden_size * limits.value_bytes)
+
+
+def _split_bytes(spec: ModelSpec) -> int:
+    """Bytes that splits of a chunk's context leave, to be merged."""
+    widest = max(
+        (mixer.head_dim for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, Gqa)), default=0
+    )
+    return SPLIT_QUERIES * (widest + 1) * 4 if widest else 0
 
 
 def index_bytes(spec: ModelSpec, num_tokens: int, max_context: int, most_scores: int) -> int:

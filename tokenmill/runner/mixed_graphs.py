@@ -22,34 +22,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill.arch.spec import Gqa, MlpSpec
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 from tokenmill.runner.decode_graphs import DecodeGraphs
+from tokenmill.runner.memory import RunnerLimits, mixed_step_bytes
+from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, SINGLES, can_mix, singles_for
 from tokenmill.types import PENDING, RowPlan
 
-SINGLES = (8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows that a step is padded to
-CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 768)  # tokens of prompts; with more the host is fast enough
-IDLE_SINGLES, IDLE_CHUNKS = (8, 32, 64), (64, 128)  # that are captured while the engine is idle
-MAX_PROMPTS = 4  # rows of prompts in a step
 NO_ROW = -1
+SOME_SINGLES, SOME_CHUNKS = (8, 64), (32, 64, 256)
 
 Replay = Callable[[], object]
-
-
-def can_mix(model: Model) -> bool:
-    """Tell whether steps of a model can be captured whatever the lengths of its chunks: its attention looks them up on
-    the device."""
-    if not isinstance(model, Decoder) or not model.is_whole:
-        return False
-    if model.spec.streams is not None or model.layer_inputs is not None:
-        return False
-    layers = model.spec.layers
-    return all(isinstance(layer.mlp, MlpSpec) and layer.side_experts is None for layer in layers) and all(
-        isinstance(mixer, Gqa) for layer in layers for mixer in layer.mixers
-    )
 
 
 @dataclass(frozen=True)
@@ -59,9 +44,21 @@ class MixedGraph:
     hidden: torch.Tensor  # [rows, H], overwritten by the next step of the same size
 
 
+def mixed_graphs_of(
+    model: Model, storage: KVStorage, graphs: DecodeGraphs, max_rows: int, max_context: int
+) -> MixedGraphs | None:
+    """None where a model's steps with chunks can't be captured."""
+    if not isinstance(model, Decoder) or not model.is_whole or not can_mix(model.spec):
+        return None
+    return MixedGraphs(model, storage, graphs, max_rows, max_context)
+
+
 class MixedGraphs:
-    def __init__(self, model: Model, storage: KVStorage, graphs: DecodeGraphs, max_context: int) -> None:
+    def __init__(
+        self, model: Decoder, storage: KVStorage, graphs: DecodeGraphs, max_rows: int, max_context: int
+    ) -> None:
         self._model = model
+        self._max_rows = max_rows
         self._storage = storage
         self._graphs = graphs
         self._max_context = max_context
@@ -89,13 +86,26 @@ class MixedGraphs:
             return graph.hidden[: len(plans)]
         return torch.cat([graph.hidden[:num_single], graph.hidden[singles : singles + len(plans) - num_single]])
 
-    def captures(self, max_rows: int) -> Iterator[Callable[[], object]]:
-        """Capture steps of a few usual sizes, for which most kernels are compiled; others are captured when they are
-        first met."""
-        for singles in IDLE_SINGLES:
-            for tokens in IDLE_CHUNKS:
-                if singles < 2 * max_rows and (singles, tokens) not in self._captured:
+    def step_bytes(self) -> int:
+        """Return the bytes that the largest step takes."""
+        block_size, value_bytes = self._storage.block_size, self._model.dtype.itemsize
+        limits = RunnerLimits(self._max_rows, 1, self._max_context, block_size, value_bytes)
+        return mixed_step_bytes(self._model.spec, limits)
+
+    def captures(self) -> Iterator[Callable[[], object]]:
+        """Capture every size that is not captured yet, those of short chunks first. Sizes that are left are captured
+        when they are first met."""
+        for tokens in CHUNKS:
+            for singles in singles_for(self._max_rows):
+                if (singles, tokens) not in self._captured:
                     yield partial(self._capture, singles, tokens)
+
+    def ask_for_kernels(self, model: Model) -> None:
+        """Compute steps of some sizes with `model`, for `compile_beside`: others have the same kernels."""
+        for singles in SOME_SINGLES:
+            for tokens in SOME_CHUNKS:
+                sent = torch.from_numpy(packed([], singles, tokens)).to(self._storage.device)
+                model.forward(self._batch(sent, singles, tokens), self._storage)
 
     def _capture(self, singles: int, tokens: int) -> MixedGraph:
         sent = torch.from_numpy(packed([], singles, tokens)).to(self._storage.device)

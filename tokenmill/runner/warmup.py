@@ -2,8 +2,8 @@
 
 start     kernels of the first steps compiled side by side ─► widest step ─► largest graph: all memory is taken
 beside    kernels of decoding steps of every size are compiled while the first requests run
-idle      a graph of each size; the end of a long prompt; long prompts, whose attention is a library that takes a
-          second to load
+idle      a graph of each size; the end of a long prompt; graphs of chunks beside decoding rows; long prompts, whose
+          attention is a library that takes a second to load
 
 All but the graphs run with one layer of each kind, which launches the same kernels and takes the same memory as all
 layers do.
@@ -26,6 +26,7 @@ from tokenmill.ops.triton.launch.kernel import CompileOnLaunch, Compiling, compi
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
+from tokenmill.runner.mixed_graphs import MixedGraphs
 from tokenmill.types import RowPlan
 
 SHORT, MIDDLE, LONG = 40, 640, 4096  # tokens of prompts
@@ -36,10 +37,19 @@ Chunk = tuple[int, int]  # first position and number of a row's tokens
 
 
 class WarmUp:
-    def __init__(self, model: Model, storage: KVStorage, graphs: DecodeGraphs, max_rows: int, max_context: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        storage: KVStorage,
+        graphs: DecodeGraphs,
+        max_rows: int,
+        max_context: int,
+        mixed: MixedGraphs | None = None,
+    ) -> None:
         self._model = representative_layers(model)
         self._storage = storage
         self._graphs = graphs
+        self._mixed = mixed
         self._max_rows = max_rows
         self._max_context = max_context
         self._compiling: Compiling | CompileOnLaunch | None = None
@@ -71,6 +81,8 @@ class WarmUp:
         yield partial(self.rehearse, [(0, min(SHORT, longest))] * 2)
         yield from self._graphs.captures()
         yield partial(self.rehearse, [self._late_chunk(min(SHORT, longest))])
+        if self._mixed is not None:
+            yield from self._mixed.captures()
         yield partial(self.rehearse, [(0, longest)])  # late: it may take a second, without a break
 
     @torch.inference_mode()
@@ -116,6 +128,8 @@ class WarmUp:
             self.compute(self._batch(chunks))
         for size in graph_sizes(min(self._max_rows, FEW_ROWS)):
             self._ask_for_graph(size)
+        if self._mixed is not None:
+            self._mixed.ask_for_kernels(self._model)
 
     def _late_chunk(self, num_tokens: int) -> Chunk:
         """The end of a long prompt, all else of which was cached or came from elsewhere."""

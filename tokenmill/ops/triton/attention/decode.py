@@ -145,19 +145,22 @@ def _finish_split(
             _store_output((m_i, l_i, acc), out, sinks, row, heads, is_head, offs_d, NUM_HEADS, DIM, HAS_SINKS)
 
 
-@kernel_unspecialized("table_stride")
+@kernel_unspecialized("table_stride", "lets_begin")
 def _decode(
     queries, keys, values, key_scales, value_scales, out, parts, lse, counters, tables, contexts, sinks,
-    scale, softcap, window, table_stride,
+    scale, softcap, window, table_stride, lets_begin,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    launch_dependents(OVERLAPS)
+    if lets_begin == 0:
+        launch_dependents(OVERLAPS)
     kv_head = tl.program_id(0)  # first: the heads of a block lie side by side, and are read at the same time
     row, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     wait_for_previous(OVERLAPS)
+    if lets_begin != 0:  # what is launched now finds all that this kernel does
+        launch_dependents(OVERLAPS)
     oldest, low, high, used = _split_range(tl.load(contexts + row), window, split, TILE, NUM_SPLITS)
     cache = (keys, values, key_scales, value_scales)
     member, offs_d = tl.arange(0, 16), tl.arange(0, DIM_PADDED)
@@ -187,11 +190,13 @@ def decode_attention(
     out: torch.Tensor,
     num_splits: int,
     *,
+    lets_begin: bool = False,
     tile: int | None = None,
     warps: int = 4,
     stages: int = 3,
 ) -> None:
-    """queries, out [R, heads, D]; contexts [R], 0 for rows that only pad a batch"""
+    """queries, out [R, heads, D]; contexts [R], 0 for rows that only pad a batch. `lets_begin`: the next kernel reads
+    the same queries and cache, not what this one writes, and need not wait."""
     num_rows, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     group = num_heads // kv_heads
@@ -201,7 +206,7 @@ def decode_attention(
     tile = tile or TILE * 512 // max(512, padded * queries.element_size())  # to fit shared memory
     _decode[(kv_heads, num_rows, num_splits)](
         queries, *cache_tensors(cache), out, *_split_buffers(out, num_splits), tables, contexts, sinks,
-        args.scale, args.softcap or 1.0, window_of(args), tables.stride(0),
+        args.scale, args.softcap or 1.0, window_of(args), tables.stride(0), int(lets_begin),
         num_heads, kv_heads, group, dim, padded, block_size, tile, num_splits,
         args.softcap is not None, args.sinks is not None, cache.key_scales is not None, precision_of(queries),
         num_warps=warps, num_stages=stages, **launch_options(),

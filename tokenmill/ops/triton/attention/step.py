@@ -12,7 +12,7 @@ from tokenmill.ops.triton.attention.decode import decode_attention
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.attention.prefill import dense_prefill_attention, prefill_attention
 from tokenmill.ops.triton.attention.select import can_be_dense, num_chunk_splits, num_splits_for
-from tokenmill.ops.triton.attention.split_prefill import split_prefill_attention
+from tokenmill.ops.triton.attention.split_prefill import room_for_parts, split_prefill_attention
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 
 SPLITS_BESIDE = 8  # of decoding rows' contexts beside chunks, or none: fewer variants to compile
@@ -43,18 +43,18 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
         )
         end, last_row = tokens.start, rows.start
     heads, kv_heads, gpu = queries.shape[1], cache.keys.shape[1], capabilities_of(queries.device)
+    chunks = range(single, num_rows - len(prompts))
+    chunk_splits = num_chunk_splits(end - single, heads, kv_heads, plan.max_context, gpu) if chunks else 1
+    room = room_for_parts(queries, end - single, chunk_splits) if chunk_splits > 1 else None
     if single:
         splits = num_splits_for(single, kv_heads, plan.max_context, gpu)
         if single < num_rows:
             splits = SPLITS_BESIDE if splits >= SPLITS_BESIDE else 1
-        decode_attention(queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
-    chunks = range(single, num_rows - len(prompts))
-    if not chunks:
-        return out.flatten(1)
+        single_args = (queries[:single], cache, plan.tables, plan.contexts, args, out[:single], splits)
+        decode_attention(*single_args, lets_begin=room is not None)
     chunk_args = (queries, cache, plan.tables, plan.query_starts, plan.contexts, chunks, end - single, args, out)
-    splits = num_chunk_splits(end - single, heads, kv_heads, plan.max_context, gpu)
-    if splits > 1:
-        split_prefill_attention(*chunk_args, splits)
-    else:
+    if room is not None:
+        split_prefill_attention(*chunk_args, chunk_splits, room=room, is_beside=single > 0)
+    elif chunks:
         prefill_attention(*chunk_args, are_short=plan.max_queries <= SHORT_CHUNK)
     return out.flatten(1)

@@ -91,7 +91,7 @@ def test_an_8b_model_s_largest_step_on_a_gpu() -> None:
     logits = 1024 * 128_256
     widest = max(8192 * (5 * 4096 + 3 * 14_336) * 2, logits * 6 + MAX_HOST_LOGITS * 40)
     in_flight = 8192 * 4096 * 2  # states that the host has not looked at when the next step is launched
-    splits = 16_384 * 129 * 4  # what programs leave that share the context of a short chunk
+    splits = 68_000 * 129 * 4  # what programs leave that share the context of a short chunk
     assert found.step == widest + in_flight + splits + WORKSPACE_BYTES
     assert found.rows == pytest.approx(1024 * (2 * 128_256 + 513 * 4), rel=0.05)
     assert found.graphs > logits * 6
@@ -109,10 +109,10 @@ def test_steps_of_chunks_beside_answers_are_planned_where_they_are_captured(monk
         parts.append(runner_bytes(LLAMA, limits))
     without, found = parts
     assert (found.rows, found.step) == (without.rows, without.step)
-    num_tokens, num_graphs = 64 + 768, 4 * 6
+    num_tokens, num_graphs = 64 + 768, 4 * 11
     assert mixed_step_bytes(LLAMA, limits) > num_tokens * (5 * 4096 + 3 * 14_336) * 2
     room = mixed_step_bytes(LLAMA, limits) - 64 * 128_256 * 6  # or of the logits of decoding rows, whichever is more
-    assert room < found.graphs - without.graphs - num_graphs * GRAPH_BYTES < room + (8 << 20), "and hidden states"
+    assert room < found.graphs - without.graphs - num_graphs * GRAPH_BYTES < room + (16 << 20), "and hidden states"
     ranks = [runner_bytes(LLAMA, limits, share=0.5).graphs]
     monkeypatch.setenv(VARIABLE, "")
     assert ranks == [runner_bytes(LLAMA, limits, share=0.5).graphs], "those of several ranks are not captured"

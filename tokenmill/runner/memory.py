@@ -48,7 +48,7 @@ WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for s
 GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
 GPU_INDEX_SCORES = 1 << 24  # float32, that an indexer keeps at a time (`ops/triton/attention/sparse.py`)
 CPU_INDEX_SCORES = 1 << 22  # the same of the native kernels (`csrc/decoder/indexer.cpp`)
-SPLIT_QUERIES = 1 << 14  # results that splits of a chunk's context leave: of a tile of queries for each program at once
+SPLIT_QUERIES = 68_000  # results that splits of a chunk's context leave: 64 for each of four programs at a time
 MAX_ROW_EDITS, EDIT_BYTES = 512, 12  # changes of single logits that a row keeps on the device: id, value, end
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec
 
 SINGLES = (8, 16, 32, 64, 128, 256)  # rows that a step is padded to
-CHUNKS = (32, 64, 128, 256, 512, 768)  # tokens of prompts; with more the host is fast enough
+CHUNKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)  # tokens of prompts; with more the host is fast enough
 MAX_PROMPTS = 4  # rows of prompts in a step
 
 

@@ -26,7 +26,7 @@ from tokenmill.types import BACKGROUND_PRIORITY, Request, StepPlan
 LEAST_PROMPT_PART = 0.25  # of the time of a step: no more sequences run than leave so much to prompts
 LEAST_CHUNK_PART = 0.125  # of the time of a step that prompts may always have
 LATE_PART = 0.5  # of the promised time to the first token
-CHUNK_UNIT = 16  # tokens: what is longer than a few of these is cut to a multiple, as kernels compute it best
+CHUNK_UNIT = 16  # tokens: what is longer is cut to a multiple, as kernels compute as many at once
 FIRST_CHUNK = 64  # tokens of prompts in the first step beside answers, where a time between tokens is promised
 STEADINESS = 20  # the newest answer weighs a twentieth in the mean length
 
@@ -69,22 +69,25 @@ class Promises:
         answers, start = _answers_and_start(groups)
         if self.step_limit_s is None or not answers or not self._step_time.is_known:
             return all_tokens
-        part_s = self._part_s(self._step_time.seconds(_size(answers)), self.step_limit_s, start)
-        num_tokens = self._step_time.tokens_in(part_s, start)
+        left_s, least_s = self._parts_s(self._step_time.seconds(_size(answers)), self.step_limit_s, start)
+        fitting, least = (self._step_time.tokens_in(part_s, start) for part_s in (left_s, least_s))
+        if fitting > CHUNK_UNIT:
+            fitting -= fitting % CHUNK_UNIT
+        if least > CHUNK_UNIT:
+            least = (least + CHUNK_UNIT // 2) // CHUNK_UNIT * CHUNK_UNIT
+        num_tokens = max(fitting, least)
         if self.level.tpot_s is not None:
             # What whole steps of prompts take says little about small chunks: those are approached from below.
             num_tokens = min(num_tokens, 2 * self._largest_chunk)
-        if num_tokens > 4 * CHUNK_UNIT:
-            num_tokens -= num_tokens % CHUNK_UNIT
         return min(all_tokens, max(1, num_tokens))
 
-    def _part_s(self, answers_s: float, limit_s: float, start: int) -> float:
-        """Return the seconds for prompt tokens in a step with decoding rows: what these leave, and at least an eighth
-        of the step, even where decoding alone takes longer than promised: prompts must go on."""
+    def _parts_s(self, answers_s: float, limit_s: float, start: int) -> tuple[float, float]:
+        """Return the seconds for prompt tokens in a step with decoding rows: what these leave, and what prompts have
+        at least, an eighth of the step, even where decoding alone takes longer than promised: they must go on."""
         planned_s = self._planned_s(limit_s)
         beside_s = answers_s + self._step_time.prompts_s(start)
         least_s = max(LEAST_CHUNK_PART * planned_s, beside_s * LEAST_CHUNK_PART / (1.0 - LEAST_CHUNK_PART))
-        return max(planned_s - beside_s, least_s)
+        return planned_s - beside_s, least_s
 
     def _planned_s(self, limit_s: float) -> float:
         """Return the target duration of a step with prompts, below the promised one, so that nearly all steps keep the
@@ -143,7 +146,7 @@ class Promises:
         answers_s = self._step_time.seconds(_size(answers)) if answers else 0.0
         prompts_s = running_s + ahead_s + own_s
         if answers and self.step_limit_s is not None:
-            part_s = self._part_s(answers_s, self.step_limit_s, num_tokens // 2)
+            part_s = max(self._parts_s(answers_s, self.step_limit_s, num_tokens // 2))
             prompts_s *= (part_s + self._step_time.prompts_s(num_tokens // 2) + answers_s) / part_s
         free = min(self._running.row_allocator.num_free, self.rows_left())
         return max(prompts_s + answers_s, self._rows_s(num_ahead + 1 - free, answers_s, prompts_s - running_s))

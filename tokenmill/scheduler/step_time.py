@@ -96,7 +96,7 @@ class StepTime:
             return
         if self._num_noted >= NUM_TRUSTED:
             expected_s = max(self.seconds(size), LEAST_S)
-            if self._has_prompt and size.has_prompts:
+            if self._has_prompt and size.has_prompts and size.samples:
                 self.excess.note(seconds / expected_s)
             seconds = min(seconds, MOST_SURPRISE * expected_s)
         features = _features(size)

@@ -21,7 +21,10 @@ from tokenmill.ops.triton.launch.capabilities import Capabilities
 TILE = 64  # keys that a program looks at together
 MAX_SPLITS = 32  # of a context
 CHUNK_TILE = 64  # queries of a short chunk that a program computes together, of all heads of a KV head
-CHUNK_TILES_A_DECODE = 2  # programs of decoding rows that take the place of one of these
+CHUNK_TILES_AT_ONCE = 2  # such programs that a multiprocessor has room for
+MAX_CHUNK_ROUNDS = 4  # of as many programs as there is room for: bounds what splits leave
+MERGE_COST = 0.01  # of a program's time, for each split
+SPLIT_CHUNK = 1024  # tokens: longer chunks have enough tiles
 CHUNK_SPLIT_KEYS = 512  # the fewest keys of a chunk's split: what it leaves has to be read again
 DENSE_HEAD_DIMS = (64, 96, 128)
 MAX_FUSED_HEAD_DIM = 256
@@ -56,12 +59,21 @@ def num_splits_for(num_rows: int, kv_heads: int, max_context: int, gpu: Capabili
 
 
 def num_chunk_splits(num_tokens: int, num_heads: int, kv_heads: int, max_context: int, gpu: Capabilities) -> int:
-    """The number of programs that share the context of each tile of chunks with so many tokens together: so many that
-    all programs fill the GPU. 1: the chunks have enough tiles without."""
+    """The number of programs that share the context of each tile of chunks with so many tokens together. All programs
+    take about as long, so one more than there is room for takes as long again as all before it: so many that the last
+    round is nearly full. 1: whole contexts, a head at a time."""
     group = 1 << (num_heads // kv_heads - 1).bit_length()
-    tiles = max(1, num_tokens * group // CHUNK_TILE)
-    wanted = gpu.tuning.attention_decode_programs // CHUNK_TILES_A_DECODE // (tiles * kv_heads)
-    return max(1, min(wanted, MAX_SPLITS, max_context // CHUNK_SPLIT_KEYS))
+    tiles = max(1, num_tokens * group // CHUNK_TILE) * kv_heads
+    at_once = CHUNK_TILES_AT_ONCE * gpu.tuning.multiprocessors
+    most = min(MAX_SPLITS, max_context // CHUNK_SPLIT_KEYS, MAX_CHUNK_ROUNDS * at_once // tiles)
+    if num_tokens > SPLIT_CHUNK or most < 2:
+        return 1
+
+    def rounds(splits: int) -> float:
+        programs = tiles * splits if splits > 1 else -(-num_tokens // CHUNK_TILE) * num_heads
+        return -(-programs // at_once) / splits * (1.0 + MERGE_COST * splits)
+
+    return min(range(1, most + 1), key=rounds)
 
 
 def takes_fused_decode(num_rows: int, kv_heads: int, head_dim: int, max_context: int, gpu: Capabilities) -> bool:

@@ -1,4 +1,4 @@
-"""Which steps of chunks beside decoding rows are captured as graphs, and of which models. Pure arithmetic, no torch:
+"""Sizes of captured steps of chunks beside decoding rows, and the models that have such. Pure arithmetic, no torch:
 their memory is planned by it (`memory.py`), and they are captured by it (`mixed_graphs.py`)."""
 
 from __future__ import annotations

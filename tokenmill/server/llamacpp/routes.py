@@ -32,6 +32,7 @@ from tokenmill.types import ChatRequest
 TAG = "llama.cpp"
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
+SLOT: Schema = object_of(id={"type": "integer"}, is_processing=FLAG)
 REPLY: Schema = {"anyOf": [object_of(content=TEXT, stop=FLAG), list_of(object_of(content=TEXT, stop=FLAG))]}
 STREAM = "Done. With `stream`: `data:` lines with `content`, the last one with `stop: true`."
 COMPLETION_BODY: Schema = {"type": "object", "required": ["prompt"], "properties": {}, "example": {"prompt": "1, 2,"}}
@@ -80,7 +81,9 @@ def llamacpp_endpoints(context: RouteContext) -> list[Endpoint]:
         Endpoint(
             "GET", "/props", props, TAG, object_of(default_generation_settings=OBJECT, chat_template=TEXT), (503,)
         ),
-        Endpoint("GET", "/slots", slots, TAG, list_of(object_of(id={"type": "integer"}, is_processing=FLAG)), (403, 503)),
+        Endpoint(
+            "GET", "/slots", slots, TAG, list_of(object_of(id={"type": "integer"}, is_processing=FLAG)), (403, 503)
+        ),
     ]
 
 

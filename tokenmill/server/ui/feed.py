@@ -88,7 +88,7 @@ class LoadFeed:
             self._shared, self._taken_s = self._take(), now
         live, seen = self._context.live, self.view(key_id)
         is_operator = seen is None or not self._context.keys
-        whole = {} if is_operator else {"series": {}, "replicas": []}
+        whole: dict[str, Any] = {} if is_operator else {"series": {}, "replicas": []}
         return {
             **self._shared,
             **whole,

@@ -46,7 +46,8 @@ from tokenmill.planner.memory import Split
 from tokenmill.planner.roofline import Roofline, Speeds
 from tokenmill.types import Request
 
-PROFILED_AT = 60  # of the 80 steps of a run
+STEPS, PROFILED_AT = 80, 40  # of a run's steps, those with kernels
+BUDGET = 2048  # tokens of a step, and so of the prompts that each step of a run's start computes
 SEVENTY_B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
     "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -89,25 +90,26 @@ def step_seconds(
     """Seconds of a decoding step of the first rank's part, by the number of rows. `kernels_of`: of so many rows, print
     the time of each kernel too."""
     group = unheard(ranks)
-    most, length = max(rows), context + 128
+    most, length = max(rows), context + num_tokens(max(rows), context) + 8
     model = part_of(spec, group, length, deterministic=False, sums=sums)
     storage = storage_of(model, 1 + most * -(-length // BLOCK))
     name: Any = str(dtype()).removeprefix("torch.")
     config = EngineConfig(
         ModelConfig(model="shape", max_context=length, dtype=name),
         CacheConfig(num_blocks=storage.num_blocks, kv_dtype=name, prefix_caching=False),
-        SchedulerConfig(max_running=most, token_budget=2048, step_ms=0, speculate="off"),
+        SchedulerConfig(max_running=most, token_budget=BUDGET, step_ms=0, speculate="off"),
         OpsConfig(device=device().type, backend="triton", threads=1),  # type: ignore[arg-type]
     )
     core = assemble(config, model, storage)
-    core.runner.run_largest_step(2048, 1 << 30, lambda: None)
+    core.runner.run_largest_step(BUDGET, 1 << 30, lambda: None)
     found = {}
     for count in rows:
         params = SamplingParams(temperature=0.0, ignore_eos=True)
         for number in range(count):
             prompt = np.random.default_rng(number).integers(3, 2000, context).tolist()
             name = f"{count}-{number}"
-            core.add(Request(request_id=name, prompt_token_ids=prompt, params=params, max_tokens=80, seed=0))
+            tokens = num_tokens(count, context)
+            core.add(Request(request_id=name, prompt_token_ids=prompt, params=params, max_tokens=tokens, seed=0))
         seconds: list[float] = []
         while core.has_work:
             began_s = time.perf_counter()
@@ -119,6 +121,17 @@ def step_seconds(
                 step_kernels(core.step).print()
         found[count] = median(seconds[8:-4])
     return found
+
+
+def num_tokens(rows: int, context: int) -> int:
+    """Tokens of each answer, so that all rows decode together for a run's steps: the first begin while the last ones'
+    prompts are computed."""
+    return STEPS + rows * context // BUDGET
+
+
+def mean_context(rows: int, context: int) -> int:
+    """The mean context of the steps that are timed."""
+    return context + STEPS // 2 + rows * context // BUDGET // 2
 
 
 def exchange_seconds(spec: ModelSpec, ranks: int, rows: list[int], *, sums: bool) -> dict[int, float]:
@@ -175,13 +188,13 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
             (Path(folder) / "config.json").write_text(json.dumps(SEVENTY_B))
         spec = read_spec(asked.shape or Path(folder))
     plan = plan_device("H200")
-    context = asked.context + 40
     seen: list[tuple[float, float, float]] = []  # bytes, layers, seconds
     small: dict[str, Any] = {}
     for name in ("llama-1b", "llama-8b"):
         shape = read_spec(SHAPES / name)
         small[name] = step_seconds(shape, 1, asked.rows, asked.context, asked.kernels_of)
         for rows, seconds in small[name].items():
+            context = mean_context(rows, asked.context)
             moved = decode_step_bytes(shape, weight_parts(shape, "bfloat16"), "bfloat16", rows, context)
             seen.append((moved, shape.num_layers, seconds))
         print(f"{name} on one rank: {', '.join(f'{rows} rows {s * 1e3:.2f} ms' for rows, s in small[name].items())}")
@@ -202,13 +215,13 @@ def shard_figures(
     spec: ModelSpec, asked: argparse.Namespace, plan: PlanDevice, calibrated: Speeds, *, sums: bool
 ) -> list[dict[str, Any]]:
     """Steps of the first rank beside planned ones, by the number of rows."""
-    ranks, context, table = asked.ranks, asked.context + 40, []
+    ranks, table = asked.ranks, []
     split = Split(ranks, has_sums=sums)
     shard = step_seconds(spec, ranks, asked.rows, asked.context, asked.kernels_of, sums=sums)
     gathering = exchange_seconds(spec, ranks, asked.rows, sums=sums)
     torch.cuda.empty_cache()
     for rows, seconds in shard.items():
-        parts = weight_parts(spec, "bfloat16")
+        parts, context = weight_parts(spec, "bfloat16"), mean_context(rows, asked.context)
         roofline = Roofline(spec, parts, "bfloat16", plan, split, calibrated)
         exchange_s = roofline.decode_s(rows, context) * roofline.exchange_share(rows, context)
         planned = roofline.decode_s(rows, context) - exchange_s + gathering[rows]

@@ -57,3 +57,13 @@ def test_matrices_are_split_where_they_have_many_columns_and_few_rows() -> None:
         for epilogue in ("gated", "none"):
             made = pick_hopper_config(product(rows, 28672, 4096, bf16, epilogue))
             assert made.rows == rows and (made.tile_n + rows) * 128 * made.ring <= 200 * 1024
+
+
+def test_a_rank_s_part_of_a_matrix_gives_most_multiprocessors_something_to_do() -> None:
+    """Of eight ranks of a 70B model."""
+    bf16 = PLAIN[torch.bfloat16]
+    parts: list[tuple[int, Epilogue]] = [(1280, "none"), (1024, "none"), (7168, "gated")]
+    for rows in (64, 128):
+        for num_out, epilogue in parts:
+            made = pick_hopper_config(product(rows, num_out, 8192, bf16, epilogue))
+            assert 100 <= -(-num_out // made.tile_n) * made.splits <= 132

@@ -84,6 +84,7 @@ class DeviceGroup:
         self._borders: dict[tuple[int, ...], torch.Tensor] = {}  # made in steps that no graph captures
         self._always_stopped = torch.ones(1, dtype=torch.int32, device=device)
         self._meet = meet
+        self._is_alone = ranks_of_device == 1
         self._num_met = 0
 
     @classmethod
@@ -116,7 +117,7 @@ class DeviceGroup:
             rows = slice(first, first + most)
             launch = partial(
                 exchange, own[rows], words[rows], self._addresses, borders, max(widths) * size // number, self._turns,
-                room_bytes=ROOM_BYTES, rank=self.rank, size=self.size,
+                room_bytes=ROOM_BYTES, rank=self.rank, size=self.size, is_alone=self._is_alone,
             )  # fmt: skip
             self._launch(launch)
         return out
@@ -149,7 +150,7 @@ class DeviceGroup:
     def _sum_part(self, own: torch.Tensor, first: int, out: torch.Tensor) -> None:
         launch = partial(
             sum_ranks, own, out, self._addresses, first, self._turns,
-            room_bytes=ROOM_BYTES, rank=self.rank, size=self.size,
+            room_bytes=ROOM_BYTES, rank=self.rank, size=self.size, is_alone=self._is_alone,
         )  # fmt: skip
         self._launch(launch)
 

@@ -16,18 +16,23 @@ no arguments, and all launches of a group have the same number of programs. They
 of all ranks of a device must find room on it at once, and leave some of its multiprocessors to the rank that they wait
 for: a matrix product may need one to itself.
 
+On a device of its own a rank's exchange lets the kernel behind it be launched early, which fetches its weights while
+the ranks meet (`launch/pdl.py`). Where ranks share a device, that kernel would hold multiprocessors meanwhile.
+
 A wait ends early when the host sets `stopped`; what comes out then is not to be used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2
+from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 NUM_PROGRAMS = 32  # at most
 MOST_WAITING = 48  # programs of the other ranks of a device: fewer than a GPU has multiprocessors
@@ -37,6 +42,7 @@ POLLS = 1024  # between two looks at `stopped`, which is in the host's memory
 MOST_WORDS = 1024  # that a program takes from all ranks at once
 LEAST_WORDS = 64
 SUM_BLOCK = 1024  # values that a program adds up at once
+NO_OVERLAP: dict[str, Any] = {"OVERLAPS": False}
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARRIVAL_BYTES = tl.constexpr(ARRIVAL_BYTES)
 _MAX_RANKS = tl.constexpr(MAX_RANKS)
@@ -65,8 +71,10 @@ def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK: tl.
 def _exchange(
     own, out, addresses, borders, turns, stopped, num_rows, own_stride, out_stride, blocks, ROOM_BYTES: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
-    POLLS: tl.constexpr,
+    POLLS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     program = tl.program_id(0)
     ranks = tl.arange(0, RANKS)
     is_rank = ranks < SIZE
@@ -99,8 +107,11 @@ def _exchange(
 def _sum(
     own, out, addresses, turns, stopped, num_values, first, count, ROOM_BYTES: tl.constexpr, RANK: tl.constexpr,
     SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr, POLLS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Add up `count` numbers of all ranks, from `first * BLOCK` on, of which each has `num_values`."""
+    launch_dependents(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     program = tl.program_id(0)
     ranks = tl.arange(0, RANKS)
     is_rank = ranks < SIZE
@@ -148,21 +159,24 @@ def in_words(x: torch.Tensor, number: int) -> torch.Tensor:
 def exchange(
     own: torch.Tensor, out: torch.Tensor, addresses: torch.Tensor, borders: torch.Tensor, widest: int,
     turns: torch.Tensor, stopped: torch.Tensor, room_bytes: int, rank: int, size: int, *, is_rehearsal: bool = False,
+    is_alone: bool = False,
 ) -> None:  # fmt: skip
     """own [T, this rank's width] → out [T, all widths], both of integers of one type. `addresses` int64 [size]: of the
     windows; `borders` int32 [size + 1]: where each rank's part begins; `widest`: of the parts; `turns` int64, one for
-    each program; `stopped` int32 [1]: set by the host to end all waits; `is_rehearsal`: none of the numbers."""
+    each program; `stopped` int32 [1]: set by the host to end all waits; `is_rehearsal`: none of the numbers;
+    `is_alone`: no other rank computes on this device."""
     ranks = next_power_of_2(size)
     block = min(MOST_WORDS // ranks, max(LEAST_WORDS, next_power_of_2(widest)))
     _exchange[(len(turns),)](
         own, out, addresses, borders, turns, stopped, 0 if is_rehearsal else len(own), own.stride(0), out.stride(0),
         cdiv(widest, block), room_bytes, rank, size, ranks, block, len(turns), POLLS, num_warps=4,
+        **(launch_options() if is_alone else NO_OVERLAP),
     )  # fmt: skip
 
 
 def sum_ranks(
     own: torch.Tensor, out: torch.Tensor, addresses: torch.Tensor, first: int, turns: torch.Tensor,
-    stopped: torch.Tensor, room_bytes: int, rank: int, size: int, *, is_rehearsal: bool = False,
+    stopped: torch.Tensor, room_bytes: int, rank: int, size: int, *, is_rehearsal: bool = False, is_alone: bool = False,
 ) -> None:  # fmt: skip
     """own [N] of each rank → out: the sums over all ranks of its numbers from `first`, a multiple of SUM_BLOCK, on.
     The others are as in `exchange`."""
@@ -171,4 +185,5 @@ def sum_ranks(
     _sum[(len(turns),)](
         own, out, addresses, turns, stopped, num_values, first // SUM_BLOCK, count, room_bytes, rank, size,
         next_power_of_2(size), SUM_BLOCK, len(turns), POLLS, num_warps=4,
+        **(launch_options() if is_alone else NO_OVERLAP),
     )  # fmt: skip

@@ -245,15 +245,26 @@ class HopperConfig:
     num_planes: int = 1  # of each row of fp8
 
 
+FEW_TILES = 6  # a matrix with tiles for less than a sixth of the multiprocessors has its columns split further
+FEW_CHUNKS = 16  # that a program of those then has at least, where a row has four times as many
+
+
 def pick_hopper_config(product: Product) -> HopperConfig:
     """Two programs on a multiprocessor where there are enough for that, otherwise one with as much of the matrix on its
-    way. Columns are split only where there are so many that adding up pays."""
+    way. Columns are split only where there are so many that adding up pays, or where most multiprocessors would have
+    nothing to do, as with a rank's part of a matrix."""
     tuning = product.capabilities.tuning
     rows = 64 if product.m <= 64 else 128
+    chunks = cdiv(product.k * product.form.element_size, 128)
     if product.epilogue == "gated" or product.n >= 128 * 2 * tuning.multiprocessors:
-        return HopperConfig(rows, 128, 1, 4 if rows == 64 else 3)
-    matrix_tiles, chunks = cdiv(product.n, 64), cdiv(product.k * product.form.element_size, 128)
-    splits = max(1, min(tuning.multiprocessors // matrix_tiles, chunks // tuning.gemm_hopper_min_chunks))
+        wide_splits = tuning.multiprocessors // cdiv(product.n, 128)
+        is_split = wide_splits > 1 and product.epilogue == "gated"
+        splits = max(1, min(wide_splits, chunks // tuning.gemm_hopper_min_chunks)) if is_split else 1
+        return HopperConfig(rows, 128, splits, 4 if rows == 64 else 3)
+    matrix_tiles = cdiv(product.n, 64)
+    are_few = matrix_tiles * FEW_TILES <= tuning.multiprocessors and chunks >= 4 * FEW_CHUNKS
+    least = FEW_CHUNKS if are_few else tuning.gemm_hopper_min_chunks
+    splits = max(1, min(tuning.multiprocessors // matrix_tiles, chunks // least))
     return HopperConfig(rows, 64, splits, 12 if rows == 64 else 8)
 
 

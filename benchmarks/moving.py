@@ -10,12 +10,16 @@ that in as long a time without one, the usual gap (a step) and the seconds that 
 way. drain: until the core is empty, and until every stream has its next token from elsewhere. roll: conversations of
 several turns; TTFT and cached share of prompts before, while and after. split: gaps of streams while long prompts
 arrive, on cores with roles and, beside it, on two that do both. One JSON object as the last line.
+
+MODEL may be a folder with a config.json alone: its weights are drawn. With --pin N, every engine process has N
+processors of its own, and the front shares the rest with the client.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -24,6 +28,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from tokenmill import AsyncEngine, SamplingParams
@@ -51,11 +56,13 @@ class Stream:
 
 
 def config_of(model: str, **cache: Any) -> EngineConfig:
+    is_drawn = (Path(model) / "config.json").exists() and not list(Path(model).glob("*.safetensors"))
+    weights: dict[str, Any] = {"load_format": "dummy", "quantization": "int8"} if is_drawn else {}
     return EngineConfig(
-        ModelConfig(model=model, max_context=8192),
+        ModelConfig(model=model, max_context=8192, **weights),
         CacheConfig(**cache),
         SchedulerConfig(max_running=32, speculate="off"),
-        OpsConfig(threads=1),
+        OpsConfig(device="cpu", threads=1),
     )
 
 
@@ -101,6 +108,8 @@ async def warm_up(engine: AsyncEngine) -> None:
 async def moves(given: argparse.Namespace) -> dict[str, Any]:
     config, num_tokens = config_of(given.model), given.tokens or 1500
     engine = await start_fleet(config, 2)
+    if given.pin:
+        await pin(engine, given.pin)
     await warm_up(engine)
     streams = [Stream(place) for place in range(given.streams)]
     engine.drain_replica(1)
@@ -144,6 +153,8 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
 async def drain(given: argparse.Namespace) -> dict[str, Any]:
     config, num_tokens = config_of(given.model), (given.tokens or 2000) + 150
     engine = await start_fleet(config, 2)
+    if given.pin:
+        await pin(engine, given.pin)
     await warm_up(engine)
     streams = [Stream(place) for place in range(given.streams)]
     engine.drain_replica(1)
@@ -257,13 +268,13 @@ async def roll(given: argparse.Namespace) -> dict[str, Any]:
 async def gaps_beside_prompts(given: argparse.Namespace, roles: str | None) -> dict[str, Any]:
     run_on(os.getpid(), PROCESSORS)
     engine = await start_fleet(config_of(given.model), 2, roles=roles)
+    if given.pin:
+        await pin(engine, given.pin)
     streams = [Stream(place) for place in range(given.streams)]
     reading = [asyncio.create_task(read(engine, stream, 7000)) for stream in streams]
     await all_under_way(streams)
-    if given.pin:
-        pin(engine)
     idle_from = time.perf_counter()
-    await asyncio.sleep(given.seconds)
+    await asyncio.sleep(min(given.seconds, 10.0))
     began, first = time.perf_counter(), []
     number = 0
     while time.perf_counter() - began < given.seconds:
@@ -292,17 +303,22 @@ async def gaps_beside_prompts(given: argparse.Namespace, roles: str | None) -> d
     }
 
 
-def pin(engine: AsyncEngine) -> None:
-    """Let the second core have a processor of its own, as on another machine; all else shares the other one."""
-    first, second = PROCESSORS[:2]
-    run_on(os.getpid(), [first])
-    for core, processor in zip(engine.replicas(), (first, second), strict=True):
-        run_on(core["engine_pid"], [processor])
+async def pin(engine: AsyncEngine, number: int) -> None:
+    """Let every core have processors of its own, as on a machine of its own; the front and the client share the rest,
+    or, where none is left, those of the first core."""
+    while not all(core["engine_pid"] for core in engine.replicas()):
+        await asyncio.sleep(0.05)
+    at_hand = list(PROCESSORS)
+    for core in reversed(engine.replicas()):
+        own, at_hand = at_hand[-number:], at_hand[:-number] or at_hand[-number:]
+        run_on(core["engine_pid"], own)
+    run_on(os.getpid(), at_hand)
 
 
 def run_on(pid: int, processors: list[int]) -> None:
     for thread in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setaffinity(int(thread), processors)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), processors)
 
 
 async def split(given: argparse.Namespace) -> dict[str, Any]:
@@ -321,7 +337,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--prompt-len", type=int, default=4096)
-    parser.add_argument("--pin", action="store_true", help="split: give the second core a processor of its own")
+    parser.add_argument("--pin", type=int, default=0, help="processors that each core has for itself; not with roll")
     parser.add_argument("--disk", action="store_true", help="roll: keep blocks on disk too")
     given = parser.parse_args()
     work = {"moves": moves, "drain": drain, "roll": roll, "split": split}[given.what]

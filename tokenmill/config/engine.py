@@ -90,6 +90,10 @@ class CacheConfig:
     """Gigabytes that the folder of --kv-disk may take, 16 by default; blocks not used for longest go first."""
     kv_host_gb: float = 0.0
     """Gigabytes of pinned host memory in which a GPU's computed KV blocks are kept beside the pool."""
+    kv_transfer: Literal["stream", "nixl"] = "stream"
+    """How KV blocks come from another engine process: over sockets and the authenticated links between machines, or
+    read from its memory by NIXL (`pip install "tokenmill[nixl]"`), where both processes have it: over RDMA, NVLink,
+    shared memory or TCP. `UCX_NET_DEVICES` names its network devices, by default the loopback alone."""
     context_shift: bool = False
     """Let conversations go on past the context: the first tokens stay, the older half of the others is forgotten each
     time the context is full. Requests can ask for it, or against it, themselves."""

@@ -32,6 +32,7 @@ class EngineSettings(TypedDict, total=False):
     kv_disk_gb: float | None
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
     kv_host_gb: float
+    kv_transfer: Literal["stream", "nixl"]
     lanes: int | None
     link: Literal["auto", "threads", "shared", "gloo", "ipc"]
     literal_content: bool

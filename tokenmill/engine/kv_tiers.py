@@ -20,6 +20,7 @@ from tokenmill.kv.records import BlockRecords, DeviceRecords, GpuCopyStream, Hos
 from tokenmill.kv.storage import KVStorage
 from tokenmill.kv.tiers.disk import DiskTier
 from tokenmill.kv.tiers.host import HostTier
+from tokenmill.kv.tiers.nixl import MemoryAgent
 from tokenmill.kv.traffic import BlockTraffic, KeepingTier
 from tokenmill.models.rope import rope_frequencies
 from tokenmill.ops import cpu as native_kernels
@@ -106,6 +107,9 @@ def block_traffic(
         tiers.append(DiskTier(folder, digest(True), int((settings.kv_disk_gb or DEFAULT_DISK_GB) * GB)))
     if host is None and not tiers and not (address and cache.prefix_caching):
         return None
+    agent = None
+    if address and cache.prefix_caching and settings.kv_transfer == "nixl":
+        agent = MemoryAgent(make_records(), regions)
     between_cores = functools.partial(digest, False)
     address = address if cache.prefix_caching else ""
-    return BlockTraffic(make_records, cache.prefix, regions, tiers, host, between_cores, address)
+    return BlockTraffic(make_records, cache.prefix, regions, tiers, host, between_cores, address, agent)

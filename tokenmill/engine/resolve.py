@@ -170,6 +170,11 @@ def require_usable_tiers(config: EngineConfig, spec: ModelSpec, device: str) -> 
     """Refuse tiers that could not work with the other settings."""
     cache = config.cache
     given = [name for name in ("kv_disk", "kv_disk_gb", "kv_host_gb") if getattr(cache, name)]
+    if cache.kv_transfer == "nixl":
+        from tokenmill.kv.tiers.nixl import require_installed  # streams need nothing of it
+
+        require_installed()
+        given.append("kv_transfer")
     if not given:
         return
     asked = given[0]

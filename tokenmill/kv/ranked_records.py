@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenmill.kv.records import Record, region_planes
+from tokenmill.kv.records import Piece, Record, region_planes
 from tokenmill.kv.storage import KVStorage
 
 
@@ -43,6 +43,26 @@ class RankedRecords:
     def empty(self, region: int, number: int) -> list[Record]:
         return list(torch.empty((number, self.sizes[region]), dtype=torch.uint8))
 
+    def empty_beside_pool(self, region: int, number: int) -> list[Record]:
+        return self.empty(region, number)
+
+    def memory(self) -> list[torch.Tensor]:
+        return [tensor for part in self._parts for tensors in part.storage.regions for tensor in tensors]
+
+    def row(self, region: int, block: int) -> int:
+        return self._planes[0][region].row(block)  # every rank's
+
+    def settle(self) -> None:
+        """Do nothing: a block is registered when its step has ended."""
+
+    def pieces(self, region: int) -> list[Piece]:
+        (record,), found = self.empty(region, 1), list[tuple[int, Piece]]()
+        for _, own, part, is_first in self._shares(region, record):
+            for layer, piece in enumerate(part if is_first else ()):
+                place = own.ctypes.data + layer * own.strides[0]
+                found.append((piece.ctypes.data, (place, own.strides[1], piece.nbytes)))
+        return [piece for _, piece in sorted(found)]
+
     def read(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
         for block, record in zip(blocks, records, strict=True):
             for pool, piece, is_first in self._pieces(region, block, record):
@@ -56,6 +76,12 @@ class RankedRecords:
 
     def _pieces(self, region: int, block: int, record: Record) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
         """Yield each rank's part of a block beside that of its record, and whether no rank before it has the same."""
+        for place, own, part, is_first in self._shares(region, record):
+            yield own[:, self._planes[place][region].row(block)], part, is_first
+
+    def _shares(self, region: int, record: Record) -> Iterator[tuple[int, np.ndarray, np.ndarray, bool]]:
+        """Yield every rank's number and its part of all blocks beside that of a record, and whether no rank before it
+        has the same."""
         values, start = record.numpy(), 0
         for number, whole in enumerate(self._whole[region]):
             shape = (whole.shape[0], *whole.shape[2:])
@@ -68,8 +94,7 @@ class RankedRecords:
                 layers = self._layers[place] if own.shape[0] < whole.shape[0] else slice(0, whole.shape[0])
                 heads = slice(*part.heads) if own.shape[2:] != whole.shape[2:] else slice(0, whole.shape[2])
                 span = (layers.start, layers.stop, heads.start, heads.stop)
-                pool = own[:, self._planes[place][region].row(block)]
-                yield pool, plane[layers, heads], span not in seen
+                yield place, own, plane[layers, heads], span not in seen
                 seen.add(span)
 
 

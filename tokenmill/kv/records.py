@@ -26,6 +26,8 @@ import torch
 from tokenmill.kv.storage import KVStorage
 
 Record = torch.Tensor  # uint8 [bytes], in host memory
+Room = Callable[[int], Sequence[Record]]  # a thread's records of a region
+Piece = tuple[int, int, int]  # of all blocks: address of row 0, bytes from row to row, bytes that belong to the block
 
 PINNED_BYTES = 1 << 30  # that are pinned at a time
 STAGED_BYTES = 32 << 20  # of records on their way from or to a GPU; two stagings of so much
@@ -44,6 +46,28 @@ class BlockRecords(Protocol):
         """Allocate memory for records, of a kind that is copied fast."""
         ...
 
+    # For those who read blocks without this object (`tiers/nixl.py`):
+
+    def empty_beside_pool(self, region: int, number: int) -> list[Record]:
+        """Allocate records in the same memory as the pool; they can be written to it, but not kept elsewhere."""
+        ...
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return tensors that lie in all memory of the pool."""
+        ...
+
+    def pieces(self, region: int) -> list[Piece]:
+        """Return where a region's blocks lie, in the order of a record."""
+        ...
+
+    def row(self, region: int, block: int) -> int:
+        """Return the row of a block."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all steps have written that were launched before."""
+        ...
+
 
 class RegionPlanes:
     """The tensors of one region as bytes, and how a block id becomes a row of them."""
@@ -58,22 +82,51 @@ class RegionPlanes:
     def row(self, block: int) -> int:
         return block - self._first + 1
 
+    def pieces(self) -> list[Piece]:
+        return [
+            (plane.data_ptr() + layer * plane.stride(0), plane.stride(1), plane.shape[2])
+            for plane in self.planes
+            for layer in range(plane.shape[0])
+        ]
+
 
 def region_planes(storage: KVStorage) -> list[RegionPlanes]:
     firsts = (1, storage.num_blocks, storage.num_blocks + max(0, storage.num_cells - 1))
     return [RegionPlanes(tensors, first) for tensors, first in zip(storage.regions, firsts, strict=True)]
 
 
-class HostRecords:
-    """Records of a pool in host memory."""
+class WholeBlocks:
+    """A pool that has all of every block: where its pieces lie."""
 
     def __init__(self, storage: KVStorage) -> None:
         self._regions = region_planes(storage)
+
+    def memory(self) -> list[torch.Tensor]:
+        return [plane for region in self._regions for plane in region.planes]
+
+    def pieces(self, region: int) -> list[Piece]:
+        return self._regions[region].pieces()
+
+    def row(self, region: int, block: int) -> int:
+        return self._regions[region].row(block)
+
+
+class HostRecords(WholeBlocks):
+    """Records of a pool in host memory."""
+
+    def __init__(self, storage: KVStorage) -> None:
+        super().__init__(storage)
         self._arrays = [[plane.numpy() for plane in region.planes] for region in self._regions]
         self.sizes = [region.record_bytes for region in self._regions]
 
     def empty(self, region: int, number: int) -> list[Record]:
         return list(torch.empty((number, self.sizes[region]), dtype=torch.uint8))
+
+    def empty_beside_pool(self, region: int, number: int) -> list[Record]:
+        return self.empty(region, number)
+
+    def settle(self) -> None:
+        """Do nothing: a block is registered when its step has ended."""
 
     def read(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
         for block, record in zip(blocks, records, strict=True):
@@ -120,11 +173,11 @@ class GpuCopyStream:
             self._stream.synchronize()
 
 
-class DeviceRecords:
+class DeviceRecords(WholeBlocks):
     """Records of a pool in a GPU's memory."""
 
     def __init__(self, storage: KVStorage, stream: CopyStream) -> None:
-        self._regions = region_planes(storage)
+        super().__init__(storage)
         self.sizes = [region.record_bytes for region in self._regions]
         self._device = storage.device
         self._is_cuda = storage.device.type == "cuda"  # False in tests alone
@@ -138,6 +191,12 @@ class DeviceRecords:
             some = min(most, number - start)
             records += list(torch.empty((some, size), dtype=torch.uint8, pin_memory=self._is_cuda))
         return records
+
+    def empty_beside_pool(self, region: int, number: int) -> list[Record]:
+        return list(torch.empty((number, self.sizes[region]), dtype=torch.uint8, device=self._device))
+
+    def settle(self) -> None:
+        self._stream.run(lambda: None)
 
     def read(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
         self._stream.run(partial(self._each_part, self._gather, region, blocks, records))

@@ -25,8 +25,9 @@ from typing import Protocol, TypeVar
 
 from tokenmill.kv.blocks import PrefixIndex
 from tokenmill.kv.names import BlockName, ExpectedBlock, Fetch
-from tokenmill.kv.records import BlockRecords, Record
+from tokenmill.kv.records import BlockRecords, Record, Room
 from tokenmill.kv.tiers.host import HostTier
+from tokenmill.kv.tiers.nixl import MemoryAgent
 from tokenmill.kv.tiers.peer import BlockServer, PeerTier, tier_name
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,13 @@ T = TypeVar("T")
 
 class Tier(Protocol):
     name: str
-    needs_scratch: bool  # its records must be brought; else they lie in memory
 
     def find(self, names: Sequence[BlockName]) -> list[bool]: ...
+
+    def scratch(self, region: int, room: Room) -> Sequence[Record]:
+        """Where the calling thread's records are brought to, some at a time: `room` of that thread, or memory of the
+        tier's own; empty: they lie in memory."""
+        ...
 
     def records(
         self, names: Sequence[BlockName], scratch: Sequence[Record]
@@ -89,10 +94,12 @@ class BlockTraffic:
         host: HostTier | None = None,
         digest: Callable[[], bytes] = bytes,
         address: str = "",
+        agent: MemoryAgent | None = None,
     ) -> None:
         """`make_records`: copies for one thread; `regions`: of the pool, by cache group. `host`: the tier in host
         memory, which is searched before the others. `digest`: of all that blocks depend on beside their names;
-        `address`: the socket at which other cores may ask for them, empty: none."""
+        `address`: the socket at which other cores may ask for them, empty: none. `agent`: reads from other cores'
+        memory, and lets them read from this one's."""
         self._index = index
         self._regions = regions
         self._host, self._keeping = host, tiers
@@ -104,9 +111,10 @@ class BlockTraffic:
         self._changed = threading.Event()
         self._is_saved = threading.Event()
         self._digest = digest
+        self._agent = agent
         self._peers: dict[Fetch, PeerTier] = {}
         weakref.finalize(self, close_peers, self._peers)
-        self.server = BlockServer(address, digest, index, regions, make_records) if address else None
+        self.server = BlockServer(address, digest, index, regions, make_records, agent) if address else None
         self._make_records = make_records
         self._own = threading.local()  # each thread's copies and room
         self._sizes = make_records().sizes
@@ -196,7 +204,7 @@ class BlockTraffic:
 
     def _peer(self, fetch: Fetch) -> PeerTier:
         if fetch not in self._peers:
-            self._peers[fetch] = PeerTier(fetch.source, self._digest())
+            self._peers[fetch] = PeerTier(fetch.source, self._digest(), self._agent)
         return self._peers[fetch]
 
     def _load(self, fetch: Fetch) -> None:
@@ -210,7 +218,7 @@ class BlockTraffic:
             self._note_loaded(tier, region, len(fetch.arrived) - num_before, time.monotonic() - began)
 
     def _load_from(self, tier: Tier, region: int, targets: Sequence[ExpectedBlock], fetch: Fetch) -> None:
-        own, room = self._records(), self._room(region) if tier.needs_scratch else []
+        own, room = self._records(), tier.scratch(region, self._room)
         for some in parts(targets, len(room) or len(targets)):
             with tier.records([target.name for target in some], room[: len(some)]) as records:
                 whole = [(target, record) for target, record in zip(some, records, strict=True) if record is not None]

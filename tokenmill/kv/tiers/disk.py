@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.names import BlockName
-from tokenmill.kv.records import Record, bytes_of
+from tokenmill.kv.records import Record, Room, bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ LOOK_SHARE = 0.1  # of the allowed bytes: written before the folder is listed ag
 
 class DiskTier:
     name = "disk"
-    needs_scratch = True
 
     def __init__(self, folder: Path, digest: bytes, max_bytes: int) -> None:
         self._folder = folder
@@ -65,6 +64,9 @@ class DiskTier:
 
     def find(self, names: Sequence[BlockName]) -> list[bool]:
         return [self.has(name) for name in names]
+
+    def scratch(self, region: int, room: Room) -> Sequence[Record]:
+        return room(region)
 
     @contextlib.contextmanager
     def records(self, names: Sequence[BlockName], scratch: Sequence[Record]) -> Iterator[list[Record | None]]:

@@ -12,12 +12,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from tokenmill.kv.names import BlockName
-from tokenmill.kv.records import Record
+from tokenmill.kv.records import Record, Room
 
 
 class HostTier:
     name = "host"
-    needs_scratch = False
 
     def __init__(
         self, empty: Callable[[int, int], list[Record]], sizes: Sequence[int], regions: Sequence[int], max_bytes: int
@@ -43,6 +42,9 @@ class HostTier:
 
     def find(self, names: Sequence[BlockName]) -> list[bool]:
         return [self.has(name) for name in names]
+
+    def scratch(self, region: int, room: Room) -> Sequence[Record]:
+        return ()
 
     @contextlib.contextmanager
     def records(self, names: Sequence[BlockName], scratch: Sequence[Record]) -> Iterator[list[Record | None]]:

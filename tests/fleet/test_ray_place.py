@@ -32,15 +32,16 @@ from tokenmill.fleet.host import model_digest
 from tokenmill.fleet.join import JoinListener
 from tokenmill.fleet.link import read_key
 from tokenmill.fleet.places import Places
-from tokenmill.fleet.ray_place import RayPlace
+from tokenmill.fleet.ray_place import RayPlace, within_nodes
 
 KEY = "a key that is long enough"
 
 
 def node_cpus(ranks: list[ParallelConfig]) -> Iterator[int]:
-    """One processor for each stage's node, as many as it has ranks for a tensor split's."""
+    """One processor for each stage's node, as many as it has ranks for a tensor split's; with three replicas only one,
+    which the ranks of a split share."""
     for one in ranks:
-        yield from [one.tp] * one.pp
+        yield from [1 if len(ranks) == 3 else one.tp] * one.pp
 
 
 @pytest.fixture
@@ -65,8 +66,13 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch, ranks: list[ParallelConfig]) ->
 @pytest.mark.filterwarnings("ignore")  # of the library's own processes and sockets
 @pytest.mark.parametrize(
     "ranks",
-    [[ParallelConfig()] * 3, [ParallelConfig(tp=2), ParallelConfig(tp=2)], [ParallelConfig(pp=2), ParallelConfig()]],
-    ids=["one rank", "tensor split", "stages"],
+    [
+        [ParallelConfig()] * 3,
+        [ParallelConfig(tp=2)] * 2,
+        [ParallelConfig(tp=2)] * 3,
+        [ParallelConfig(pp=2), ParallelConfig()],
+    ],
+    ids=["one rank", "tensor split", "tensor split on one processor", "stages"],
 )
 def test_a_node_that_is_removed_leaves_its_requests_to_others(
     ray_cluster: Any, stories_dir: Path, ranks: list[ParallelConfig]
@@ -109,6 +115,17 @@ async def here(config: EngineConfig, asked: list[ClientRequest]) -> list[Any]:
         return await asyncio.gather(*(answer(engine, one) for one in asked))
     finally:
         await engine.close()
+
+
+def test_no_more_processors_are_asked_for_than_a_node_has() -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 2.0}},
+        {"Alive": True, "Resources": {"memory": 1.0}},
+        {"Alive": False, "Resources": {"CPU": 8.0}},
+    ]
+    assert within_nodes([{"CPU": 4.0, "GPU": 4.0}], nodes) == [{"CPU": 2.0, "GPU": 4.0}]
+    assert within_nodes([{"CPU": 1.0}] * 2, nodes) == [{"CPU": 1.0}] * 2
+    assert within_nodes([{"CPU": 4.0}], nodes[1:]) == [{"CPU": 4.0}], "a node may be added yet"
 
 
 def test_ray_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, stories_dir: Path) -> None:

@@ -177,7 +177,7 @@ class RayPlace:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = replica_bundles(config)
+        bundles = within_nodes(replica_bundles(config), self._ray.nodes())
         group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "SPREAD", name=name)
         if not group.wait(PLACE_S):
             self.end_actors(group, [])
@@ -240,6 +240,18 @@ class RayPlace:
 
     def allow(self, least: int, most: int) -> bool:
         return False
+
+
+def within_nodes(bundles: list[dict[str, float]], nodes: Sequence[Any]) -> list[dict[str, float]]:
+    """Return the resources with no more processors for a node than the largest one has: ranks and threads then share
+    them, where they would wait for ever for a node that never comes."""
+    most = max((node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]), default=0.0)
+    if most <= 0 or all(bundle["CPU"] <= most for bundle in bundles):
+        return bundles
+    log.warning(
+        "a replica asks for %g processors, and no node has more than %g: it shares them", bundles[0]["CPU"], most
+    )
+    return [{**bundle, "CPU": min(bundle["CPU"], most)} for bundle in bundles]
 
 
 def spread_config(config: EngineConfig) -> EngineConfig:

@@ -48,7 +48,7 @@ def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work(
     assert sum(len(one.token_ids) for one in outputs) == 6
     assert left == 0 and not any(seen), "it prepares when it has nothing to do, to the end"
     calm = [QUIET_S, 0.0, 0.0]  # nobody asked, one thing was prepared, a second one, and then somebody asked
-    assert mailbox.patience == [*calm, *[0.0] * 5, QUIET_S, 0.0, None], "quiet before the first, and after work"
+    assert mailbox.patience == [*calm, *[0.0] * 5, QUIET_S, 0.0, 0.0, None], "quiet before the first, and after work"
 
 
 def test_an_engine_without_work_loads_what_grammars_need() -> None:

@@ -14,8 +14,16 @@ import pytest
 
 pytest.importorskip("triton")
 
+import triton
+from triton import language as tl
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key
+
+from tests.support.compiled_launches import HOPPER
 from tokenmill.ops.triton.launch import compile_workers, preload
-from tokenmill.ops.triton.launch.compile_workers import CompileWorkers
+from tokenmill.ops.triton.launch.compile_workers import CompileWorkers, source_of
+from tokenmill.ops.triton.launch.kernel import FUSED, Compiling
 
 NUM_KERNELS = 9
 
@@ -42,8 +50,8 @@ def test_who_is_free_takes_the_next_kernel(tmp_path: Path, monkeypatch: pytest.M
         partial(compiled, tmp_path, number) for number in range(NUM_KERNELS)
     ]
     workers = CompileWorkers()
-    workers.start(kernels[:6], 0)
-    workers.start(kernels[6:], 6)
+    workers.start(kernels[:6], range(6))
+    workers.start(kernels[6:], range(6, 9))
     done = list(workers.finished())
     made_by = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
     assert sorted(done) == sorted(map(int, made_by)) == [number for number in range(9) if number != 1]
@@ -77,7 +85,7 @@ def test_launchers_are_built_beside_their_kernels(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(compile_workers, "driver", SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher_of)))
     workers = CompileWorkers()
-    workers.start([kernel_of(tmp_path, 0, "i32"), kernel_of(tmp_path, 1, "tensordesc<bf16[64, 64]>")], 0)
+    workers.start([kernel_of(tmp_path, 0, "i32"), kernel_of(tmp_path, 1, "tensordesc<bf16[64, 64]>")], [0, 1])
     assert sorted(workers.finished()) == [0, 1]
     assert [(tmp_path / name).read_text() for name in "01"] == ["None 1 ", "1 "]
 
@@ -86,7 +94,7 @@ def test_launchers_are_built_beside_their_kernels(tmp_path: Path, monkeypatch: p
 def test_who_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers, "COMPILE_TIMEOUT_S", 0.1)
     workers = CompileWorkers()
-    workers.start([partial(time.sleep, 60)] * 3, 0)
+    workers.start([partial(time.sleep, 60)] * 3, range(3))
     assert list(workers.finished()) == []
     assert not leftovers()
 
@@ -113,3 +121,34 @@ def test_what_failed_ahead_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(driver_key, RuntimeError)
     finally:
         preload.begin.cache_clear()
+
+
+@triton.jit
+def _copy(x, out, count: tl.constexpr):
+    numbers = tl.arange(0, count)
+    tl.store(out + numbers, tl.load(x + numbers))
+
+
+def test_a_kernel_that_an_earlier_start_has_compiled_is_found_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    types = {"x": "*fp32", "out": "*fp32", "count": "constexpr"}
+    compiling = object.__new__(Compiling)
+    compiling._kernels = []
+    for count in (64, 128):
+        src, options = ASTSource(_copy, types, {(2,): count}), make_backend(HOPPER).parse_options(dict(FUSED))
+        key = get_cache_key(src, make_backend(HOPPER), options, get_cache_invalidating_env_vars())
+        compiling._kernels.append((SimpleNamespace(_key=key), partial(closure_over(src))))
+    assert not compiling._is_on_disk(0)
+    triton.compile(source_of(compiling._kernels[0][1]), target=HOPPER, options=FUSED)
+    assert compiling._is_on_disk(0) and not compiling._is_on_disk(1)
+
+
+def closure_over(src: ASTSource) -> Callable[[], ASTSource]:
+    """A function with what Triton's own has in its closure."""
+
+    def async_compile() -> ASTSource:
+        return src
+
+    return async_compile

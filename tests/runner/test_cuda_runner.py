@@ -165,6 +165,18 @@ def test_two_steps_in_flight_say_the_same(
         assert scheduler.stats().preemptions > 0
 
 
+def test_the_first_token_waits_for_no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for those of later steps takes as long as several steps do."""
+    core, _ = core_over(eager_runner(monkeypatch), 200)
+    runner: Any = core.runner
+    asked: list[int] = []
+    runner._warm_up.compile_rest = lambda: asked.append(1)
+    core.add(requests()[0])
+    assert not asked and any(output.token_ids for output in core.step()) and not asked
+    core.step()
+    assert asked
+
+
 def test_rows_that_decode_beside_a_prompt_are_in_its_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are read once in such a step, and the newest tokens are known to the device alone."""
     core, scheduler = core_over(eager_runner(monkeypatch), 200)

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.support.warm_up import BUDGET, GEMMA, LFM2, LLAMA, MAX_ROWS, QWEN, asked_at_once, warm_up_for
+from tests.support.warm_up import BUDGET, GEMMA, LFM2, LLAMA, MAX_ROWS, QWEN, Compiled, asked_at_once, warm_up_for
 from tokenmill.ops.triton.launch.kernel import Kernel
 from tokenmill.runner.decode_graphs import IDLE_KINDS, NO_ADAPTERS
 from tokenmill.runner.memory import graph_sizes
@@ -97,6 +97,16 @@ def test_what_steps_launch_is_asked_for_beforehand(config: dict[str, Any], quant
         for kind in IDLE_KINDS:
             step = partial(warm_up._graphs._step, size, warm_up._graphs._padding, kind)
             assert not forms(step) - asked, (size, kind)
+
+
+def test_what_is_left_is_asked_for_later_where_no_compiler_works() -> None:
+    """All kernels of the first steps were on disk: the first token waits for nothing more."""
+    warm_up = warm_up_for(LLAMA)
+    early = forms(lambda: warm_up.compile_first(BUDGET, list)), forms(warm_up.compile_rest)
+    assert not forms(warm_up.compile_rest), "it begins once"
+    with patch.object(Compiled, "is_working", False):
+        late = forms(lambda: warm_up.compile_first(BUDGET, list)), forms(warm_up.compile_rest)
+    assert late == early and early[1] - early[0]
 
 
 def test_the_end_of_a_long_prompt_is_computed_before_the_first_request() -> None:

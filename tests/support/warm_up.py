@@ -72,6 +72,8 @@ class Shapes:
 class Compiled:
     """Notes are looked at when they are made."""
 
+    is_working = True
+
     def __init__(self) -> None:
         self._noted: list[Callable[[], object]] = []
 
@@ -81,8 +83,8 @@ class Compiled:
     def note(self, ask: Callable[[], object]) -> None:
         self._noted.append(ask)
 
-    def make(self) -> None:
-        for ask in self._noted:
+    def make(self, *asks: Callable[[], object]) -> None:
+        for ask in (*self._noted, *asks):
             ask()
 
 

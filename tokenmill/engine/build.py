@@ -27,7 +27,7 @@ from tokenmill.engine.model import build_mtp_head, kv_storage, open_source
 from tokenmill.engine.resolve import Resolved, resolve_model_config
 from tokenmill.engine.scripted import scripted_config
 from tokenmill.engine.speculation import LoadDraft, LoadHead, build_draft, make_drafter, no_draft, no_head
-from tokenmill.engine.startup.triton_start import prestart_triton
+from tokenmill.engine.startup.triton_start import prestart_products, prestart_triton
 from tokenmill.engine.status import CoreInfo
 from tokenmill.errors import InvalidConfig
 from tokenmill.guided.compile import Compiler
@@ -88,6 +88,8 @@ def build_core(
         return build_ranked_core(
             resolved, spec, model_path, started, when_rank_dies, fork_rank, while_compiling, block_address
         )
+    if fast_start:
+        prestart_products(config)
     # The pool comes last: what loading needs for a moment may lie where the pool will.
     with advice_where_memory_ends("the weights do not fit", "quantization"):
         source = open_source(config, model_path, spec)

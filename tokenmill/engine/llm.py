@@ -116,7 +116,6 @@ class LLM:
             self._frontend: ModelFrontend = load_frontend(self.config)
         with gc_paused(fast_start=fast_start):
             self._core = self._load_core(fast_start=fast_start)
-        self._core.run_idle_task()  # compilers that work beside the first requests
         self._input_processor = self._frontend.input_processor(self._core.info.max_context)
         self._note_adapters()
         self._lock = threading.RLock()  # held by the thread that steps the core

@@ -46,17 +46,15 @@ def run_loop(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], Non
     """Serve until told to stop. The one place where any failure of the engine ends up. `when_prepared` is called once
     when idle tasks have been done and none is left."""
     try:
-        # The first idle task starts compilers, which then work beside the first requests.
-        has_idle_tasks = core.run_idle_task()
         mailbox.send(Ready(core.info))
-        _serve(core, mailbox, when_prepared if has_idle_tasks else lambda: None)
+        _serve(core, mailbox, when_prepared)
     except Exception as error:
         log.exception("the engine stopped")
         mailbox.send(Failed(f"the engine stopped: {error}"))
 
 
 def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]) -> None:
-    was_busy = is_prepared = False
+    was_busy = is_prepared = has_idle_tasks = False
     patience_s: float | None = QUIET_S
     while True:
         messages = mailbox.take(0.0 if core.has_work else patience_s)
@@ -65,11 +63,17 @@ def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]
                 return core.close()
             handle_message(core, message)
         busy = core.has_work
-        patience_s = QUIET_S if busy or messages else 0.0 if core.run_idle_task() else None
+        if busy or messages:
+            patience_s = QUIET_S
+        elif core.run_idle_task():
+            patience_s, has_idle_tasks = 0.0, True
+        else:
+            patience_s = None
         if patience_s is None and not is_prepared:
             is_prepared = True
             core.prepare_grammars()
-            when_prepared()
+            if has_idle_tasks:
+                when_prepared()
         outputs = core.step() if busy else []
         for adapter in core.finish_loading() if core.adapters.is_loading else ():
             loaded = adapter if isinstance(adapter, LoadedAdapter) else None

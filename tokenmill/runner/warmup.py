@@ -1,7 +1,7 @@
 """Warm-up of a GPU runner, before its first request and while it is idle: steps that write into the null block only.
 
 start     kernels of the first steps compiled side by side ─► widest step ─► largest graph: all memory is taken
-beside    kernels of decoding steps of every size are compiled while the first requests run
+beside    kernels of decoding steps of every size are compiled while the first requests run, behind the first token
 idle      a graph of each size; the end of a long prompt; graphs of chunks beside decoding rows; long prompts, whose
           attention is a library that takes a second to load
 
@@ -22,6 +22,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import representative_layers
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch
+from tokenmill.ops.triton.launch import preload
 from tokenmill.ops.triton.launch.kernel import CompileOnLaunch, Compiling, compile_beside
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
@@ -53,21 +54,27 @@ class WarmUp:
         self._max_rows = max_rows
         self._max_context = max_context
         self._compiling: Compiling | CompileOnLaunch | None = None
+        self._unasked: list[Callable[[], object]] = []  # for the other kernels
+        self._is_rest_begun = False
 
     @torch.inference_mode()
     def compile_first(self, token_budget: int, while_compiling: Callable[[], object]) -> None:
-        """Compile the kernels of the first steps, and note which ones are wanted next. `while_compiling` is called
-        while compilers work."""
-        self._load_products()
+        """Compile the kernels of the first steps. `while_compiling` is called while compilers work; if they still do,
+        it is noted which ones are wanted next."""
+        preload.finish_products(self._storage.device)
         self._compiling = compile_beside(*self._first_asks(token_budget))
         while_compiling()
-        self._compiling.note(self._ask_for_rest)
+        self._unasked, self._is_rest_begun = [self._ask_for_rest], False
+        if self._compiling.is_working:
+            self._compiling.note(self._unasked.pop())
         self._compiling.join()
 
+    @torch.inference_mode()
     def compile_rest(self) -> None:
-        """Start compiling the other kernels, beside the first requests."""
-        assert self._compiling is not None, "compile_first comes first"
-        self._compiling.make()
+        """Start compiling the other kernels, beside requests; another call does nothing."""
+        if self._compiling is not None and not self._is_rest_begun:
+            self._is_rest_begun = True
+            self._compiling.make(*self._unasked)
 
     @torch.inference_mode()
     def run_widest(self, token_budget: int) -> None:
@@ -109,11 +116,6 @@ class WarmUp:
         for length in SOME:
             yield partial(self._ask_for, self._prompt, length)
         yield self._graphs.ask_for_kernels
-
-    def _load_products(self) -> None:
-        """Load cuBLAS, which takes a fifth of a second, while Triton prepares its kernels."""
-        any_matrix = torch.zeros(64, 64, dtype=torch.bfloat16, device=self._storage.device)
-        torch.mm(any_matrix, any_matrix)
 
     def _ask_for(self, batch: Callable[[int], ForwardBatch], size: int) -> None:
         self.compute(batch(size))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG_AFTER = 20_000  # objects more than there were; Python's own figure is 700 or 2,000
+FROZEN_BY_PYTHON = 1000  # objects at most that are frozen when a process begins: 375 of Python 3.12, none of others
 FULL_AFTER = 200  # collections of middle-aged objects; Python's own figure is 10
 
 
@@ -35,7 +36,7 @@ def gc_paused(*, fast_start: bool = True) -> Iterator[None]:
 def age_live_objects() -> None:
     """Let all that lives count as old: the next collections of young objects need not look through it. Nothing is done
     where the program has frozen objects of its own, which this would thaw."""
-    if gc.get_freeze_count() == 0:
+    if gc.get_freeze_count() <= FROZEN_BY_PYTHON:
         gc.freeze()
         gc.unfreeze()
 

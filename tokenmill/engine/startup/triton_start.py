@@ -1,4 +1,4 @@
-"""Triton's part of a start: its own preparations in threads, and kernels compiled by copies of this process.
+"""Triton's part of a start: preparations of libraries in threads, and kernels compiled by copies of this process.
 
 The code lives in `ops/triton/launch` (`preload`, `compile_workers`) and is switched on here only.
 """
@@ -21,3 +21,13 @@ def prestart_triton(config: EngineConfig) -> None:
 
     compile_workers.enable()
     preload.begin()
+
+
+def prestart_products(config: EngineConfig) -> None:
+    """Load the library of matrix products beside the model. `config` is resolved: the device's memory is counted."""
+    if config.ops.backend != TRITON.name:
+        return
+    from tokenmill.ops.triton.launch import compile_workers, preload
+
+    if compile_workers.is_enabled():
+        preload.begin_products(torch.device(config.ops.device))

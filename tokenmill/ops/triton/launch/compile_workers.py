@@ -49,9 +49,9 @@ class CompileWorkers:
         self._done_reader, self._done_writer = os.pipe()  # numbers of kernels that are done
         self._groups: list[int] = []  # process groups, by the pid of their first worker
 
-    def start(self, kernels: Sequence[Callable[[], Any]], first_number: int) -> None:
-        """Start workers on `kernels`, functions that compile one each, numbered from `first_number` on. Some take ten
-        times as long as others, so a free worker takes the next index from a pipe."""
+    def start(self, kernels: Sequence[Callable[[], Any]], numbers: Sequence[int]) -> None:
+        """Start workers on `kernels`, functions that compile one each; they report its number. Some take ten times as
+        long as others, so a free worker takes the next index from a pipe."""
         if not kernels:
             return
         queue_reader, queue_writer = os.pipe()
@@ -61,7 +61,7 @@ class CompileWorkers:
             num_workers = min(len(kernels), MAX_WORKERS, WORKERS_A_CORE * len(os.sched_getaffinity(0)))
             worker = _fork()
             if worker == 0:
-                _work(kernels, first_number, num_workers, queue_reader, self._done_writer)
+                _work(kernels, numbers, num_workers, queue_reader, self._done_writer)
             self._groups.append(worker)
         finally:
             os.close(queue_reader)
@@ -89,7 +89,9 @@ class CompileWorkers:
                 os.waitpid(first, 0)
 
 
-def _work(kernels: Sequence[Callable[[], Any]], first_number: int, num_workers: int, queue: int, done: int) -> None:
+def _work(
+    kernels: Sequence[Callable[[], Any]], numbers: Sequence[int], num_workers: int, queue: int, done: int
+) -> None:
     """Run the first worker: it starts the others, works, and ends as the last of them, so that all are waited for."""
     num_others = 0
     try:
@@ -98,7 +100,7 @@ def _work(kernels: Sequence[Callable[[], Any]], first_number: int, num_workers: 
         while num_others < num_workers - 1 and _fork():
             num_others += 1
         num_others = num_others if num_others == num_workers - 1 else 0  # the others have none
-        _compile(kernels, first_number, queue, done)
+        _compile(kernels, numbers, queue, done)
     finally:
         os.close(done)
         for _ in range(num_others):
@@ -106,24 +108,30 @@ def _work(kernels: Sequence[Callable[[], Any]], first_number: int, num_workers: 
         os._exit(0)
 
 
-def _compile(kernels: Sequence[Callable[[], Any]], first_number: int, queue: int, done: int) -> None:
+def _compile(kernels: Sequence[Callable[[], Any]], numbers: Sequence[int], queue: int, done: int) -> None:
     """Compile kernels until the queue is empty; the C compiler builds a launcher meanwhile."""
     beside = ThreadPoolExecutor(1)
     while index := os.read(queue, NUMBER_BYTES):
-        kernel = kernels[int.from_bytes(index)]
+        place = int.from_bytes(index)
+        kernel = kernels[place]
         launcher = beside.submit(_build_launcher, kernel)
         made = kernel()
         wait((launcher,))
         driver.active.launcher_cls(made.src, made.metadata)  # built already, or else now
-        os.write(done, (first_number + int.from_bytes(index)).to_bytes(NUMBER_BYTES))
+        os.write(done, numbers[place].to_bytes(NUMBER_BYTES))
 
 
 def _build_launcher(kernel: Any) -> None:
-    """Compile a kernel's launcher in C, a third of a second. It needs only the signature, which Triton's own compile
-    function has in `src`; kernels with tensor descriptors need more."""
-    source = getclosurevars(kernel.func).nonlocals["src"]
+    """Compile a kernel's launcher in C, a third of a second. It needs only the signature; kernels with tensor
+    descriptors need more."""
+    source = source_of(kernel)
     if not any(str(kind).startswith("tensordesc") for kind in source.signature.values()):
         driver.active.launcher_cls(source, _Unknown())
+
+
+def source_of(kernel: Any) -> Any:
+    """What Triton's own function that compiles a kernel was made for."""
+    return getclosurevars(kernel.func).nonlocals["src"]
 
 
 class _Unknown:

@@ -11,16 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextvars import ContextVar, copy_context
 from functools import cached_property, partial
+from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import torch
 import triton
 from triton.compiler import CompiledKernel
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources
 
 from tokenmill.ops.triton.launch import compile_workers, preload
-from tokenmill.ops.triton.launch.compile_workers import CompileWorkers
+from tokenmill.ops.triton.launch.compile_workers import CompileWorkers, source_of
 
+CACHED_NAME_LENGTH = 150  # to which Triton cuts the names of kernels in its cache
 USUAL_STAGES = 3  # where a launch does not say
 FUSED = {"enable_fp_fusion": True}  # multiplications with additions, unless a launch says otherwise
 _asked: ContextVar[set[Any] | None] = ContextVar("asked", default=None)  # forms; None: kernels run
@@ -141,7 +145,7 @@ class Compiling(Executor):
 
     def __init__(self) -> None:
         preload.finish()
-        self._kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._kernels: list[tuple[Any, Callable[[], Any]]] = []  # futures, to which Triton adds the kernel's key
         self._num_begun = 0
         from triton.runtime._async_compile import AsyncCompileMode  # Triton's own, and not in all of its versions
 
@@ -162,17 +166,32 @@ class Compiling(Executor):
         self._context.run(ask)
 
     def make(self, *asks: Callable[[], object]) -> None:
-        """What was noted is made from now on; what one of `asks` asks for, while the next one is called."""
+        """What was noted is made from now on; what one of `asks` asks for, while the next one is called. What an
+        earlier start has left on disk is loaded from there, without a process to compile it."""
         compilers, first = CompileWorkers(), self._num_begun
+        kept: list[int] = []
         for ask in (nothing_more, *asks):
             self.note(ask)
-            compilers.start([compiled for _, compiled in self._kernels[self._num_begun :]], self._num_begun)
+            new = range(self._num_begun, len(self._kernels))
+            missing = [number for number in new if not self._is_on_disk(number)]
+            kept += [number for number in new if number not in missing]
+            compilers.start([self._kernels[number][1] for number in missing], missing)
             self._num_begun = len(self._kernels)
-        new = range(first, self._num_begun)
-        self._loading = threading.Thread(
-            target=self._load_all, args=(new, compilers.finished()), name="compilers", daemon=True
-        )
+        numbers, made = range(first, self._num_begun), chain(kept, compilers.finished())
+        self._loading = threading.Thread(target=self._load_all, args=(numbers, made), name="compilers", daemon=True)
         self._loading.start()
+
+    def _is_on_disk(self, number: int) -> bool:
+        """Tell whether Triton's cache has a kernel, by the key and the file that Triton looks for."""
+        key: str = self._kernels[number][0]._key
+        file = f"{source_of(self._kernels[number][1]).name[:CACHED_NAME_LENGTH]}.json"
+        group = get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file)
+        return group is not None and file in group
+
+    @property
+    def is_working(self) -> bool:
+        """Tell whether something that is being made is not ready yet."""
+        return self._loading.is_alive()
 
     def join(self) -> None:
         """Returns when all that is being made is ready to be launched."""
@@ -205,6 +224,8 @@ def nothing_more() -> None:
 
 class CompileOnLaunch:
     """The ordinary way: a kernel is compiled when it is first launched, and nothing is asked for beforehand."""
+
+    is_working = False
 
     def note(self, ask: Callable[[], object]) -> None:
         pass

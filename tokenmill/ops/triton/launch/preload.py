@@ -1,16 +1,19 @@
-"""Triton's one-time preparations, done by threads while other parts of a start wait for the device.
+"""One-time preparations of libraries, done by threads while other parts of a start wait for the device.
 
-    keys      every kernel is looked up by a hash of all of Triton's own files, 400 MB
-    driver    a helper in C is compiled, ptxas is asked for its version
+    keys       Triton looks every kernel up by a hash of all of its own files, 400 MB
+    driver     Triton compiles a helper in C and asks ptxas for its version
+    products   cuBLAS is loaded, a twelfth of a second, when the device's free memory has been counted
 
-Neither holds Python's lock for long; together they take a second.
+None holds Python's lock for long; together they take a second.
 """
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 
+import torch
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
@@ -28,6 +31,29 @@ def begin() -> tuple[Future[str], ...]:
 def finish() -> None:
     """Wait until both have ended. An error in them is raised again by the first compilation."""
     wait(begin())
+
+
+_products: list[threading.Thread] = []
+
+
+def begin_products(device: torch.device) -> None:
+    """Load cuBLAS beside other work; `finish_products` must come before the first product."""
+    _products.append(threading.Thread(target=_multiply, args=(device,), name="cublas"))
+    _products[-1].start()
+
+
+def finish_products(device: torch.device) -> None:
+    """Wait until cuBLAS is loaded, or load it. A thread that has ended leaves its handle, and the memory that belongs
+    to it, to the next one."""
+    if not _products:
+        _multiply(device)
+    while _products:
+        _products.pop().join()
+
+
+def _multiply(device: torch.device) -> None:
+    any_matrix = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
+    torch.mm(any_matrix, any_matrix)
 
 
 def _driver_key() -> str:

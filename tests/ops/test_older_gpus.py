@@ -54,7 +54,21 @@ QWEN3_5 = {
     "layer_types": ["linear_attention", "full_attention"],
     "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
 }  # fmt: skip
-RECURRENT = ("_prepare_tokens", "_recur_tokens", "_convolve_segments", "_solve", "_scan", "_gate_and_norm")
+KIMI = {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": 1024, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "model_max_length": 8192, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "qk_rope_head_dim": 64, "num_experts": 8, "num_experts_per_token": 2, "num_shared_experts": 1, "hidden_act": "silu",
+    "moe_intermediate_size": 256, "moe_renormalize": True, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+    "linear_attn_config": {"full_attn_layers": [2], "head_dim": 128, "num_heads": 8, "short_conv_kernel_size": 4},
+}  # fmt: skip
+GEMMA3N = {
+    "architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text", "vocab_size": 1024, "num_hidden_layers": 4,
+    "vocab_size_per_layer_input": 1024, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "intermediate_size": [16384] * 4,
+}  # fmt: skip
+MIXERS = ("_prepare_tokens", "_recur_tokens", "_convolve_segments", "_scan", "_gate_and_norm")
+STREAMED = ("_predict_streams", "_correct_streams", "_as_long", "_cut_act_mul")
 
 
 @pytest.fixture(autouse=True)
@@ -124,9 +138,13 @@ def test_short_convolutions_are_compiled() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
-def test_recurrent_layers_are_compiled(name: int | str) -> None:
-    found = {one.jitted.fn.__name__: one for one in launches(name, QWEN3_5)}
-    for kernel in RECURRENT:
+@pytest.mark.parametrize(
+    ("config", "kernels"),
+    [(QWEN3_5, (*MIXERS, "solve")), (KIMI, (*MIXERS, "solve_channels")), (GEMMA3N, STREAMED)],
+)
+def test_newer_layers_are_compiled(name: int | str, config: dict[str, Any], kernels: tuple[str, ...]) -> None:
+    found = {one.jitted.fn.__name__: one for one in launches(name, config)}
+    for kernel in kernels:
         require_fits(found[kernel], name)
 
 

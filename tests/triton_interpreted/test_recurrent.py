@@ -34,6 +34,9 @@ MIXERS = {
         DELTA, key_heads=2, value_heads=4, is_tiled=True, norm=OutputNorm(4, is_shared=True, gates_first=False)
     ),
     "ssd without norm": replace(SSD, norm=None, kernel=4),
+    "channels": replace(
+        DELTA, key_heads=2, has_channel_decays=True, norm=OutputNorm(2, True, gates_first=False, gate="sigmoid")
+    ),
 }
 FAST, DETERMINISTIC = build_ops(), build_ops(deterministic=True)
 BLOCK_SIZE, NUM_BLOCKS = 16, 9
@@ -65,11 +68,14 @@ class Sequences:
             conv=random(spec.conv_size, spec.kernel),
             conv_bias=random(spec.conv_size) if spec.conv_bias else None,
             rates=-random(spec.value_heads).abs(),
-            step_bias=random(spec.value_heads) - 2,
+            step_bias=random(spec.num_decays) - 2,
             skip=random(spec.value_heads) if spec.rule == "ssd" else None,
             norm=None if spec.norm is None else random(spec.value_dim if spec.norm.is_shared else spec.values_size),
             eps=1e-6,
         )
+        decays = (BLOCK_SIZE, spec.value_heads)
+        if spec.has_channel_decays:
+            decays = (spec.value_heads, BLOCK_SIZE, spec.key_dim)
         num_cells, num_states = 1 + num_rows * NUM_BLOCKS, 1 + num_rows * NUM_BLOCKS
 
         def kept(count: int, *shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -79,7 +85,7 @@ class Sequences:
             kept(num_cells, BLOCK_SIZE, spec.conv_size),
             kept(num_cells, spec.key_heads, BLOCK_SIZE, spec.key_dim),
             kept(num_cells, spec.value_heads, BLOCK_SIZE, spec.value_dim),
-            kept(num_cells, BLOCK_SIZE, spec.value_heads, dtype=torch.float32),
+            kept(num_cells, *decays, dtype=torch.float32),
             kept(num_states, spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32),
             kept(num_states, spec.kernel - 1, spec.conv_size),
         )
@@ -126,7 +132,9 @@ def require_same_memory(found: Sequences, expected: Sequences, tolerance: float)
         ("delta", FAST),
         ("ssd", FAST),
         ("delta", DETERMINISTIC),
+        ("channels", FAST),
         ("delta, tiled", FAST),
+        slow("channels", DETERMINISTIC),
         slow("delta, tiled", DETERMINISTIC),
         slow("delta, groups", FAST),
         slow("ssd without norm", FAST),
@@ -153,7 +161,7 @@ def test_two_rows_in_odd_cuts(mixer: str, ops: Ops) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["delta", "ssd"])
+@pytest.mark.parametrize("mixer", ["delta", "ssd", "channels"])
 def test_states_within_a_step(mixer: str) -> None:
     """A prompt over two chunks in one step, and one that ends with its chunk; in float16, since the interpreter does
     not multiply matrices of bfloat16"""
@@ -183,7 +191,7 @@ def test_the_same_bits_in_any_cuts(mixer: str, dtype: torch.dtype) -> None:
 # ── models ─────────────────────────────────────────────────────────────────────────────────────────────
 
 TOKENS = [1, *torch.randint(3, 512, (69,), generator=torch.Generator().manual_seed(3)).tolist()]
-TRAINED = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid")
+TRAINED = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "kimi_linear")
 
 
 def logits(folder: Path, ops: Ops, num_tokens: int) -> torch.Tensor:

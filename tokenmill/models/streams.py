@@ -42,14 +42,14 @@ class AltUpEnds:
         self._as_long = load.ops.altup.as_long
 
     def begin(self, embedded: torch.Tensor, regions: Regions) -> torch.Tensor:
-        others = [self._as_long(_product(embedded, matrix, regions), embedded) for matrix in self._into]
+        others = [self._as_long(regions.project(embedded, matrix), embedded) for matrix in self._into]
         return torch.stack((embedded, *others), dim=1)
 
     def finish(self, streams: torch.Tensor, regions: Regions) -> torch.Tensor:
         first, *others = streams.unbind(1)
         total = first.float()
         for stream, matrix in zip(others, self._out_of, strict=True):
-            total = total + self._as_long(_product(stream.contiguous(), matrix, regions), first)
+            total = total + self._as_long(regions.project(stream.contiguous(), matrix), first)
         return (total / streams.shape[1]).to(streams.dtype)
 
 
@@ -127,7 +127,7 @@ class AltUpLayer(StreamLayer):
 
     def _branch(self, first: torch.Tensor, norm: Norm, regions: Regions) -> torch.Tensor:
         normed = self.ops.rms_norm(first, norm.weight, norm.eps)
-        inner = _product(_product(normed, self.altup.left, regions), self.altup.right, regions)
+        inner = regions.project(regions.project(normed, self.altup.left), self.altup.right)
         return normed + self.ops.rms_norm(inner, self.altup.branch_norm.weight, self.altup.branch_norm.eps)
 
 
@@ -250,8 +250,3 @@ def over_streams(layer: Layer, streams: Streams, norm_eps: float, load: Loader) 
         case HyperConnections():
             attention = load_connection(streams, f"{name}.attn_connect", load)
             return HyperLayer(layer, attention, load_connection(streams, f"{name}.mlp_connect", load))
-
-
-def _product(x: torch.Tensor, matrix: Projection, regions: Regions) -> torch.Tensor:
-    """x [T, columns] times a matrix, with what the tokens' adapters add"""
-    return regions.norm_project(regions.begin(x), None, matrix)[0]

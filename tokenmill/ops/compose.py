@@ -65,6 +65,7 @@ class ComposedRegions:
         return Regions(
             begin=PlainStream,
             norm_project=self.norm_project,
+            project=self.linear,
             attend=self.attend,
             gather=gather,
             project_add=self.project_add,

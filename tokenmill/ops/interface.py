@@ -301,6 +301,8 @@ class Regions:
     """[T, H] → the stream that begins with it"""
     norm_project: Callable[[Stream, Norm | None, ProjectionWeights], tuple[torch.Tensor, Stream]]
     """→ norm(stream), or the stream itself, times the matrix [T, rows]; the stream"""
+    project: Callable[[torch.Tensor, ProjectionWeights], torch.Tensor]
+    """x [T, columns] beside the stream, times the matrix [T, rows]"""
     attend: Callable[[AttendInputs], torch.Tensor]
     """Queries and keys are normed and rotated, keys and values written into the cache; queries over the context →
     [T, heads * D]. Mixers of other kinds have ops of their own."""

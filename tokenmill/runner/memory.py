@@ -193,7 +193,7 @@ def _mixer_width(mixer: MixerSpec) -> int:
         # the projections as one; q, k and v, with two matrices of a chunk or in float32; o in float32, the output
         heads = mixer.value_heads
         chunks, tokens = mixer.conv_size + 2 * CHUNK * heads, 3 * (mixer.keys_size + mixer.values_size)
-        return mixer.projected_size + max(chunks, tokens) + 3 * mixer.values_size + 6 * heads
+        return mixer.projected_size + max(chunks, tokens) + 3 * mixer.values_size + 4 * mixer.num_decays + 2 * heads
     # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output
     plain = 2 * (mixer.q_size + mixer.out_size) + 2 * (mixer.kv_size + mixer.v_size) + mixer.gate_size
     return plain if mixer.is_plain else plain + 2 * mixer.q_size + 2 * mixer.out_size + 2 * mixer.kv_size

@@ -41,8 +41,6 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
 
 
 def _recurrent_refusal(mixer: Recurrent) -> str | None:
-    if mixer.has_channel_decays or mixer.gates_by_sigmoid:
-        return "recurrent layers with a decay per channel"
     for what, size in (("keys", mixer.key_dim), ("values", mixer.value_dim)):
         if size not in RECURRENT_DIMS:
             return f"recurrent layers with {what} of {size} dimensions"

@@ -71,10 +71,11 @@ def _convolve_segments(
     projected, conv_weight, conv_bias, conv_inputs, keys, tails, cell_tables, state_tables, query_starts, contexts,
     segments, convolved, cell_stride, state_stride, IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TAPS_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DECAYS: tl.constexpr, TAPS_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + (2 * VALUE_HEADS if IS_DELTA else VALUE_HEADS)
+    WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * (VALUE_DIM + DECAYS + (1 if IS_DELTA else 0))
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     number, head = tl.program_id(0), tl.program_id(1)

@@ -1,4 +1,5 @@
-"""The gate and norm behind a recurrent mixer: norm(o) * silu(z), or norm(o * silu(z)), by groups of values."""
+"""The gate and norm behind a recurrent mixer: norm(o) * silu(z), norm(o * silu(z)) or norm(o) * sigmoid(z), by groups
+of values."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MAX_TILE = 1024  # values of a program
 def _gate_and_norm(
     mixed, projected, weight, out, num_tokens, width, gate_at, eps, gate_scale, out_scale, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, NORM_IS_SHARED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program takes some groups, of one token or of several."""
     launch_dependents(OVERLAPS)
@@ -32,7 +33,7 @@ def _gate_and_norm(
     at = token[:, None] * (GROUPS * SIZE) + values
     x = tl.load(mixed + at, mask=inside, other=0.0)
     z = tl.load(projected + token[:, None] * width + gate_at + values, mask=inside, other=0.0).to(tl.float32)
-    gate = silu(z * gate_scale)
+    gate = tl.sigmoid(z * gate_scale) if IS_SIGMOID else silu(z * gate_scale)
     if NORM == GATE_FIRST:
         x = x * gate
     if NORM != NO_NORM:
@@ -53,6 +54,6 @@ def gate_and_norm(mixed: torch.Tensor, projected: torch.Tensor, args: RecurrentA
     _gate_and_norm[(cdiv(num_tokens * groups, rows),)](
         mixed, projected, sizes.or_any(args.weights.norm), out, num_tokens, projected.shape[1], spec.conv_size,
         args.weights.eps, *gate_numbers(spec), groups, size, block, rows, sizes.norm, sizes.norm_is_shared,
-        num_warps=4 if block <= 4096 else 8, **launch_options(),
+        spec.gates_by_sigmoid, num_warps=4 if block <= 4096 else 8, **launch_options(),
     )  # fmt: skip
     return out

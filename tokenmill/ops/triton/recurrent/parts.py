@@ -43,9 +43,22 @@ def softplus(x):
 
 
 @triton.jit
-def step_of(a, head, rates, step_bias, step_scale, min_step, max_step):
+def decays_of(head, DECAYS: tl.constexpr):
+    """The numbers of a value head's decays: one, or one for each channel of a key"""
+    return head if DECAYS == 1 else head * DECAYS + tl.arange(0, DECAYS)
+
+
+@triton.jit
+def decays_in_cell(decays, block, at, head, HEADS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the first decay of a value head is that a token has left in its cell"""
+    number = (block * BLOCK_SIZE + at) * HEADS + head if DECAYS == 1 else (block * HEADS + head) * BLOCK_SIZE + at
+    return decays + number * DECAYS
+
+
+@triton.jit
+def step_of(a, head, numbers, rates, step_bias, step_scale, min_step, max_step):
     """(g, dt) of projected a"""
-    dt = softplus(a.to(tl.float32) * step_scale + tl.load(step_bias + head))
+    dt = softplus(a.to(tl.float32) * step_scale + tl.load(step_bias + numbers))
     dt = tl.minimum(tl.maximum(dt, min_step), max_step)
     return tl.load(rates + head) * dt, dt
 

@@ -16,7 +16,8 @@ from tokenmill.ops.triton.recurrent.parts import GATE_FIRST, NO_NORM, NORM_FIRST
 @dataclass(frozen=True)
 class Sizes:
     shapes: tuple[Any, ...]
-    """delta rule, key heads, value heads, key dim, value dim, taps, bias of the convolution: constants of kernels"""
+    """delta rule, key heads, value heads, key dim, value dim, taps, bias of the convolution, decays of a value head:
+    constants of kernels"""
     norm: int
     norm_is_shared: bool
     anything: torch.Tensor
@@ -27,7 +28,7 @@ class Sizes:
         return cls(
             shapes=(
                 spec.rule == "delta", spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.kernel,
-                spec.conv_bias,
+                spec.conv_bias, spec.num_decays // spec.value_heads,
             ),
             norm=(NO_NORM if norm is None else GATE_FIRST if norm.gates_first else NORM_FIRST).value,
             norm_is_shared=norm is None or norm.is_shared,

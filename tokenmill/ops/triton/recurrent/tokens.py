@@ -16,7 +16,16 @@ import triton.language as tl
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.recurrent.parts import CHUNK, everywhere, input_rows, key_head_of, silu, step_of
+from tokenmill.ops.triton.recurrent.parts import (
+    CHUNK,
+    decays_in_cell,
+    decays_of,
+    everywhere,
+    input_rows,
+    key_head_of,
+    silu,
+    step_of,
+)
 from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 
@@ -60,10 +69,11 @@ def _prepare_tokens(
     query_starts, contexts, owners, step_queries, step_keys, step_values, steps, strengths, cell_stride, state_stride,
     step_scale, min_step, max_step, IS_DELTA: tl.constexpr, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_PROMPTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_PROMPTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + (2 * VALUE_HEADS if IS_DELTA else VALUE_HEADS)
+    WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * (VALUE_DIM + DECAYS + (1 if IS_DELTA else 0))
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     head, number = tl.program_id(0), tl.program_id(1)
@@ -108,11 +118,16 @@ def _prepare_tokens(
                 BLOCK_SIZE, HAS_BIAS,
             )  # fmt: skip
             tl.store(step_values + token * (VALUE_HEADS * VALUE_DIM) + values_at, values)
-            step_inputs = projected + token * WIDTH + WIDTH - VALUE_HEADS + value_head
-            g, strength = step_of(tl.load(step_inputs), value_head, rates, step_bias, step_scale, min_step, max_step)
+            step_inputs, numbers = (
+                projected + token * WIDTH + WIDTH - VALUE_HEADS * DECAYS,
+                decays_of(value_head, DECAYS),
+            )
+            g, strength = step_of(
+                tl.load(step_inputs + numbers), value_head, numbers, rates, step_bias, step_scale, min_step, max_step
+            )
             if IS_DELTA:
-                strength = tl.sigmoid(tl.load(step_inputs - VALUE_HEADS).to(tl.float32))
-            tl.store(steps + token * VALUE_HEADS + value_head, g)
+                strength = tl.sigmoid(tl.load(step_inputs - VALUE_HEADS + value_head).to(tl.float32))
+            tl.store(steps + token * (VALUE_HEADS * DECAYS) + numbers, g)
             tl.store(strengths + token * VALUE_HEADS + value_head, strength)
 
 
@@ -154,17 +169,53 @@ def _load_vectors(
 
 
 @triton.jit
-def _decays(indices, fields, head, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where decays of a head are"""
-    in_step, token, block, at = indices
+def _decays(index, fields, head, HEADS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the first decay of a head is"""
+    in_step, token, block, at = index
     of_step, in_cells = fields
-    return tl.where(in_step, of_step + token * HEADS + head, in_cells + (block * BLOCK_SIZE + at) * HEADS + head)
+    cell = decays_in_cell(in_cells, block, at, head, HEADS, DECAYS, BLOCK_SIZE)
+    return tl.where(in_step, of_step + (token * HEADS + head) * DECAYS, cell)
+
+
+@triton.jit
+def _load_decays(
+    indices, fields, head, seen, HEADS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr,
+):  # fmt: skip
+    """Decays of a head where tokens were, one each or [TILE, channels]; zeros where nothing is seen"""
+    if DECAYS > 1:
+        channels = tl.arange(0, DECAYS)
+        found = _load_vectors(indices, fields, head, seen, channels, HEADS, DECAYS, BLOCK_SIZE, HAS_PROMPTS)
+    else:
+        found = tl.load(_decays(indices, fields, head, HEADS, DECAYS, BLOCK_SIZE), mask=seen, other=0.0)
+    return found
+
+
+@triton.jit
+def _recalled(k, vector, decay, there, seen, DECAYS: tl.constexpr):
+    """Products of a query or key with keys [TILE, KEY_DIM], as far as those have decayed since"""
+    if DECAYS > 1:  # keys that are not seen are zeros
+        found = tl.sum(k * tl.exp(decay[None, :] - there) * vector[None, :], axis=1)
+    else:
+        found = tl.where(seen, tl.exp(decay - there), 0.0) * tl.sum(k * vector[None, :], axis=1)
+    return found
+
+
+@triton.jit
+def _from_state(vector, state, faded, DECAYS: tl.constexpr):
+    """What a query or key reads of a state that has faded since its chunk began"""
+    if DECAYS > 1:
+        found = tl.sum((vector * faded)[:, None] * state, axis=0)
+    else:
+        found = tl.sum(vector[:, None] * state, axis=0) * faded
+    return found
 
 
 @triton.jit
 def _add_cells(
     state, decay, chunk_start, row, heads, fields, keys_at, values_at, KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """A state that has decayed over its chunk, and what the chunk's tokens add to it, one after another"""
     key_head, head = heads
@@ -174,7 +225,8 @@ def _add_cells(
             index = _cells(chunk_start + begin + one, row, BLOCK_SIZE)
             k = tl.load(_vector(index, all_keys, key_head, KEY_HEADS, KEY_DIM, BLOCK_SIZE) + keys_at).to(tl.float32)
             u = tl.load(_vector(index, all_updates, head, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE) + values_at)
-            faded = tl.exp(decay - tl.load(_decays(index, all_decays, head, VALUE_HEADS, BLOCK_SIZE)))
+            there = _decays(index, all_decays, head, VALUE_HEADS, DECAYS, BLOCK_SIZE) + decays_of(0, DECAYS)
+            faded = tl.exp(decay - tl.load(there))
             state += (k * faded)[:, None] * u.to(tl.float32)[None, :]
     return state
 
@@ -184,7 +236,7 @@ def _recur_tokens(
     skip, keys, updates, decays, states, cell_tables, state_tables, query_starts, contexts, step_queries, step_keys,
     step_values, step_updates, step_decays, steps, strengths, out, cell_stride, state_stride, IS_DELTA: tl.constexpr,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr, OWN: tl.constexpr,
+    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, OWN: tl.constexpr,
     HAS_PROMPTS: tl.constexpr, IS_TILED: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
@@ -205,7 +257,7 @@ def _recur_tokens(
     if context == 0:  # a row that fills up a graph
         tl.store(out + first * VALUES + head * VALUE_DIM + values_at, tl.zeros((OWN,), tl.float32))
         count = 0
-    row, heads = (first, start, cell_table), (key_head, head)
+    row, heads, channels = (first, start, cell_table), (key_head, head), decays_of(0, DECAYS)
     all_keys, all_updates, all_decays = (step_keys, keys), (step_updates, updates), (step_decays, decays)
     fields = (all_keys, all_updates, all_decays)
     for number in range(count):
@@ -215,9 +267,10 @@ def _recur_tokens(
         own_values = token * VALUES + head * VALUE_DIM + values_at
         query, key = tl.load(step_queries + own_keys), tl.load(step_keys + own_keys).to(tl.float32)
         value, strength = tl.load(step_values + own_values), tl.load(strengths + token * VALUE_HEADS + head)
-        own_step = token * VALUE_HEADS + head
-        last = _decays(_cells(tl.maximum(position - 1, 0), row, BLOCK_SIZE), all_decays, head, VALUE_HEADS, BLOCK_SIZE)
-        decay = tl.load(steps + own_step) + tl.load(last, mask=at > 0, other=0.0)
+        own_step = (token * VALUE_HEADS + head) * DECAYS + channels
+        before = _cells(tl.maximum(position - 1, 0), row, BLOCK_SIZE)
+        last = _decays(before, all_decays, head, VALUE_HEADS, DECAYS, BLOCK_SIZE) + channels
+        decay = tl.load(steps + own_step) + tl.load(last, mask=everywhere(at > 0, channels), other=0.0)
         by_key, by_query = tl.zeros((OWN,), tl.float32), tl.zeros((OWN,), tl.float32)
         for tile in range(0, at, TILE):  # the tokens before it in its chunk
             numbers = tile + tl.arange(0, TILE)
@@ -227,18 +280,17 @@ def _recur_tokens(
             u = _load_vectors(
                 indices, all_updates, head, seen, values_at, VALUE_HEADS, VALUE_DIM, BLOCK_SIZE, HAS_PROMPTS
             )
-            there = tl.load(_decays(indices, all_decays, head, VALUE_HEADS, BLOCK_SIZE), mask=seen, other=0.0)
-            weights = tl.where(seen, tl.exp(decay - there), 0.0)
-            by_query += tl.sum((weights * tl.sum(k * query[None, :], axis=1))[:, None] * u, axis=0)
+            there = _load_decays(indices, all_decays, head, seen, VALUE_HEADS, DECAYS, BLOCK_SIZE, HAS_PROMPTS)
+            by_query += tl.sum(_recalled(k, query, decay, there, seen, DECAYS)[:, None] * u, axis=0)
             if IS_DELTA:
-                by_key += tl.sum((weights * tl.sum(k * key[None, :], axis=1))[:, None] * u, axis=0)
-        from_state = tl.exp(decay)
+                by_key += tl.sum(_recalled(k, key, decay, there, seen, DECAYS)[:, None] * u, axis=0)
+        faded = tl.exp(decay)
         fresh = value
         if IS_DELTA:
-            fresh = value - tl.sum(key[:, None] * state, axis=0) * from_state - by_key
+            fresh = value - _from_state(key, state, faded, DECAYS) - by_key
         kept_update = (fresh * strength).to(updates.dtype.element_ty)
         update = kept_update.to(tl.float32)
-        result = tl.sum(query[:, None] * state, axis=0) * from_state + by_query + tl.sum(query * key, axis=0) * update
+        result = _from_state(query, state, faded, DECAYS) + by_query + tl.sum(query * key, axis=0) * update
         if not IS_DELTA:
             result += tl.load(skip + head) * value
         tl.store(out + own_values, result)
@@ -246,7 +298,8 @@ def _recur_tokens(
         block, in_block = tl.load(cell_table + position // BLOCK_SIZE).to(tl.int64), position % BLOCK_SIZE
         cell = updates + ((block * VALUE_HEADS + head) * BLOCK_SIZE + in_block) * VALUE_DIM
         tl.store(cell + values_at, kept_update, mask=everywhere(block > 0, values_at))
-        tl.store(decays + (block * BLOCK_SIZE + in_block) * VALUE_HEADS + head, decay, mask=block > 0)
+        kept_decays = decays_in_cell(decays, block, in_block, head, VALUE_HEADS, DECAYS, BLOCK_SIZE) + channels
+        tl.store(kept_decays, decay, mask=everywhere(block > 0, channels))
         is_read = at >= (0 if HAS_PROMPTS else CHUNK - 1)  # by a later token of this step, or by the state's sum
         if is_read:
             tl.store(step_updates + own_values, kept_update)
@@ -254,8 +307,8 @@ def _recur_tokens(
             tl.debug_barrier()  # other threads read what these stored
         if at == CHUNK - 1:
             state = _add_cells(
-                state * from_state, decay, chunk_start, row, heads, fields, keys_at, values_at, KEY_HEADS, VALUE_HEADS,
-                KEY_DIM, VALUE_DIM, BLOCK_SIZE,
+                state * (faded if DECAYS == 1 else faded[:, None]), decay, chunk_start, row, heads, fields, keys_at,
+                values_at, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, DECAYS, BLOCK_SIZE,
             )  # fmt: skip
             next_slot = tl.load(state_table + position // CHUNK).to(tl.int64)
             tl.store(states + next_slot * STATE + state_at, state, mask=everywhere(next_slot > 0, state_at))
@@ -277,7 +330,7 @@ def recur_tokens(
     step_updates = projected.new_empty(num_tokens, spec.values_size)
     step_queries, step_values, step_decays, steps, strengths = (
         torch.empty(num_tokens, size, dtype=torch.float32, device=projected.device)
-        for size in (spec.keys_size, spec.values_size, *[spec.value_heads] * 3)
+        for size in (spec.keys_size, spec.values_size, *[spec.num_decays] * 2, spec.value_heads)
     )
     tables = (plan.cells, plan.states, plan.query_starts, plan.contexts)
     strides = plan.cells.stride(0), plan.states.stride(0)

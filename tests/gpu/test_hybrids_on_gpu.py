@@ -26,7 +26,7 @@ def hybrid(shared_dir: Path, name: str = "qwen3_5", **settings: Any) -> LLM:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3_5", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ["qwen3_5", "granitemoehybrid", "kimi_linear"])
 def test_cuts_prefix_hits_and_samples_change_no_bit(name: str, dtype: str, shared_dir: Path) -> None:
     prompt, settings = story(300), {"deterministic": True, "dtype": dtype}
     whole = hybrid(shared_dir, name, token_budget=512, **settings)

@@ -21,6 +21,7 @@ from hypothesis.internal.conjecture import providers as hypothesis_providers
 
 from tests.support.real_models import fetched_model
 from tests.support.server_process import is_failed_step
+from tokenmill.observe.log import LIBRARIES
 from tokenmill.weights import packed_cache
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -131,6 +132,18 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 def one_torch_thread() -> None:
     """Whatever number of threads the engines of other tests have left."""
     use_one_torch_thread()
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Commands that a test runs in this process write their log to its captured stderr, which is closed afterwards."""
+    logs = [logging.getLogger(name) for name in ("tokenmill", *LIBRARIES)]
+    before = [(log, log.level, log.propagate, list(log.handlers)) for log in logs]
+    yield
+    for log, level, propagate, handlers in before:
+        log.setLevel(level)
+        log.propagate = propagate
+        log.handlers[:] = handlers
 
 
 class FailedSteps(logging.Handler):

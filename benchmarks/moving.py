@@ -37,6 +37,8 @@ from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, 
 from tokenmill.fleet.start import start_fleet
 from tokenmill.types import PromptRequest
 
+Span = tuple[float, float]
+
 WARM_S = 2.0
 PAUSE_S = 0.7  # between two moves
 PROCESSORS = sorted(os.sched_getaffinity(0))
@@ -266,6 +268,7 @@ async def roll(given: argparse.Namespace) -> dict[str, Any]:
 
 
 async def gaps_beside_prompts(given: argparse.Namespace, roles: str | None) -> dict[str, Any]:
+    """Prompts one after another, with as long a pause before each: contexts grow, and with them every step."""
     run_on(os.getpid(), PROCESSORS)
     engine = await start_fleet(config_of(given.model), 2, roles=roles)
     if given.pin:
@@ -273,32 +276,35 @@ async def gaps_beside_prompts(given: argparse.Namespace, roles: str | None) -> d
     streams = [Stream(place) for place in range(given.streams)]
     reading = [asyncio.create_task(read(engine, stream, 7000)) for stream in streams]
     await all_under_way(streams)
-    idle_from = time.perf_counter()
-    await asyncio.sleep(min(given.seconds, 10.0))
-    began, first = time.perf_counter(), []
-    number = 0
-    while time.perf_counter() - began < given.seconds:
+    began, first, idle_spans, spans = time.perf_counter(), list[float](), list[Span](), list[Span]()
+    while time.perf_counter() - began < given.seconds * 2:
         params = SamplingParams(max_tokens=1, temperature=0.0)
+        asked = PromptRequest(prompt=prompt_ids(100 + len(first), given.prompt_len), params=params)
+        paused = time.perf_counter()
+        await asyncio.sleep(min(first[-1] if first else given.seconds / 4, given.seconds))
         sent = time.perf_counter()
-        asked = PromptRequest(prompt=prompt_ids(100 + number, given.prompt_len), params=params)
         first += [time.perf_counter() - sent async for _ in engine.submit(asked)]
-        number += 1
-    ended, cores = time.perf_counter(), engine.replicas()
+        idle_spans.append((paused, sent))
+        spans.append((sent, time.perf_counter()))
+    cores = engine.replicas()
     for task in reading:
         task.cancel()
     await asyncio.gather(*reading, return_exceptions=True)
     await engine.close()
     gaps = [(after, after - before) for stream in streams for before, after in pairwise(stream.times)]
-    idle = [gap for at, gap in gaps if idle_from < at <= began]
-    beside = [gap for at, gap in gaps if began < at <= ended]
+    idle = [gap for at, gap in gaps if any(start < at <= end for start, end in idle_spans)]
+    beside = [(end - at, gap) for at, gap in gaps for start, end in spans if start < at <= end]
+    limit, p99 = 1.2 * percentile(idle, 99), percentile([gap for _, gap in beside], 99)
     return {
         "prompts": len(first),
         "ttft_p50_s": round(statistics.median(first), 3),
         "idle_p50_ms": round(percentile(idle, 50) * 1e3, 1),
         "idle_p99_ms": round(percentile(idle, 99) * 1e3, 1),
-        "beside_p50_ms": round(percentile(beside, 50) * 1e3, 1),
-        "beside_p99_ms": round(percentile(beside, 99) * 1e3, 1),
-        "p99_ratio": round(percentile(beside, 99) / percentile(idle, 99), 2),
+        "beside_p50_ms": round(percentile([gap for _, gap in beside], 50) * 1e3, 1),
+        "beside_p99_ms": round(p99 * 1e3, 1),
+        "p99_ratio": round(1.2 * p99 / limit, 2),
+        # Seconds before the first token, of each prompt's gaps that are longer than 1.2 times those without prompts.
+        "longer": sorted({(round(before, 2), round(gap * 1e3)) for before, gap in beside if gap > limit})[:40],
         "computed": [core["step_tokens"] for core in cores],
     }
 

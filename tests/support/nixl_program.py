@@ -22,7 +22,7 @@ from tokenmill.arch.cache_parts import CacheField
 from tokenmill.kv.blocks import PrefixIndex
 from tokenmill.kv.layout import CacheGroup, KVLayout
 from tokenmill.kv.names import BlockName
-from tokenmill.kv.records import HostRecords, Record, bytes_of
+from tokenmill.kv.records import BlockRecords, DeviceRecords, GpuCopyStream, HostRecords, Record, bytes_of
 from tokenmill.kv.storage import KVStorage
 from tokenmill.kv.tiers import peer
 from tokenmill.kv.tiers.nixl import BlockMap, MemoryAgent
@@ -32,16 +32,25 @@ FIELDS = CacheField("keys", (2, 64), "float16"), CacheField("values", (2, 64), "
 LAYOUT = KVLayout((CacheGroup(FIELDS, None, tuple(range(12))),))
 NUM_BLOCKS, BLOCK_SIZE = 200, 16
 DIGEST = b"d" * 32
+DEVICE = torch.device(os.environ.get("NIXL_PROGRAM_DEVICE", "cpu"))  # where the pools lie
 NAMES = [BlockName(0, number.to_bytes(16, "big")) for number in range(1, NUM_BLOCKS)]
 ABSENT = BlockName(0, b"x" * 16)
 
 
 def filled_pool(seed: int) -> KVStorage:
-    storage = KVStorage(LAYOUT, NUM_BLOCKS, BLOCK_SIZE, torch.device("cpu"))
+    storage = KVStorage(LAYOUT, NUM_BLOCKS, BLOCK_SIZE, DEVICE)
     for tensor in storage.regions[0]:
         bits = tensor.view(torch.uint8)
         bits.copy_(torch.randint(0, 256, bits.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     return storage
+
+
+def records_of(storage: KVStorage) -> BlockRecords:
+    if DEVICE.type == "cpu":
+        return HostRecords(storage)
+    return DeviceRecords(storage, GpuCopyStream(torch.cuda.current_stream(DEVICE)))
 
 
 class Core:
@@ -49,7 +58,7 @@ class Core:
 
     def __init__(self, address: str, seed: int = 3, *, has_nixl: bool = True) -> None:
         self.storage = filled_pool(seed)
-        self.records = HostRecords(self.storage)
+        self.records = records_of(self.storage)
         self.index = PrefixIndex(1)
         for block, name in enumerate(NAMES, start=1):
             self.index.register(*name, block)
@@ -69,14 +78,14 @@ def serve(address: str) -> None:
     core.server.close()
 
 
-def fetched(tier: PeerTier, names: Sequence[BlockName], own: HostRecords) -> list[bytes | None]:
+def fetched(tier: PeerTier, names: Sequence[BlockName], own: BlockRecords) -> list[bytes | None]:
     scratch = tier.scratch(0, lambda region: own.empty(region, len(names)))
     with tier.records(names, scratch[: len(names)]) as found:
-        return [None if record is None else bytes(bytes_of(record)) for record in found]
+        return [None if record is None else bytes(bytes_of(record.cpu())) for record in found]
 
 
 def read(address: str, what: str = "", pid: int = 0) -> dict[str, Any]:
-    own = HostRecords(filled_pool(5))
+    own = records_of(filled_pool(5))
     agent, expected = MemoryAgent(own, [0]), Core.record
     truth = Core(address + ".truth", has_nixl=False)
     want = [expected(truth, block) for block in range(1, NUM_BLOCKS)]
@@ -113,7 +122,7 @@ def read(address: str, what: str = "", pid: int = 0) -> dict[str, Any]:
 
 def told_map(address: str) -> BlockMap:
     """The map of the core at an address, asked for by an agent that has seen no failure."""
-    tier = PeerTier(address, DIGEST, MemoryAgent(HostRecords(filled_pool(1)), [0]))
+    tier = PeerTier(address, DIGEST, MemoryAgent(records_of(filled_pool(1)), [0]))
     found = tier._readable()
     tier.close()
     assert found is not None

@@ -7,9 +7,11 @@
 
 Answers are compared with those of an undisturbed engine. moves: the longest gap of each stream with each move, beside
 that in as long a time without one, the usual gap (a step) and the seconds that the blocks of one move were on their
-way. drain: until the core is empty, and until every stream has its next token from elsewhere. roll: conversations of
-several turns; TTFT and cached share of prompts before, while and after. split: gaps of streams while long prompts
-arrive, on cores with roles and, beside it, on two that do both. One JSON object as the last line.
+way; steps_s are the usual gaps of the first and the last turn (they grow with the context), and stalls less the
+transfer are told in steps of their own turn. drain: until the core is empty, and until every stream has its next token
+from elsewhere. roll: conversations of several turns; TTFT and cached share of prompts before, while and after. split:
+gaps of streams while long prompts arrive, on cores with roles and, beside it, on two that do both. One JSON object as
+the last line.
 
 MODEL may be a folder with a config.json alone: its weights are drawn. With --pin N, every engine process has N
 processors of its own, and the front shares the rest with the client.
@@ -107,6 +109,13 @@ async def warm_up(engine: AsyncEngine) -> None:
     engine.drain_replica(1, False)
 
 
+def usual_gap(streams: list[Stream], begin: float, end: float) -> float:
+    """The median gap between tokens that came within some time."""
+    return statistics.median(
+        after - before for stream in streams for before, after in pairwise(stream.times) if begin < after <= end
+    )
+
+
 async def moves(given: argparse.Namespace) -> dict[str, Any]:
     config, num_tokens = config_of(given.model), given.tokens or 1500
     engine = await start_fleet(config, 2)
@@ -134,9 +143,12 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
     stats = engine.stats()
     await engine.close()
     expected = await undisturbed(config, given.streams, num_tokens)
-    stalls = [stream.longest_gap(*turn) for stream in streams for turn in pairwise(moments)]
+    turns = list(pairwise(moments))
+    stalls = [stream.longest_gap(*turn) for stream in streams for turn in turns]
+    steps = [usual_gap(streams, *turn) for _ in streams for turn in turns]
     gaps = [stream.longest_gap(*turn) for stream in streams for turn in pairwise(still)]
     step_s, transfer_s = statistics.median(usual), stats.fetch_s / stats.resumed
+    in_steps = [(stall - transfer_s) / step for stall, step in zip(stalls, steps, strict=True)]
     return {
         "moved": stats.resumed,
         "different": sum(stream.ids != ids for stream, ids in zip(streams, expected, strict=True)),
@@ -148,7 +160,9 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
         "longest_gap_without_moves_p99_s": round(percentile(gaps, 99), 4),
         "stall_p50_s": round(percentile(stalls, 50), 4),
         "stall_p99_s": round(percentile(stalls, 99), 4),
-        "limit_s": round(3 * step_s + transfer_s, 4),
+        "steps_s": [round(steps[0], 4), round(steps[len(turns) - 1], 4)],
+        "stall_without_transfer_steps_p50": round(percentile(in_steps, 50), 2),
+        "stall_without_transfer_steps_p99": round(percentile(in_steps, 99), 2),
     }
 
 

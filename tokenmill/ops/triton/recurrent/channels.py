@@ -4,7 +4,8 @@ side by side (see `chunks.py`):
     A_tj = β_t Σ_c e^{G_tc - G_jc} k_tc k_jc, j < t            P_tj = Σ_c e^{G_tc - G_jc} q_tc k_jc, j <= t
 
 Between the halves of a chunk these are products of matrices: with R, the decays where the second half begins,
-(e^{G_t - R} ∘ k_t)·(e^{R - G_j} ∘ k_j), in which no factor grows. Within a half each column is summed up by itself.
+(e^{G_t - R} ∘ k_t)·(e^{R - G_j} ∘ k_j), in which no factor grows; likewise between the quarters of a half. Within a
+quarter each column is summed up by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tokenmill.ops.triton.recurrent.segments import (
     store_tile,
     tokens_of,
 )
+
+QUARTER = tl.constexpr(16)
 
 
 @triton.jit
@@ -53,43 +56,55 @@ def _keep_decays(
 
 
 @triton.jit
-def _token(
-    number, segment, table, fields, head, key_head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+def _load_tokens(
+    numbers, segment, table, fields, head, key_head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Key and decays of a token of the segment's chunk, zeros behind the last one"""
+    """Keys and decays [N, KEY_DIM] of tokens of the segment's chunk, zeros behind the last one"""
     position, count, first = segment
     keys, convolved, decays, step_decays = fields
-    at, columns = position % CHUNK, tl.arange(0, KEY_DIM)
-    is_before, is_there = at > number, everywhere(at + count > number, columns)
-    place = position - at + number
-    block = tl.load(table + place // BLOCK_SIZE, mask=is_before, other=0).to(tl.int64)
-    token, in_block = first + number - at, place % BLOCK_SIZE
+    at, columns = position % CHUNK, tl.arange(0, KEY_DIM)[None, :]
+    is_before, is_there = at > numbers, (at + count > numbers)[:, None]
+    places = position - at + numbers
+    block = tl.load(table + places // BLOCK_SIZE, mask=is_before, other=0).to(tl.int64)
+    tokens, in_block = first + numbers - at, places % BLOCK_SIZE
     key_cell = keys + ((block * KEY_HEADS + key_head) * BLOCK_SIZE + in_block) * KEY_DIM
     cell = decays_in_cell(decays, block, in_block, head, VALUE_HEADS, KEY_DIM, BLOCK_SIZE)
-    key = tl.where(is_before, key_cell, convolved + token * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM)
-    decay = tl.where(is_before, cell, step_decays + (token * VALUE_HEADS + head) * KEY_DIM)
-    found = tl.load(key + columns, mask=is_there, other=0.0).to(tl.float32)
-    return found, tl.load(decay + columns, mask=is_there, other=0.0)
+    key = tl.where(is_before, key_cell, convolved + tokens * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM)
+    decay = tl.where(is_before, cell, step_decays + (tokens * VALUE_HEADS + head) * KEY_DIM)
+    found = tl.load(key[:, None] + columns, mask=is_there, other=0.0).to(tl.float32)
+    return found, tl.load(decay[:, None] + columns, mask=is_there, other=0.0)
+
+
+@triton.jit
+def _row_of(matrix, row):
+    return tl.sum(tl.where((tl.arange(0, HALF) == row)[:, None], matrix, 0.0), axis=0)[None, :]
 
 
 @triton.jit
 def _within(
     begin, key, query, decay, segment, table, fields, head, key_head, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products of a half's keys and queries [32, KEY_DIM], float32, with its keys, column by column: [32, 32] each"""
+    """Products of a half's keys and queries [32, KEY_DIM], float32, with its keys: [32, 32] each. Its quarters of 16
+    are like halves of a chunk: between them there are products of matrices; within both, a column at a time"""
     number = tl.arange(0, HALF)
-    alike, products = tl.zeros((HALF, HALF), tl.float32), tl.zeros((HALF, HALF), tl.float32)
-    for other in range(HALF):
-        k, since = _token(
-            begin + other, segment, table, fields, head, key_head, KEY_HEADS, VALUE_HEADS, KEY_DIM, CHANNELS,
+    border = _row_of(decay, QUARTER)
+    faded = tl.trans(key * tl.exp(tl.minimum(border - decay, 0.0)))
+    later = tl.exp(tl.minimum(decay - border, 0.0))
+    alike = tl.dot(key * later, faded, input_precision=PRECISION)
+    products = tl.dot(query * later, faded, input_precision=PRECISION)
+    for other in tl.range(0, QUARTER, loop_unroll_factor=4):
+        columns = number // QUARTER * QUARTER + other
+        k, since = _load_tokens(
+            columns + begin, segment, table, fields, head, key_head, KEY_HEADS, VALUE_HEADS, KEY_DIM, CHANNELS,
             BLOCK_SIZE,
         )  # fmt: skip
-        faded = k[None, :] * tl.exp(tl.minimum(decay - since[None, :], 0.0))
-        is_column = (number == other)[None, :]
-        alike = tl.where(is_column, tl.sum(key * faded, axis=1)[:, None], alike)
-        products = tl.where(is_column, tl.sum(query * faded, axis=1)[:, None], products)
+        k *= tl.exp(tl.minimum(decay - since, 0.0))
+        is_column = number[None, :] == columns[:, None]
+        alike = tl.where(is_column, tl.sum(key * k, axis=1)[:, None], alike)
+        products = tl.where(is_column, tl.sum(query * k, axis=1)[:, None], products)
     return alike, tl.where(number[:, None] >= number[None, :], products, 0.0)
 
 
@@ -129,7 +144,7 @@ def solve_channels(
     query = load_queries(upper, convolved, key_head, KEY_DIM, CHANNELS).to(tl.float32)
     alike00, products = _within(
         0, key0, query, decay0, segment, table, fields, head, key_head, KEY_HEADS, VALUE_HEADS, KEY_DIM, CHANNELS,
-        BLOCK_SIZE,
+        BLOCK_SIZE, PRECISION,
     )  # fmt: skip
     store_tile(mixed, products, upper, 0, head, VALUE_HEADS)
     store_tile(mixed, tl.zeros((HALF, HALF), tl.float32), upper, HALF, head, VALUE_HEADS)
@@ -138,10 +153,10 @@ def solve_channels(
     query = load_queries(lower, convolved, key_head, KEY_DIM, CHANNELS).to(tl.float32)
     alike11, products = _within(
         HALF, key1, query, decay1, segment, table, fields, head, key_head, KEY_HEADS, VALUE_HEADS, KEY_DIM, CHANNELS,
-        BLOCK_SIZE,
+        BLOCK_SIZE, PRECISION,
     )  # fmt: skip
     store_tile(mixed, products, lower, HALF, head, VALUE_HEADS)
-    border = tl.sum(tl.where((tl.arange(0, HALF) == 0)[:, None], decay1, 0.0), axis=0)[None, :]
+    border = _row_of(decay1, 0)
     faded0, faded1 = key0 * tl.exp(tl.minimum(border - decay0, 0.0)), tl.exp(tl.minimum(decay1 - border, 0.0))
     between = tl.dot(query * faded1, tl.trans(faded0), input_precision=PRECISION)
     store_tile(mixed, between, lower, 0, head, VALUE_HEADS)

@@ -243,14 +243,15 @@ def test_ranks_that_have_been_run_on_one_gpu_need_no_switch() -> None:
 @pytest.mark.parametrize(
     ("parallel", "reason"),
     [
-        ({"tp": 4}, "needs GPUs 0 to 3, and torch sees 2"),
-        ({"tp": 2, "rank_gpus": "0,2"}, "needs GPUs 0 to 2"),
+        ({"tp": 4}, "need GPUs 0 to 3, and torch sees 2"),
+        ({"tp": 2, "rank_gpus": "0,2"}, "need GPUs 0 to 2"),
         ({"tp": 2, "rank_gpus": "1,0"}, "0 first"),
         ({"tp": 2, "rank_gpus": "0,one"}, "not '0,one'"),
         ({"tp": 2}, "only up to 8 on one GPU have been run"),
         ({"tp": 9, "rank_gpus": ",".join("0" * 9)}, "only up to 8 on one GPU have been run"),
         ({"tp": 2, "link": "gloo"}, "by ipc, not by gloo"),
-        ({"pp": 2}, "pipelines of GPUs"),
+        ({"pp": 2}, "pipelines of GPUs have not been run"),
+        ({"pp": 2, "stages_at": "localhost:1"}, "must be on one machine"),
         ({"rank_gpus": "0"}, "those of several ranks"),
     ],
 )

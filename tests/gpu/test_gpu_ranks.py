@@ -17,6 +17,7 @@ import torch
 from tests.support.gpu_rank_program import params_of
 from tests.support.tiny_models import VOCAB, make_reference
 from tokenmill import LLM
+from tokenmill.arch.unproven import VARIABLE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,4 +111,15 @@ def test_adapters_are_cut_like_their_matrices(mps: dict[str, str], stories_dir: 
     found = answers(stories_dir, mps, params, {"adapter": names}, tp=2, rank_gpus="0,0", **settings)
     reference = LLM(str(stories_dir), device="cpu", backend="reference", **{**SETTINGS, **settings})
     expected = reference.generate(prompts(len(names)), list(map(params_of, params)), adapter=names, progress=False)
+    assert found["tokens"] == [one.outputs[0].token_ids for one in expected]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_stages_draw_the_tokens_of_the_reference(tmp_path: Path, mps: dict[str, str], deterministic: bool) -> None:
+    make_reference("qwen3").save_pretrained(tmp_path)
+    params = [*PARAMS, *PARAMS[:2]]
+    stages = {"pp": 2, "rank_gpus": "0,0", "deterministic": deterministic}
+    found = answers(tmp_path, {**mps, VARIABLE: "gpu_stages"}, params, **stages)
+    reference = LLM(str(tmp_path), device="cpu", backend="reference", **SETTINGS)
+    expected = reference.generate(prompts(len(params)), list(map(params_of, params)), progress=False)
     assert found["tokens"] == [one.outputs[0].token_ids for one in expected]

@@ -118,7 +118,7 @@ def eager_runner(monkeypatch: pytest.MonkeyPatch) -> type[CudaRunner]:
     monkeypatch.setattr(DeviceSampler, "count_fed", lambda *_: None)
     monkeypatch.setattr(cuda_runner, "DecodeGraphs", EagerGraphs)
     monkeypatch.setattr(cuda_runner, "best_tokens", greedy)
-    monkeypatch.setattr(cuda_runner, "WarmUp", lambda *_: SimpleNamespace(compile_rest=lambda: None))
+    monkeypatch.setattr(cuda_runner, "WarmUp", lambda *_, **__: SimpleNamespace(compile_rest=lambda: None))
     monkeypatch.setattr(CudaRunner, "_event", event)
     monkeypatch.setattr(CudaRunner, "_to_host", to_host)
     monkeypatch.setattr(CudaRunner, "_to_device", to_device)

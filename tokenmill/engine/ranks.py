@@ -55,6 +55,7 @@ from tokenmill.engine.joined_ranks import (
 )
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve_ranks import gpu_of_each_rank
+from tokenmill.engine.stage_ring import StageRing, make_link
 from tokenmill.errors import InvalidConfig, PeerDied, TokenmillError
 from tokenmill.kv.pool_memory import PoolMemory, pool_file
 from tokenmill.kv.storage import KVStorage
@@ -76,6 +77,7 @@ from tokenmill.weights.rank_weights import RankWeights
 if TYPE_CHECKING:
     from tokenmill.runner.cuda_runner import CudaRunner
     from tokenmill.runner.mirrored import MirroredRunner
+    from tokenmill.runner.staged_cuda import StagedCudaRunner
 
 log = logging.getLogger(__name__)
 
@@ -110,39 +112,13 @@ class RankStart(msgspec.Struct, frozen=True):
         return self.descriptor, self.before, self.behind, self.pool
 
 
-class StageRing:
-    """Connections from each rank to the one of the next stage in the same place, before the ranks have them."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        pipes = [Pipe(duplex=False) for _ in range(mesh.size)] if mesh.pp > 1 else []
-        self._readers = [reader for reader, _ in pipes]  # by reading rank
-        self._writers = {mesh.before(rank): writer for rank, (_, writer) in enumerate(pipes)}  # by writing rank
-
-    def descriptors(self, rank: int) -> tuple[int, int]:
-        if not self._readers:
-            return -1, -1
-        return self._readers[rank].fileno(), self._writers[rank].fileno()
-
-    def link(self, rank: int) -> StageLink | None:
-        if not self._readers:
-            return None
-        is_first = self._mesh.stage(rank) == 0
-        return StageLink(self._readers[rank], self._writers[rank], reads_ahead=is_first)
-
-    def close_others(self, own: int) -> None:
-        for rank in range(self._mesh.size if self._readers else 0):
-            if rank != own:
-                self._readers[rank].close()
-                self._writers[rank].close()
-
-
 def held_link(start: RankStart) -> StageLink | None:
     """Open the link of a rank that is a process."""
     if start.before < 0:
         return None
     is_first = start.mesh.stage(start.rank) == 0
-    return StageLink(Connection(start.before), Connection(start.behind), reads_ahead=is_first)
+    before, behind = Connection(start.before), Connection(start.behind)
+    return make_link(start.config, Path(start.model_path), before, behind, is_first=is_first)
 
 
 class RankReady(msgspec.Struct, frozen=True):
@@ -181,6 +157,16 @@ class RankPart:
         config = self.config
         assert config.model.max_context is not None
         return CudaRunner(self.model, self.storage, sampler, config.scheduler.num_rows, config.model.max_context)
+
+    def staged_cuda_runner(self, sampler: Sampler) -> StagedCudaRunner:
+        from tokenmill.models.decoder import Decoder
+        from tokenmill.runner.staged_cuda import StagedCudaRunner
+
+        config, model = self.config, self.model
+        assert config.model.max_context is not None and self.link is not None
+        assert isinstance(model, Decoder), "what GPUs compute"
+        rows, tokens = config.scheduler.num_rows, config.scheduler.num_tokens
+        return StagedCudaRunner(model, self.storage, sampler, rows, config.model.max_context, self.link, tokens)
 
     def stage_runner(self, sampler: Sampler) -> StageRunner:
         assert self.link is not None
@@ -258,9 +244,7 @@ def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, lea
     slots = part.model.adapter_slots
     _answer(leader, RankReady(start.rank, adapted=[] if slots is None else sorted(slots.names())))
     if start.config.ops.device == "cuda":
-        from tokenmill.runner.mirrored import mirror
-
-        follow(partial(mirror, part.cuda_runner(sampler)), start.rank, group, leader)
+        follow(_device_messages(part, sampler), start.rank, group, leader)
         return
     if link is None:
         follow(partial(run_plan, part.row_runner(sampler)), start.rank, group, leader)
@@ -269,6 +253,17 @@ def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, lea
         follow(partial(run_message, part.stage_runner(sampler)), start.rank, group, leader)
     finally:
         link.close()
+
+
+def _device_messages(part: RankPart, sampler: Sampler) -> Callable[[bytes], bytes | None]:
+    """What carries out the messages of rank 0 on a rank with a GPU."""
+    if part.link is not None:
+        from tokenmill.runner.staged_cuda import run_device_message
+
+        return partial(run_device_message, part.staged_cuda_runner(sampler))
+    from tokenmill.runner.mirrored import mirror
+
+    return partial(mirror, part.cuda_runner(sampler))
 
 
 def _answer(leader: Connection, ready: RankReady) -> None:
@@ -345,7 +340,7 @@ class Ranks:
             groups = [group for _ in range(mesh.pp) for group in thread_groups(config)]
             for rank in range(1, mesh.size):
                 start = RankStart(config, str(model_path), rank, pool=pools[rank - 1])
-                self._start_thread(start, groups[rank], ring.link(rank))
+                self._start_thread(start, groups[rank], ring.link(rank, config, model_path))
             self.group = groups[0]
         else:
             self._descriptors = [shared_file(mesh.tp, link) for _ in range(mesh.pp if mesh.tp > 1 else 0)]
@@ -355,7 +350,7 @@ class Ranks:
                 start = RankStart(config, str(model_path), rank, descriptor, before, behind, pool=pools[rank - 1])
                 self._start_process(start)
             self.group = join_group(config, 0, self._descriptors[0] if self._descriptors else -1)
-        self.link = ring.link(0)
+        self.link = ring.link(0, config, model_path)
         if link != "threads":
             ring.close_others(0)  # only the ranks themselves hold them, so that a rank's end is its neighbours'
 
@@ -439,7 +434,13 @@ class Ranks:
         """The runner of all ranks, with rank 0's part of the model; they end with it."""
         parallel, followers = self._config.parallel, Followers(self._followers)
         runner: RankedRunner | PipelineRunner | MirroredRunner
-        if self._config.ops.device == "cuda":
+        if self._config.ops.device == "cuda" and parallel.pp > 1:
+            from tokenmill.runner.staged_cuda import DevicePipelineRunner
+
+            on_gpu = part.staged_cuda_runner(sampler)
+            beside, depth = parallel.tp - 1, parallel.num_lanes
+            runner = DevicePipelineRunner(on_gpu, self.group, followers, beside=beside, depth=depth)
+        elif self._config.ops.device == "cuda":
             from tokenmill.parallel.device import DeviceGroup
             from tokenmill.runner.mirrored import MirroredRunner
 

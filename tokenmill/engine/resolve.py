@@ -22,6 +22,7 @@ from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWeights, StoredWeights
 from tokenmill.engine.mtp_room import MTP, mtp_block_bytes, mtp_bytes
 from tokenmill.engine.resolve_ranks import MAX_RANKS, heaviest_rank, ranks_of_a_device, resolve_parallel
+from tokenmill.engine.stage_ring import stage_bytes
 from tokenmill.errors import InvalidConfig
 from tokenmill.hardware.gpu import Gpu
 from tokenmill.hardware.machine import probe_machine
@@ -153,6 +154,8 @@ def resolve(
         share, layout = heaviest_rank(spec, parallel, layout, cache.block_size)
         kept = replace(kept, parts=WeightParts(*(int(part * share) for part in astuple(kept.parts))))
         left_bytes //= ranks_of_a_device(parallel)
+    if parallel.pp > 1 and device.overlaps_steps:
+        left_bytes -= stage_bytes(config, spec)
     left_bytes = max(0, left_bytes - adapters.total_bytes - head_bytes)  # of an adapter a rank has up to all
     cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons, head_block_bytes)
     model = _within_pool(config.model, cache, layout, reasons)

@@ -54,7 +54,7 @@ def resolve_parallel(
     if pp > 1 and (limit := stage_limits(spec, pp)) is not None:
         raise InvalidConfig(f"pp {pp} was asked for, but {limit}", param="pp")
     if device.name == "cuda":
-        return _on_gpus(parallel, num_gpus, reasons)
+        return _on_gpus(parallel, spec, num_gpus, reasons)
     has_native = native_kernels.is_available()[0]
     link: Link = parallel.link if parallel.link != "auto" else "shared" if has_native else "gloo"
     if link == "gloo" and backend.name == "cpu":
@@ -97,10 +97,14 @@ def ranks_of_a_device(parallel: ParallelConfig) -> int:
     return max(Counter(gpu_of_each_rank(parallel)).values())
 
 
-def _on_gpus(parallel: ParallelConfig, num_gpus: int, reasons: list[str]) -> ParallelConfig:
+def _on_gpus(parallel: ParallelConfig, spec: ModelSpec, num_gpus: int, reasons: list[str]) -> ParallelConfig:
     """Ranks as processes, a GPU each unless several are put on one."""
-    if parallel.pp > 1:
-        raise InvalidConfig("pipelines of GPUs are not supported yet", param="pp", hint="--tp uses several GPUs")
+    if parallel.stages_at is not None:
+        problem = "stages of a pipeline of GPUs must be on one machine: they map each other's memory"
+        raise InvalidConfig(problem, param="stages_at")
+    if parallel.pp > 1 and not is_chosen("gpu_stages"):
+        problem = "pipelines of GPUs have not been run on one yet"
+        raise InvalidConfig(problem, param="pp", hint=f"{VARIABLE}=gpu_stages tries it all the same")
     if parallel.link not in ("auto", "ipc"):
         problem = f"ranks on GPUs exchange by ipc, not by {parallel.link}"
         raise InvalidConfig(problem, param="link", hint="--link ipc, which is the default")
@@ -109,8 +113,8 @@ def _on_gpus(parallel: ParallelConfig, num_gpus: int, reasons: list[str]) -> Par
     gpus = gpu_of_each_rank(parallel)
     if max(gpus) >= num_gpus:
         raise InvalidConfig(
-            f"tp {parallel.tp} needs GPUs 0 to {max(gpus)}, and torch sees {num_gpus}",
-            param="tp" if parallel.rank_gpus is None else "rank_gpus",
+            f"{parallel.num_ranks} ranks need GPUs 0 to {max(gpus)}, and torch sees {num_gpus}",
+            param=("tp" if parallel.tp > 1 else "pp") if parallel.rank_gpus is None else "rank_gpus",
             hint="--rank-gpus 0,0 puts two ranks on one GPU, for tests",
         )
     is_proven = max(gpus) == 0 and len(gpus) <= MAX_SHARING
@@ -121,8 +125,14 @@ def _on_gpus(parallel: ParallelConfig, num_gpus: int, reasons: list[str]) -> Par
             hint=f"{VARIABLE}=gpu_ranks tries it all the same",
         )
     where = "a GPU each" if len(set(gpus)) == len(gpus) else f"GPUs {', '.join(map(str, gpus))}"
-    reasons.append(f"tensor parallel: {parallel.tp} ranks with {where}, each with its rows of every matrix")
-    return replace(parallel, link="ipc")
+    lanes = parallel.lanes
+    if parallel.tp > 1:
+        reasons.append(f"tensor parallel: {parallel.tp} ranks with {where}, each with its rows of every matrix")
+    if parallel.pp > 1:
+        lanes = lanes or parallel.pp + 1  # one is planned while all stages compute
+        layers = " + ".join(str(len(stage)) for stage in split_layers(spec, parallel.pp))
+        reasons.append(f"pipeline: {parallel.pp} stages of {layers} layers with {where}, {lanes} steps in flight")
+    return replace(parallel, link="ipc", lanes=lanes)
 
 
 def _require_experts(parallel: ParallelConfig, spec: ModelSpec, backend: Backend) -> None:

@@ -50,7 +50,7 @@ class Decoder:
         self.head: Projection
         if ends is not None:
             self.embedding, self.head = ends.embedding, ends.head
-        elif self.numbers.start == 0:  # what stands before and behind all layers is the first stage's
+        elif self.is_first_stage:  # what stands before and behind all layers is the first stage's
             self.embedding = load.embedding("embed")
             self.head = (
                 load.tied_head(self.embedding)
@@ -63,6 +63,8 @@ class Decoder:
         self.layer_inputs = LayerInputs(spec, load) if spec.input_width else None
         self.streams = load_ends(spec, load)
         self.adapter_slots = load.slots
+        self._no_stream = torch.empty(0, spec.hidden_size, dtype=load.dtype, device=load.device)
+        self.entered = self._no_stream
         self.positions = PositionTables.of(spec, max_context or spec.max_context, load.device)
 
     def _load_layers(self, load: Loader) -> list[Layer | StreamedLayer]:
@@ -92,10 +94,21 @@ class Decoder:
     def is_last_stage(self) -> bool:
         return self.numbers.stop == self.spec.num_layers
 
+    @property
+    def is_first_stage(self) -> bool:
+        return self.numbers.start == 0
+
+    def reserve_entered(self, num_tokens: int) -> None:
+        """Make room for the stream of the stage before, `entered`: where a step that is given none finds it, as
+        captured ones do."""
+        self.entered = self._no_stream.new_zeros(num_tokens, self.spec.hidden_size)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage, entering: torch.Tensor | None = None) -> torch.Tensor:
         step = plan_forward(self.ops, self.positions, self.classes, batch, storage)
         ends = self.layers[0].regions[step.batch_class] if step.adapted is None else step.adapted.regions
+        if entering is None and not self.is_first_stage:
+            entering = self.entered[: len(batch.token_ids)]
         embedded = self._embed(batch.token_ids, step.adapters) if entering is None else entering
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(batch.token_ids, embedded, batch.mode, step.adapters)

@@ -14,6 +14,7 @@ import queue
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class StageLink:
     def __init__(self, before: Connection, behind: Connection, *, reads_ahead: bool) -> None:
         """`before`: what this rank reads from; `behind`: what it writes to. `reads_ahead`: in a thread."""
         self._before, self._behind = before, behind
-        self._arrived: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reads_ahead = reads_ahead
         self.num_bytes = 0  # sent so far
         if reads_ahead:
@@ -48,7 +49,7 @@ class StageLink:
         found = self._arrived.get() if self._reads_ahead else self._next()
         if found is None:
             raise PeerDied(GONE)
-        return found
+        return self._opened(found)
 
     def close(self) -> None:
         """Close the connections, which the neighbours notice. A reading thread ends when the stage before closes its
@@ -64,8 +65,13 @@ class StageLink:
         self._arrived.put(None)
         self._before.close()
 
-    def _next(self) -> torch.Tensor | None:
-        """Return the next matrix; None: the stage before is gone."""
+    def _opened(self, received: Any) -> torch.Tensor:
+        """The matrix that `_next` has read."""
+        matrix: torch.Tensor = received
+        return matrix
+
+    def _next(self) -> Any:
+        """Read the next matrix, perhaps in a thread; None: the stage before is gone."""
         try:
             dtype, rows, columns = self._before.recv_bytes().decode().split()
             shape = int(rows), int(columns)

@@ -72,7 +72,12 @@ class LaunchedStep:
 class CudaRunner:
     depth = 2  # one step is computed while the host is busy with the other
 
-    def __init__(self, model: Model, storage: KVStorage, sampler: RowSampler, max_rows: int, max_context: int) -> None:
+    def __init__(
+        self, model: Model, storage: KVStorage, sampler: RowSampler, max_rows: int, max_context: int,
+        *, is_stage: bool = False, has_head: bool = True,
+    ) -> None:  # fmt: skip
+        """`is_stage`: the model's layers are those of one stage of a pipeline; `has_head`: False of a later one, which
+        draws nothing."""
         sliced = SlicedSampler(sampler, model.vocab_size)
         self._host = ModelRunner(model, storage, sliced, max_rows, max_context)
         self._model = model
@@ -82,10 +87,10 @@ class CudaRunner:
         self._kinds: list[Kind] = ["host"] * max_rows  # how each row's tokens are chosen
         self._is_guided = [False] * max_rows  # drawn on the device, by masks
         self._graphs = DecodeGraphs(model, storage, self._sampler, max_rows, self._rows.tables.shape[2], max_context)
-        is_mixing = is_chosen("mixed_graphs")
+        is_mixing = is_chosen("mixed_graphs") and not is_stage
         self._mixed = mixed_graphs_of(model, storage, self._graphs, max_rows, max_context) if is_mixing else None
         self._launched: dict[int, LaunchedStep] = {}
-        self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context, self._mixed)
+        self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context, self._mixed, has_head=has_head)
         self._preparations: Iterator[Callable[[], object]] = iter(())
         self._row_slots = [0] * max_rows  # of adapters, as the device has them
         self._has_answered = False  # a step
@@ -257,18 +262,17 @@ class CudaRunner:
         if self._lacks_masks(plans):
             step.undrawn.append((self._hidden(plans), plans))
         else:
-            inputs, is_adapted = _decode_inputs(plans), self._is_adapted(plans)
+            inputs, is_adapted = decode_inputs(plans), self._is_adapted(plans)
             step.pending.append((self._graphs.start(inputs, self._kind(plans), is_adapted=is_adapted), plans))
 
     def _hidden(self, plans: list[RowPlan]) -> torch.Tensor:
         """Hidden states [R, H] of rows that feed one token each. A copy: the graph's own are overwritten by the next
         batch of the same size, which may be launched before they are read."""
-        return self._graphs.hidden(_decode_inputs(plans), is_adapted=self._is_adapted(plans)).clone()
+        return self._graphs.hidden(decode_inputs(plans), is_adapted=self._is_adapted(plans)).clone()
 
     def _launch_prefill(self, step: LaunchedStep, plans: list[RowPlan]) -> None:
         """Rows that feed prompts, and beside them those that decode."""
-        # Rows with one query come first and whole long prompts last: each kind has a kernel of its own.
-        plans = sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
+        plans = self._in_kernel_order(plans)
         drawing = [plan for plan in plans if plan.sample]
         hidden = self._states(plans)
         if self._lacks_masks(drawing):
@@ -276,6 +280,10 @@ class CudaRunner:
             return
         drawn = self._drawn(hidden, drawing) if drawing else hidden.new_empty(0, dtype=torch.int64)
         step.pending.append((self._to_host(drawn, [plan.row for plan in drawing]), plans))
+
+    def _in_kernel_order(self, plans: list[RowPlan]) -> list[RowPlan]:
+        """Rows with one query come first and whole long prompts last: each kind has a kernel of its own."""
+        return sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
 
     def _states(self, plans: list[RowPlan]) -> torch.Tensor:
         """Hidden states [D, H] of the rows that draw, of a step with prompts."""
@@ -327,9 +335,10 @@ class CudaRunner:
     def _launch_host(self, plans: list[RowPlan]) -> HostDraws | RowsForward:
         """Rows that feed one token still go through a graph, up to the hidden states."""
         self._host.sampler.observe(plans)
-        if not all(len(plan.token_ids) == 1 and self._only_draws(plan) for plan in plans):
-            return self._host.start_rows(plans)
-        return HostDraws(plans, self._hidden(plans))
+        return HostDraws(plans, self._hidden(plans)) if self._draws_only(plans) else self._host.start_rows(plans)
+
+    def _draws_only(self, plans: list[RowPlan]) -> bool:
+        return all(len(plan.token_ids) == 1 and self._only_draws(plan) for plan in plans)
 
     def _only_draws(self, plan: RowPlan) -> bool:
         return plan.sample and plan.num_prompt_logprobs is None and self._rows[plan.row].pooler is None
@@ -360,7 +369,7 @@ class CudaRunner:
         return [drawn_result(plan.row, [one], None) for plan, one in zip(started.plans, drawn, strict=True)]
 
 
-def _decode_inputs(plans: list[RowPlan]) -> DecodeInputs:
+def decode_inputs(plans: list[RowPlan]) -> DecodeInputs:
     """Return the inputs of rows that feed one token each."""
     return DecodeInputs(
         rows=[plan.row for plan in plans],

@@ -50,6 +50,7 @@ from tokenmill.runner.memory import graph_sizes, table_width
 
 Kind = Literal["greedy", "sample", "host"]
 IDLE_KINDS: tuple[Kind, ...] = ("greedy", "sample")
+STAGE_KINDS: tuple[Kind, ...] = ("host",)  # of a stage of a pipeline, whose graphs end with its layers
 PADDING_ROW = (NO_ROW, 0, -1, 0, 0, 0, 0, 0)  # fills a step up to the size of its graph
 NO_ADAPTERS = -1  # the version of graphs whose rows have none
 FEW_CHANGES = 512  # of block tables in one step: room for so many is there from the start
@@ -109,6 +110,7 @@ class DecodeGraphs:
         width = table_width(max_blocks)
         self.rows = RowTables(len(storage.layout.groups), max_rows, width, device)  # kept true by the runner
         self.newest = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token drawn for each row
+        self.kinds = IDLE_KINDS  # that are captured beforehand
         self._numbers = torch.arange(max_rows + 1, device=device)  # of a step's lines
         self._starts = self._numbers.int()  # where their one token begins
         self._model = model
@@ -169,7 +171,7 @@ class DecodeGraphs:
     def captures(self) -> Iterator[Callable[[], object]]:
         """Capture every size that is not captured yet, the smallest first. Sizes that are left are captured when they
         are first met; so are all of steps in which the host draws, since those are few."""
-        for kind in IDLE_KINDS:
+        for kind in self.kinds:
             for size in self._sizes:
                 if (size, kind, NO_ADAPTERS) not in self._captured:
                     yield partial(self._capture, size, kind)
@@ -177,7 +179,7 @@ class DecodeGraphs:
     def capture_largest(self, room_bytes: int = 0) -> None:
         """Take the memory that captured steps will ever take, with room for the logits of steps that sample, and for
         `room_bytes` of steps of another make."""
-        self._capture(self._sizes[-1], "greedy", room_bytes=room_bytes)
+        self._capture(self._sizes[-1], self.kinds[0], room_bytes=room_bytes)
 
     def _capture(
         self, size: int, kind: Kind, *, room_bytes: int | None = None, version: int = NO_ADAPTERS

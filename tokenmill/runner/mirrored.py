@@ -67,6 +67,14 @@ _largest_decoder = msgspec.msgpack.Decoder(LargestStep)
 _ticket_decoder = msgspec.msgpack.Decoder(int)
 
 
+def encode_largest(largest: LargestStep) -> bytes:
+    return _encoder.encode(largest)
+
+
+def decode_largest(data: bytes) -> LargestStep:
+    return _largest_decoder.decode(data)
+
+
 class MirroredRunner:
     """Runs each step on all ranks; to its core it is a runner like any other."""
 
@@ -112,7 +120,7 @@ class MirroredRunner:
         """Rank 0 compiles first: the others find most kernels on disk then."""
         self._own.compile_first(token_budget, while_compiling)
         with reported(self._group, self._followers):
-            self._followers.send(LARGEST + _encoder.encode(LargestStep(token_budget, step_bytes)))
+            self._followers.send(LARGEST + encode_largest(LargestStep(token_budget, step_bytes)))
             self._own.hold(step_bytes)
             self._own.run_widest_step(token_budget)
             self._own.capture_largest()
@@ -137,7 +145,7 @@ def mirror(runner: CudaRunner, message: bytes) -> None:
     elif kind == COLLECT:
         runner.collect(_ticket_decoder.decode(body))
     elif kind == LARGEST:
-        largest = _largest_decoder.decode(body)
+        largest = decode_largest(body)
         runner.run_largest_step(largest.token_budget, largest.step_bytes, lambda: None)
     else:
         assert kind == IDLE, "another message of rank 0"

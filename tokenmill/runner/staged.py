@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from tokenmill.guided.masks import StepMasks
 from tokenmill.lora.adapter import Adapter
@@ -27,6 +28,19 @@ from tokenmill.runner.runner import ModelRunner, RowsForward, RowTask
 from tokenmill.types import RowInit, StepPlan, StepResult
 
 PLAN, COLLECT, SECONDS = b"p", b"c", b"s"  # first byte of a message
+
+
+class Stage(Protocol):
+    """A rank's part in each step, as the runner of all stages asks for it."""
+
+    busy_s: float
+
+    @property
+    def rows(self) -> ModelRunner: ...
+
+    def launch(self, plan: StepPlan) -> object: ...
+
+    def collect(self, step: int, masks: StepMasks | None, /) -> StepResult: ...
 
 
 class StageRunner:
@@ -72,7 +86,7 @@ class StageRunner:
 class PipelineRunner:
     """Runs steps on all stages; to its core it is a runner like any other, with several steps in flight."""
 
-    def __init__(self, own: StageRunner, group: RankGroup, followers: Followers, beside: int, depth: int) -> None:
+    def __init__(self, own: Stage, group: RankGroup, followers: Followers, beside: int, depth: int) -> None:
         """`beside`: how many of the followers, the first ones, compute the first stage with this rank."""
         self._own = own
         self._group = group
@@ -122,7 +136,7 @@ class PipelineRunner:
         return False
 
 
-def run_message(runner: StageRunner, message: bytes) -> bytes | None:
+def run_message(runner: Stage, message: bytes) -> bytes | None:
     """Carry out a message of rank 0 on another rank, and return the answer, if there is one."""
     if take_adapter(runner.rows, message):
         return None

@@ -46,13 +46,17 @@ class WarmUp:
         max_rows: int,
         max_context: int,
         mixed: MixedGraphs | None = None,
+        *,
+        has_head: bool = True,
     ) -> None:
+        """`has_head`: False of a later stage of a pipeline."""
         self._model = representative_layers(model)
         self._storage = storage
         self._graphs = graphs
         self._mixed = mixed
         self._max_rows = max_rows
         self._max_context = max_context
+        self._has_head = has_head
         self._compiling: Compiling | CompileOnLaunch | None = None
         self._unasked: list[Callable[[], object]] = []  # for the other kernels
         self._is_rest_begun = False
@@ -124,7 +128,8 @@ class WarmUp:
         self.compute(self.decoding(num_rows))
 
     def _ask_for_rest(self) -> None:
-        self._graphs.ask_for_draws()
+        if self._has_head:
+            self._graphs.ask_for_draws()
         middle = min(MIDDLE, self._max_context - 1)
         for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)], [self._late_chunk(SHORT)]):
             self.compute(self._batch(chunks))
@@ -152,6 +157,9 @@ class WarmUp:
         return build_batch(plans, wanted, nulls, self._storage.block_size, self._storage.device)
 
     def compute(self, batch: ForwardBatch) -> None:
-        hidden = self._model.forward(batch, self._storage)
+        states = self._model.forward(batch, self._storage)
+        if not self._has_head:
+            return
+        hidden = states[: len(batch.logit_rows)]  # a first stage's stream has all tokens
         best_tokens(self._model, hidden, batch.mode)
         self._model.logits(hidden, batch.mode)  # which draws would need

@@ -50,14 +50,15 @@ def require_golden(llm: LLM, trained_dir: Path) -> None:
 
 def test_golden_answers(trained_dir: Path) -> None:
     settings = settings_of(trained_dir, deterministic=False)
-    require_golden(LLM(str(trained_dir), **settings, token_budget=48, max_running=6, num_blocks=400), trained_dir)
+    require_golden(LLM(str(trained_dir), **settings, token_budget=48, max_running=6, num_blocks=900), trained_dir)
 
 
 def test_the_same_tokens_alone_and_together(trained_dir: Path) -> None:
     """60 mixed requests, with samples of n > 1, prefix hits and preemption; then golden answers in that company."""
     settings = settings_of(trained_dir, deterministic=True)
-    small = LLM(str(trained_dir), **settings, prefix_caching=False, **ALONE)
+    more = 3 if trained_dir.name == "deepseek_v4" else 1  # a sequence has tables of seven kinds
+    small = LLM(str(trained_dir), **settings, prefix_caching=False, **{**ALONE, "num_blocks": 200 * more})
     alone = run_together(small, make_asks(7, 60), rng=None)
-    llm = LLM(str(trained_dir), **settings, token_budget=64, max_running=24, num_blocks=90)
+    llm = LLM(str(trained_dir), **settings, token_budget=64, max_running=24, num_blocks=90 * more)
     assert run_together(llm, make_asks(7, 60), random.Random(1)) == alone
     require_golden(llm, trained_dir)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.compute_requests import LAYER, SPEC, WANTED
+from tokenmill.arch.compressed import Compression
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import Gqa, Mla, MlpSpec, MoeSpec
+from tokenmill.arch.spec import Gqa, Mla, MlpSpec, MoeSpec, RopeSpec, RoutingSpec, WindowedMqa
 from tokenmill.arch.streams import AltUp, HyperConnections
 from tokenmill.engine.backends import TRITON
 
@@ -17,6 +18,8 @@ pytest.importorskip("triton")
 
 MAMBA = Recurrent("ssd", 1, 2, 24, 128, 4, None)
 INDEXED = Mla(4, 32, 64, 16, 8, 16, 1.0, None, indexer=Indexer(2, 24, 8))
+WINDOWED = WindowedMqa(4, 1024, 8, 16, 1.0, RopeSpec(1e4, 8), 2, 16, 1e-6, Compression(4, True, Indexer(2, 24, 8)))
+LOOKED_UP = MoeSpec(4, 2, MlpSpec(8, "silu_to_10"), RoutingSpec("sqrt_softplus", table_rows=80))
 GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), shared=MlpSpec(8), has_shared_gate=True))
 
 
@@ -47,7 +50,8 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
             "states of 256 x 128",
         ),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=INDEXED),)), "deterministic": True}, "an indexer chooses"),
-        ({"spec": replace(SPEC, layers=(replace(LAYER, streams=HyperConnections(2, 4)),))}, "several residual"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=WINDOWED),))}, "heads of 1024 dimensions"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=replace(WINDOWED, head_dim=33)),))}, "heads of 33"),
     ],
 )
 def test_anything_else_is_refused_with_its_reason(changes: dict[str, object], reason: str) -> None:
@@ -56,9 +60,11 @@ def test_anything_else_is_refused_with_its_reason(changes: dict[str, object], re
 
 
 def test_newer_families_are_computed() -> None:
-    """Entries that an indexer chooses, experts without gates and GGUF's order of heads"""
+    """Entries that an indexer chooses, experts without gates or looked up by token, GGUF's order of heads, compressed
+    entries and several residual streams"""
     ungated = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8, "relu2", is_gated=False)))
     tiled = replace(LAYER, mixer=replace(MAMBA, key_dim=128, key_heads=2, value_heads=4, is_tiled=True))
-    streamed = replace(LAYER, streams=AltUp(2, 4))
-    for layer in (replace(LAYER, mixer=INDEXED), ungated, tiled, streamed):
+    streamed, connected = replace(LAYER, streams=AltUp(2, 4)), replace(LAYER, streams=HyperConnections(2, 4))
+    compressed = replace(connected, mixer=replace(WINDOWED, head_dim=512), mlp=LOOKED_UP)
+    for layer in (replace(LAYER, mixer=INDEXED), ungated, tiled, streamed, compressed):
         assert TRITON.unsupported_reason(replace(WANTED, spec=replace(SPEC, layers=(layer,)))) is None

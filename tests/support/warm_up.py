@@ -102,13 +102,15 @@ def warm_up_for(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     blocks: tuple[str, str] | None = None,
+    block_size: int = 16,
 ) -> WarmUp:
     spec = spec_from_hf(config)
     source: Any = Shapes(tensors_of(spec), blocks)
     ops = build_ops(quantization, deterministic=deterministic)
     model = Decoder(spec, Loader(source, ops, dtype, META), MAX_CONTEXT)
     names = {kept: name for name, kept in DTYPES.items()}
-    storage = KVStorage(KVLayout.from_spec(spec, CacheDtypes(names[kv_dtype or dtype], names[dtype])), 2, 16, META)
+    layout = KVLayout.from_spec(spec, CacheDtypes(names[kv_dtype or dtype], names[dtype]))
+    storage = KVStorage(layout, 2, block_size, META)
     with patch("torch.cuda.graph_pool_handle"):
         graphs = DecodeGraphs(model, storage, DeviceSampler(spec.vocab_size, 4, META), 4, 13, MAX_CONTEXT)
     return WarmUp(model, storage, graphs, MAX_ROWS, MAX_CONTEXT)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tests.support.triton_inputs import assert_near, paged_batch
+from tokenmill.arch.streams import HyperConnections
 from tokenmill.ops.batch import GroupTables
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
-from tokenmill.ops.streams import AltUpNumbers
+from tokenmill.ops.streams import Addend, AltUpNumbers, JoinedStreams, StreamConnection
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.sampling.argmax import argmax
 
@@ -56,6 +57,22 @@ def test_several_streams(dtype: torch.dtype, has_scale: bool) -> None:
     zeros = torch.zeros_like(result)
     for one, other in ((result, streams[:, 1]), (zeros, result), (result, zeros)):
         assert_near(OPS.altup.as_long(one, other), PLAIN.altup.as_long(one, other), tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "size", "tokens"), [(4, 300, 18), (3, 40, 1)])
+def test_mixtures_of_streams(count: int, size: int, tokens: int, dtype: torch.dtype) -> None:
+    """Read with and without a result that is added before, and behind all layers"""
+    spec = HyperConnections(count, 5)
+    rows = spec.num_coefficients
+    connection = StreamConnection(spec, torch.randn(rows, count * size) * 0.1, torch.randn(rows), torch.rand(3) + 0.5)
+    end = StreamConnection(spec, torch.randn(count, count * size) * 0.1, torch.randn(count), torch.rand(1) + 0.5)
+    streams, result = torch.randn(tokens, count, size).to(dtype), torch.randn(tokens, size).to(dtype)
+    addend = Addend(result, torch.rand(tokens, count), torch.rand(tokens, count, count))
+    for joined in (JoinedStreams(streams), JoinedStreams(streams, addend)):
+        for ours, theirs in zip(OPS.hyper.read(joined, connection), PLAIN.hyper.read(joined, connection), strict=True):
+            assert_near(ours, theirs, ROUNDED[dtype])
+        assert_near(OPS.hyper.end(joined, end), PLAIN.hyper.end(joined, end), ROUNDED[dtype])
 
 
 def test_rows_with_a_gate_of_their_own() -> None:

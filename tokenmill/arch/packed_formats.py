@@ -28,9 +28,10 @@ from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import sources_of, tensors_of
 
-WHOLE = ("router.weight",)  # small, and other kernels read it
+TAKEN_APART = ("kv_up.weight", "out_groups.weight")  # of which each head or group has a part: plain numbers always
+WHOLE = ("router.weight", *TAKEN_APART)  # a router is small, and other kernels read it
 MAX_GROUP = 128
-UNQUANTIZED = ("head.weight", "router.weight")  # small, or the last thing that should be rounded while it is loaded
+UNQUANTIZED = ("head.weight", *WHOLE)  # a head is the last thing that should be rounded while it is loaded
 INT8_GROUP = 32  # columns that share a scale of two bytes in weights quantised to 8 bits while they are loaded
 MX_GROUP = 32  # columns that share a power of two in MXFP4
 NV_GROUP = 16  # columns that share a number of e4m3 in NVFP4

@@ -43,8 +43,7 @@ class WindowedMixer:
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
         """Joint projections, as `projected_parts` has them → [T, out_groups * out_rank]"""
         spec = self.spec
-        names, sizes = zip(*spec.projected_parts, strict=True)
-        parts = dict(zip(names, torch.split(projected, list(sizes), dim=1), strict=True))
+        parts = _parts(spec, projected)
         latent = self._ops.rms_norm(parts["q_down"].contiguous(), self._q_norm.weight, self._q_norm.eps)
         index_q = None if self._index_q is None else self._index_q(latent, step.batch.mode, step.adapters)
         inputs = WindowedInputs(
@@ -53,9 +52,9 @@ class WindowedMixer:
             parts["kv"],
             step.ropes[spec.rope].cos_sin,
             self._field("entries", step),
-            _joined(parts, "entry"),
+            parts.get("entry"),
             self._fields("", step) if spec.compression else None,
-            _joined(parts, "index"),
+            parts.get("index"),
             None if index_q is None else self._fields("index_", step),
             index_q,
             parts.get("index_weights"),
@@ -63,7 +62,7 @@ class WindowedMixer:
             spec,
         )
         heads = self._ops.windowed_attend(inputs).view(len(projected), spec.out_groups, -1)
-        return torch.einsum("tgc,grc->tgr", heads, self._out_groups).flatten(1)
+        return self._ops.multiply_groups(heads, self._out_groups)
 
     def _fields(self, prefix: str, step: ForwardContext) -> tuple[KeptField, KeptField]:
         return self._field(f"{prefix}inputs_of_entries", step), self._field(f"{prefix}compressed", step)
@@ -77,8 +76,10 @@ def _entry_weights(name: str, load: Loader) -> EntryWeights:
     return EntryWeights(load.vector(f"{name}_bias"), load.vector(f"{name}_norm.weight"))
 
 
-def _joined(parts: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    """Return the inputs of compressed entries: values and gates of each token"""
-    if f"{name}_values" not in parts:
-        return None
-    return torch.cat((parts[f"{name}_values"], parts[f"{name}_gates"]), dim=1)
+def _parts(spec: WindowedMqa, projected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The joint projections by name; values and gates, which entries are made of, as one"""
+    sizes: dict[str, int] = {}
+    for name, size in spec.projected_parts:
+        name = name.removesuffix("_values").removesuffix("_gates")
+        sizes[name] = sizes.get(name, 0) + size
+    return dict(zip(sizes, torch.split(projected, list(sizes.values()), dim=1), strict=True))

@@ -1,14 +1,14 @@
 """Several residual streams between layers (`arch/streams.py`), each layer run over one of them.
 
-Streams are a tensor [T, streams, H]. What a layer computes of one stream is the `Layer` of other models, in two halves;
-here is what happens around it.
+Streams are a tensor [T, streams, H], beside which hyper-connections hand on what is still to be added. What a layer
+computes of one stream is the `Layer` of other models, in two halves; here is what happens around it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,18 +19,18 @@ from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.layer import Layer
 from tokenmill.models.linear import Loader, Projection, form_of
 from tokenmill.ops.interface import BatchClass, Norm, Ops, Regions
-from tokenmill.ops.streams import AltUpNumbers
+from tokenmill.ops.streams import Addend, AltUpNumbers, JoinedStreams, StreamConnection
 
 
 class StreamEnds(Protocol):
     """The streams that a token's embedding begins as, and the one vector they end in."""
 
-    def begin(self, embedded: torch.Tensor, regions: Regions) -> torch.Tensor:
-        """[T, H] → [T, streams, H]"""
+    def begin(self, embedded: torch.Tensor, regions: Regions) -> Any:
+        """[T, H] → the streams, as layers hand them on"""
         ...
 
-    def finish(self, streams: torch.Tensor, regions: Regions) -> torch.Tensor:
-        """[T, streams, H] → [T, H]"""
+    def finish(self, streams: Any, regions: Regions) -> torch.Tensor:
+        """→ [T, H]"""
         ...
 
 
@@ -134,45 +134,6 @@ class AltUpLayer(StreamLayer):
 # ── hyper-connections ──────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class StreamConnection:
-    """Coefficients of a mixture of streams, linear in the normed streams: float32"""
-
-    spec: HyperConnections
-    weight: torch.Tensor  # [coefficients, streams * H]
-    base: torch.Tensor  # [coefficients]
-    scale: torch.Tensor  # one number for each kind of coefficient
-
-    def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, streams, H] → the mixture that is computed with [T, H], what its result is multiplied by for each stream
-        [T, streams], and how streams mix [T, from, to]"""
-        count, eps = self.spec.num_streams, self.spec.eps
-        into, out_of, mixed = torch.split(self._products(streams), [count, count, count**2], dim=1)
-        base_in, base_out, base_mixed = torch.split(self.base, [count, count, count**2])
-        shares = torch.sigmoid(into * self.scale[0] + base_in) + eps
-        written = 2 * torch.sigmoid(out_of * self.scale[1] + base_out)
-        scores = (mixed * self.scale[2] + base_mixed).view(-1, count, count)
-        return _mixture(streams, shares), written, self._doubly_stochastic(torch.softmax(scores, dim=-1) + eps)
-
-    def end(self, streams: torch.Tensor) -> torch.Tensor:
-        """[T, streams, H] → [T, H]"""
-        shares = torch.sigmoid(self._products(streams) * self.scale[0] + self.base) + self.spec.eps
-        return _mixture(streams, shares)
-
-    def _products(self, streams: torch.Tensor) -> torch.Tensor:
-        """→ [T, coefficients]"""
-        flat = streams.flatten(1).float()
-        return flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.spec.norm_eps) @ self.weight.t()
-
-    def _doubly_stochastic(self, matrix: torch.Tensor) -> torch.Tensor:
-        eps = self.spec.eps
-        matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
-        for _ in range(self.spec.num_rounds - 1):
-            matrix = matrix / (matrix.sum(2, keepdim=True) + eps)
-            matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
-        return matrix
-
-
 def load_connection(spec: HyperConnections, name: str, load: Loader) -> StreamConnection:
     return StreamConnection(
         spec, load.vector(f"{name}.weight"), load.vector(f"{name}_base"), load.vector(f"{name}_scale")
@@ -183,12 +144,13 @@ class HyperEnds:
     def __init__(self, spec: HyperConnections, load: Loader) -> None:
         self._count = spec.num_streams
         self._end = load_connection(spec, "streams_end", load)
+        self._ops = load.ops.hyper
 
-    def begin(self, embedded: torch.Tensor, regions: Regions) -> torch.Tensor:
-        return embedded.unsqueeze(1).repeat(1, self._count, 1)
+    def begin(self, embedded: torch.Tensor, regions: Regions) -> JoinedStreams:
+        return JoinedStreams(embedded.unsqueeze(1).repeat(1, self._count, 1))
 
-    def finish(self, streams: torch.Tensor, regions: Regions) -> torch.Tensor:
-        return self._end.end(streams)
+    def finish(self, streams: JoinedStreams, regions: Regions) -> torch.Tensor:
+        return self._ops.end(streams, self._end)
 
 
 @dataclass(frozen=True)
@@ -197,34 +159,25 @@ class HyperLayer(StreamLayer):
 
     attention: StreamConnection
     feed: StreamConnection
+    ops: Ops
 
     @property
     def kind(self) -> Hashable:
         return self.layer.kind, form_of((self.attention, self.feed))
 
     def __call__(
-        self, streams: torch.Tensor, step: ForwardContext, output_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, streams, H] → [T or L, streams, H]"""
+        self, joined: JoinedStreams, step: ForwardContext, output_rows: torch.Tensor | None = None
+    ) -> JoinedStreams:
         layer = self.layer
-        read, written, mixed = self.attention.read(streams)
         before = layer.regions_before(step, output_rows)
+        read, streams, written, mixed = self.ops.hyper.read(joined, self.attention)
         stream, regions = layer.mix(before.begin(read), step, output_rows)
         if output_rows is not None:
             streams, written, mixed = streams[output_rows], written[output_rows], mixed[output_rows]
-        streams = _connected(streams, regions.added(stream), written, mixed)
-        read, written, mixed = self.feed.read(streams)
+        joined = JoinedStreams(streams, Addend(regions.added(stream), written, mixed))
+        read, streams, written, mixed = self.ops.hyper.read(joined, self.feed)
         stream = layer.fed(regions.begin(read), regions, step, output_rows)
-        return _connected(streams, regions.added(stream), written, mixed)
-
-
-def _mixture(streams: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    return (shares.unsqueeze(2) * streams).sum(1).to(streams.dtype)
-
-
-def _connected(streams: torch.Tensor, result: torch.Tensor, written: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-    """b_i y + Σ_j M_ji h_j"""
-    return (written.unsqueeze(2) * result.unsqueeze(1) + mixed.transpose(1, 2) @ streams.float()).to(streams.dtype)
+        return JoinedStreams(streams, Addend(regions.added(stream), written, mixed))
 
 
 # ── any of them ────────────────────────────────────────────────────────────────────────────────────────
@@ -249,4 +202,4 @@ def over_streams(layer: Layer, streams: Streams, norm_eps: float, load: Loader) 
             return AltUpLayer(layer, load_altup(streams, name, norm_eps, load), load.ops)
         case HyperConnections():
             attention = load_connection(streams, f"{name}.attn_connect", load)
-            return HyperLayer(layer, attention, load_connection(streams, f"{name}.mlp_connect", load))
+            return HyperLayer(layer, attention, load_connection(streams, f"{name}.mlp_connect", load), load.ops)

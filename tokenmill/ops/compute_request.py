@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.arch.spec import Mla, ModelSpec, WindowedMqa
-from tokenmill.arch.streams import HyperConnections
 
 ROUNDED_LATENTS = "a KV cache of one byte a value for latent attention or compressed entries"
 
@@ -33,13 +32,3 @@ class ComputeRequest:
     def chooses_entries(self) -> bool:
         """True where an indexer chooses the tokens that latent attention looks at."""
         return any(isinstance(layer.mixer, Mla) and layer.mixer.is_sparse for layer in self.spec.layers)
-
-    @property
-    def for_reference_only(self) -> str | None:
-        """Return the part of the model that only torch's reference computes on a GPU so far; None: there is none"""
-        for layer in self.spec.layers:
-            if isinstance(layer.mixer, WindowedMqa):
-                return "attention over compressed entries"
-            if isinstance(layer.streams, HyperConnections):
-                return "several residual streams"
-        return "experts that are looked up" if any(moe.routing.table_rows for moe in self.spec.experts) else None

@@ -25,7 +25,7 @@ from tokenmill.ops.compressed import WindowedInputs
 from tokenmill.ops.low_rank import HeldExperts, LowRankOps
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
-from tokenmill.ops.streams import AltUpOps
+from tokenmill.ops.streams import AltUpOps, HyperOps
 
 Dense = Callable[[RawTensor], torch.Tensor]
 """Plain values of a raw tensor, in the compute dtype on the device."""
@@ -436,6 +436,8 @@ class Ops:
     windowed_attend: Callable[[WindowedInputs], torch.Tensor]
     """Keys are normed, rotated and written into the cache, entries of several tokens made of them; queries over their
     windows and the entries before → [T, heads * head_dim]"""
+    multiply_groups: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(x [T, groups, columns], matrices [groups, rows, columns]) → [T, groups * rows]"""
     plan_short_conv: Callable[[ForwardBatch, int, int], Any]
     """(batch, group, kernel) → what `short_conv` of this group's layers reads; once a step."""
     short_conv: ShortConvolve
@@ -457,6 +459,7 @@ class Ops:
     softcap: Callable[[torch.Tensor, float], torch.Tensor]
     """cap * tanh(x / cap)"""
     altup: AltUpOps
+    hyper: HyperOps
     # ── layers, once at load ──
     choose_regions: ChooseRegions
     adapted_regions: Callable[[Ops, Mode, Any], Regions]

@@ -46,6 +46,7 @@ GRAPH_BYTES = 3 << 20  # what the driver keeps of one captured step
 NUM_GRAPH_KINDS = 3  # a size is captured for each way of choosing tokens
 WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for steps and one for graphs
 GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
+GPU_SPLIT_TOKENS = 320  # at most, times splits of what each looks at, where few tokens are computed at a time
 GPU_INDEX_SCORES = 1 << 24  # float32, that an indexer keeps at a time (`ops/triton/attention/sparse.py`)
 CPU_INDEX_SCORES = 1 << 22  # the same of the native kernels (`csrc/decoder/indexer.cpp`)
 SPLIT_QUERIES = 68_000  # results that splits of a chunk's context leave: 64 for each of four programs at a time
@@ -92,6 +93,7 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     step += index_bytes(spec, limits.token_budget, limits.max_context, GPU_INDEX_SCORES) + _split_bytes(spec)
     graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
     graphs += index_bytes(spec, limits.max_running, limits.max_context, GPU_INDEX_SCORES)
+    graphs += _window_split_bytes(spec)
     if is_chosen("mixed_graphs") and share == 1.0 and can_mix(spec):
         graphs = max(graphs, mixed_step_bytes(spec, limits)) + _mixed_graph_bytes(spec, limits)
     graphs += len(graph_sizes(limits.max_running)) * NUM_GRAPH_KINDS * GRAPH_BYTES + _table_bytes(spec, limits)
@@ -132,6 +134,12 @@ def index_bytes(spec: ModelSpec, num_tokens: int, max_context: int, most_scores:
             scores = min(num_tokens * entries, max(most_scores, entries))
             largest = max(largest, 4 * (scores + num_tokens * indexer.top_k))
     return largest
+
+
+def _window_split_bytes(spec: ModelSpec) -> int:
+    """Bytes of what splits find, float32, where attention over compressed entries is divided among programs"""
+    mixers = (layer.mixer for layer in spec.layers)
+    return max((4 * mixer.q_size * GPU_SPLIT_TOKENS for mixer in mixers if isinstance(mixer, WindowedMqa)), default=0)
 
 
 def indexers(spec: ModelSpec) -> list[tuple[Indexer, int]]:

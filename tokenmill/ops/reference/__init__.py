@@ -19,11 +19,18 @@ from tokenmill.ops.reference.elementwise import (
 )
 from tokenmill.ops.reference.experts import experts, pack_experts, route
 from tokenmill.ops.reference.latent_attention import choose_entries, latent_attend
-from tokenmill.ops.reference.linear import embed, gather_rows, linear, pack_embedding, pack_linear
+from tokenmill.ops.reference.linear import (
+    embed,
+    gather_rows,
+    linear,
+    multiply_groups,
+    pack_embedding,
+    pack_linear,
+)
 from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
 from tokenmill.ops.reference.recurrent import plan_recurrent, recurrent
 from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
-from tokenmill.ops.reference.streams import ALTUP
+from tokenmill.ops.reference.streams import ALTUP, HYPER
 
 REFERENCE_OPS = Ops(
     name="reference",
@@ -43,6 +50,7 @@ REFERENCE_OPS = Ops(
     latent_attend=latent_attend,
     choose_entries=choose_entries,
     windowed_attend=windowed_attend,
+    multiply_groups=multiply_groups,
     plan_short_conv=plan_short_conv,
     short_conv=short_conv,
     plan_recurrent=plan_recurrent,
@@ -55,6 +63,7 @@ REFERENCE_OPS = Ops(
     experts=experts,
     softcap=softcap,
     altup=ALTUP,
+    hyper=HYPER,
     choose_regions=composed,
     adapted_regions=adapted_regions,
     low_rank=ReferenceLowRankOps(),

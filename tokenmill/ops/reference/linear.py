@@ -51,3 +51,7 @@ def multiply(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = 
     if num_rows < MIN_ROWS:
         x = functional.pad(x, (0, 0, 0, MIN_ROWS - num_rows))
     return functional.linear(x, matrix, bias)[:num_rows]
+
+
+def multiply_groups(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tgc,grc->tgr", x, matrices).flatten(1)

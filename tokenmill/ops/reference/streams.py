@@ -1,11 +1,12 @@
-"""Prediction and correction of several residual streams (AltUp), in plain torch."""
+"""Several residual streams (`arch/streams.py`) in plain torch: prediction and correction (AltUp), and mixtures
+(hyper-connections)."""
 
 from __future__ import annotations
 
 import torch
 
 from tokenmill.ops.reference.elementwise import rms_norm
-from tokenmill.ops.streams import AltUpNumbers, AltUpOps
+from tokenmill.ops.streams import AltUpNumbers, AltUpOps, HyperOps, JoinedStreams, ReadStreams, StreamConnection
 
 MIN_SQUARE = 1e-5  # of a stream whose length is changed
 
@@ -36,3 +37,55 @@ def as_long(x: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 ALTUP = AltUpOps(predict, correct, as_long)
+
+
+# ── hyper-connections ──────────────────────────────────────────────────────────────────────────────────
+
+
+def read_streams(joined: JoinedStreams, connection: StreamConnection) -> ReadStreams:
+    spec, streams = connection.spec, _connected(joined)
+    count, eps, scale = spec.num_streams, spec.eps, connection.scale
+    into, out_of, mixed = torch.split(_products(streams, connection), [count, count, count**2], dim=1)
+    base_in, base_out, base_mixed = torch.split(connection.base, [count, count, count**2])
+    shares = torch.sigmoid(into * scale[0] + base_in) + eps
+    written = 2 * torch.sigmoid(out_of * scale[1] + base_out)
+    scores = (mixed * scale[2] + base_mixed).view(-1, count, count)
+    matrix = torch.softmax(scores, dim=-1) + eps
+    return ReadStreams(_mixture(streams, shares), streams, written, _doubly_stochastic(matrix, spec.num_rounds, eps))
+
+
+def end_streams(joined: JoinedStreams, connection: StreamConnection) -> torch.Tensor:
+    streams = _connected(joined)
+    shares = torch.sigmoid(_products(streams, connection) * connection.scale[0] + connection.base)
+    return _mixture(streams, shares + connection.spec.eps)
+
+
+def _connected(joined: JoinedStreams) -> torch.Tensor:
+    streams, addend = joined
+    if addend is None:
+        return streams
+    result, written, mixed = addend
+    total = written.unsqueeze(2) * result.unsqueeze(1) + mixed.transpose(1, 2) @ streams.float()
+    return total.to(streams.dtype)
+
+
+def _products(streams: torch.Tensor, connection: StreamConnection) -> torch.Tensor:
+    """→ [T, coefficients]"""
+    flat = streams.flatten(1).float()
+    inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + connection.spec.norm_eps)
+    return flat * inverse @ connection.weight.t()
+
+
+def _mixture(streams: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    return (shares.unsqueeze(2) * streams).sum(1).to(streams.dtype)
+
+
+def _doubly_stochastic(matrix: torch.Tensor, num_rounds: int, eps: float) -> torch.Tensor:
+    matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
+    for _ in range(num_rounds - 1):
+        matrix = matrix / (matrix.sum(2, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
+    return matrix
+
+
+HYPER = HyperOps(read_streams, end_streams)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.spec import WindowedMqa
 from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEADS_A_KEY = 16
@@ -24,10 +25,11 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
             return reason
     if request.chooses_entries and request.deterministic:
         return "attention over tokens that an indexer chooses has no one order of adding (deterministic)"
-    if request.for_reference_only is not None:
-        return request.for_reference_only
     if request.rounds_latents:
         return ROUNDED_LATENTS
+    for windowed in (layer.mixer for layer in request.spec.layers if isinstance(layer.mixer, WindowedMqa)):
+        if windowed.head_dim > MAX_HEAD_DIM or windowed.head_dim % 2:
+            return f"heads of {windowed.head_dim} dimensions over compressed entries"
     for attention in request.spec.attentions:
         if attention.num_heads > MAX_HEADS_A_KEY * attention.num_kv_heads:
             return f"more than {MAX_HEADS_A_KEY} query heads for a key head"

@@ -14,12 +14,15 @@ from tokenmill.ops.triton.attention.latent import deterministic_latent_attend
 from tokenmill.ops.triton.attention.plan import plan_attention
 from tokenmill.ops.triton.attention.sparse import choose_entries, latent_attend
 from tokenmill.ops.triton.attention.step import attention
+from tokenmill.ops.triton.attention.windowed import deterministic_windowed_attend, windowed_attend
 from tokenmill.ops.triton.elementwise.activation import act_mul, cut_act_mul, gate_rows
 from tokenmill.ops.triton.elementwise.altup import ALTUP
 from tokenmill.ops.triton.elementwise.gather import embed, gather_rows
+from tokenmill.ops.triton.elementwise.hyper import HYPER
 from tokenmill.ops.triton.elementwise.norm import add_rms_norm, rms_norm
 from tokenmill.ops.triton.elementwise.short_conv import plan_short_conv, short_conv
 from tokenmill.ops.triton.gemm.deterministic import deterministic_linear
+from tokenmill.ops.triton.gemm.groups import deterministic_multiply_groups, multiply_groups
 from tokenmill.ops.triton.gemm.linear import PackLinear, linear
 from tokenmill.ops.triton.moe.grouped_gemm import deterministic_experts, experts
 from tokenmill.ops.triton.moe.topk import route
@@ -54,6 +57,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         attention=attention,
         latent_attend=latent_attend,
         choose_entries=choose_entries,
+        windowed_attend=windowed_attend,
+        multiply_groups=multiply_groups,
         plan_short_conv=plan_short_conv,
         short_conv=short_conv,
         plan_recurrent=plan_recurrent,
@@ -64,6 +69,7 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         route=route,
         experts=experts,
         altup=ALTUP,
+        hyper=HYPER,
         argmax=argmax,
         choose_regions=choose_regions,
         adapted_regions=adapted_regions,
@@ -77,6 +83,8 @@ def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops
         linear=deterministic_linear,
         attention=deterministic_attention,
         latent_attend=deterministic_latent_attend,
+        windowed_attend=deterministic_windowed_attend,
+        multiply_groups=deterministic_multiply_groups,
         plan_recurrent=plan_token_by_token,
         recurrent=deterministic_recurrent,
         experts=deterministic_experts,

@@ -284,17 +284,36 @@ def choose_entries(inputs: IndexInputs) -> ChosenEntries | None:
         cos.shape[1] if inputs.cos_sin else 0, norm_bias is not None,
         num_warps=4,
     )  # fmt: skip
-    top_k, width = indexer.top_k, plan.max_context
-    if width <= top_k:
+    if plan.max_context <= indexer.top_k:
         return None
-    positions = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
+    asked = AskedEntries(queries, weights, rows, lasts, counts)
+    return highest_entries(asked, kept, plan.tables, plan.max_context, indexer.top_k)
+
+
+class AskedEntries(NamedTuple):
+    """Queries of an index"""
+
+    queries: torch.Tensor  # [T, heads, D]
+    weights: torch.Tensor  # float32 [T, heads]
+    rows: torch.Tensor  # int32 [T]
+    lasts: torch.Tensor  # int32 [T]: the last entry that each may look at, -1 for none
+    counts: torch.Tensor  # int32 [T]: how many each has chosen, which is written
+
+
+def highest_entries(
+    asked: AskedEntries, kept: torch.Tensor, tables: torch.Tensor, width: int, top_k: int
+) -> ChosenEntries:
+    """Those of up to `width` entries with the highest scores; kept [blocks, entries of a block, D]"""
+    queries, weights, rows, lasts, counts = asked
+    num_tokens, heads, dim = queries.shape
+    positions = torch.empty(num_tokens, top_k, dtype=torch.int32, device=queries.device)
     each = max(1, MAX_SCORES // width)
     for first in range(0, num_tokens, each):
         some = slice(first, first + each)
         count = len(rows[some])
-        scores = torch.empty(count, width, dtype=torch.float32, device=device)
+        scores = torch.empty(count, width, dtype=torch.float32, device=queries.device)
         _score[(count, cdiv(width, SCORE_TILE))](
-            queries[some], weights[some], kept, plan.tables, rows[some], lasts[some], scores, plan.tables.stride(0),
+            queries[some], weights[some], kept, tables, rows[some], lasts[some], scores, tables.stride(0),
             width, heads, max(16, next_power_of_2(heads)), dim, max(16, next_power_of_2(dim)), kept.shape[1],
             SCORE_TILE, precision_of(queries),
             num_warps=4,

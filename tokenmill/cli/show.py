@@ -279,6 +279,8 @@ def _mixer_in_words(mixer: MixerSpec) -> str:
         return words if rate is None else f"{words}, entries of {rate} tokens before"
     if isinstance(mixer, Recurrent):
         rule = "gated DeltaNet" if mixer.rule == "delta" else "Mamba-2"
+        if mixer.has_channel_decays:
+            rule = "delta rule with a decay per channel"
         return f"{rule}, {mixer.value_heads} heads of {mixer.key_dim} × {mixer.value_dim}"
     reach = f", window {mixer.window}" if mixer.window else ""
     return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads{reach}"

@@ -125,3 +125,12 @@ def test_the_catalog_is_well_formed() -> None:
         assert not entry.wheel or (entry.sha256 and entry.size_bytes)
     names = [name for entry in catalog.values() for name in (entry.name, *entry.aliases)]
     assert len(names) == len(set(names)) and all(":" in name and name == name.lower() for name in names)
+
+
+def test_models_of_the_file_system_are_named_without_their_folders(tmp_path: Path) -> None:
+    """Clients, logs and metrics see the name, and need not know where files lie."""
+    folder, file = tmp_path / "private" / "Tiny-1B", tmp_path / "private" / "tiny-1b.Q4_K_M.gguf"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    file.write_bytes(b"GGUF")
+    assert [resolve_model(str(path)).name for path in (folder, file)] == ["Tiny-1B", "tiny-1b.Q4_K_M"]

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
-KernelSet = Literal["gpu_ranks", "gpu_stages", "gpu_sums", "mixed_graphs"]
+KernelSet = Literal["gpu_ranks", "gpu_stages", "gpu_sums"]
 
 
 class KernelTrial(NamedTuple):
@@ -34,10 +34,6 @@ TRIALS: dict[KernelSet, KernelTrial] = {
     "gpu_sums": KernelTrial(
         "products of ranks on GPUs summed, two exchanges a layer, but of quantised matrices",
         "put together without sums, four exchanges a layer",
-    ),
-    "mixed_graphs": KernelTrial(
-        "steps of short chunks of prompts beside rows that decode, as captured graphs whose memory is not planned yet",
-        "launched kernel by kernel",
     ),
 }
 

@@ -30,7 +30,6 @@ from itertools import accumulate
 
 import torch
 
-from tokenmill.arch.unproven import is_chosen
 from tokenmill.guided.masks import StepMasks
 from tokenmill.kv.storage import KVStorage
 from tokenmill.lora.adapter import Adapter
@@ -87,8 +86,8 @@ class CudaRunner:
         self._kinds: list[Kind] = ["host"] * max_rows  # how each row's tokens are chosen
         self._is_guided = [False] * max_rows  # drawn on the device, by masks
         self._graphs = DecodeGraphs(model, storage, self._sampler, max_rows, self._rows.tables.shape[2], max_context)
-        is_mixing = is_chosen("mixed_graphs") and not is_stage
-        self._mixed = mixed_graphs_of(model, storage, self._graphs, max_rows, max_context) if is_mixing else None
+        mixed = None if is_stage else mixed_graphs_of(model, storage, self._graphs, max_rows, max_context)
+        self._mixed = mixed
         self._launched: dict[int, LaunchedStep] = {}
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context, self._mixed, has_head=has_head)
         self._preparations: Iterator[Callable[[], object]] = iter(())

@@ -30,7 +30,6 @@ from tokenmill.arch.packed_formats import (
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import FeedSpec, Gqa, MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, TensorSpec, WindowedMqa
 from tokenmill.arch.tensors import tensors_of
-from tokenmill.arch.unproven import is_chosen
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 from tokenmill.params import DEVICE_PARAM_SLOTS
@@ -94,7 +93,7 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     graphs = max(_widest(spec, limits.max_running, limits, share), logits * LOGIT_BYTES)
     graphs += index_bytes(spec, limits.max_running, limits.max_context, GPU_INDEX_SCORES)
     graphs += _window_split_bytes(spec)
-    if is_chosen("mixed_graphs") and share == 1.0 and can_mix(spec):
+    if share == 1.0 and can_mix(spec):
         graphs = max(graphs, mixed_step_bytes(spec, limits)) + _mixed_graph_bytes(spec, limits)
     graphs += len(graph_sizes(limits.max_running)) * NUM_GRAPH_KINDS * GRAPH_BYTES + _table_bytes(spec, limits)
     beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.expands_weights else 0)

@@ -67,12 +67,29 @@ def start(tree: Path, shape: Path, device: str, quantization: str, caches: Path)
         try:
             output, _ = process.communicate(timeout=60)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_session(process.pid)
     if process.returncode:
         raise SystemExit(f"the start of {tree} with {quantization} failed with {process.returncode}:\n{output}")
     found: dict[str, float] = json.loads(output.strip().splitlines()[-1])
     return found
+
+
+def end_session(session: int) -> None:
+    """End all processes of a session. Compilers, which have process groups of their own, would slow the next start."""
+    while members := [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if session_of(entry) == session]:
+        for process in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def session_of(process: Path) -> int | None:
+    """The session of a process that has not ended."""
+    try:
+        state, _, _, session, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(session)
 
 
 def main() -> None:

@@ -91,6 +91,36 @@ def test_launchers_are_built_beside_their_kernels(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_workers_with_small_kernels_step_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start waits for the largest ones."""
+
+    def large() -> None: ...
+
+    def small() -> None: ...
+
+    def compiling(function: Callable[[], None]) -> Callable[[], SimpleNamespace]:
+        src = SimpleNamespace(fn=SimpleNamespace(fn=function), signature={})
+
+        def async_compile() -> SimpleNamespace:
+            (tmp_path / function.__name__).write_text(str(os.nice(0)))
+            return SimpleNamespace(src=src, metadata=None)
+
+        return partial(async_compile)
+
+    active = SimpleNamespace(launcher_cls=lambda src, metadata: None)
+    monkeypatch.setattr(compile_workers, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(compile_workers, "_large", set())
+    monkeypatch.setattr(compile_workers, "WORKERS_A_CORE", 4)
+    compile_workers.note_large(large)
+    workers = CompileWorkers()
+    workers.start([compiling(large)], [0])
+    workers.start([compiling(small)], [1])
+    assert sorted(workers.finished()) == [0, 1]
+    assert int((tmp_path / "large").read_text()) == os.nice(0)
+    assert int((tmp_path / "small").read_text()) > os.nice(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_who_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers, "COMPILE_TIMEOUT_S", 0.1)
     workers = CompileWorkers()

@@ -85,9 +85,9 @@ class CoreProcess:
 
     def _clean_up(self) -> None:
         self._folder.cleanup()  # if it can't be removed now, the next start of a core removes it, since it has no lock
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None  # two threads may stop it: the number must not be closed twice
+        if lock is not None:
+            os.close(lock)
 
     def end_at_once(self) -> None:
         """Kill a process that does not react; who waits for it learns of its end."""

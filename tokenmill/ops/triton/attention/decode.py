@@ -145,7 +145,7 @@ def _finish_split(
             _store_output((m_i, l_i, acc), out, sinks, row, heads, is_head, offs_d, NUM_HEADS, DIM, HAS_SINKS)
 
 
-@kernel_unspecialized("table_stride", "lets_begin")
+@kernel_unspecialized("table_stride", "lets_begin", is_large=True)
 def _decode(
     queries, keys, values, key_scales, value_scales, out, parts, lse, counters, tables, contexts, sinks,
     scale, softcap, window, table_stride, lets_begin,
@@ -222,7 +222,7 @@ def _split_buffers(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, to
     return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=out.device), split_counters(out.device)
 
 
-@kernel_unspecialized("table_stride")
+@kernel_unspecialized("table_stride", is_large=True)
 def _fused_decode_attention(
     qkv, keys, values, key_scales, value_scales, out, parts, lse, counters, tables, contexts, sinks,
     q_norm, k_norm, cos, sin, half, eps, scale, softcap, window, table_stride,

@@ -89,7 +89,7 @@ def attend_range(
     return m_i, l_i, acc
 
 
-@kernel_unspecialized("first_row", "num_rows", "table_stride")
+@kernel_unspecialized("first_row", "num_rows", "table_stride", is_large=True)
 def _prefill(
     queries, keys, values, key_scales, value_scales, out, tables, query_starts, contexts, sinks,
     scale, softcap, window, table_stride, first_row, num_rows,

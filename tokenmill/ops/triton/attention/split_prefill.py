@@ -61,7 +61,7 @@ def _split_size(
     return first, last, tl.cdiv(tl.cdiv(last - first, TILE), num_splits) * TILE
 
 
-@kernel_unspecialized("first_row", "num_rows", "table_stride", "num_splits", "is_beside")
+@kernel_unspecialized("first_row", "num_rows", "table_stride", "num_splits", "is_beside", is_large=True)
 def _split_prefill(
     queries, keys, values, key_scales, value_scales, out, parts, lse, tables, query_starts, contexts, sinks,
     scale, softcap, window, table_stride, first_row, num_rows, num_splits, is_beside,

@@ -5,6 +5,9 @@ for it too. A worker is a copy of this process, so it has everything imported; i
 cleaning up. The parent is told of each kernel as it is done and finds it on disk; a kernel that a worker failed to
 compile is compiled by the parent when it is needed.
 
+There are more workers than cores. The largest kernels take several times as long as the others, and the start waits for
+the last one: workers with a small kernel step back, so that each large one has a core.
+
     this process ──fork──► first worker ──fork──► the others        copying takes milliseconds each: one of them here
          ▲                      │                    │
          └── numbers of kernels that are done ───────┘              the pipe ends when all workers have
@@ -30,6 +33,8 @@ MAX_WORKERS = 32
 WORKERS_A_CORE = 2  # half of a kernel's time is spent waiting: for ptxas, for the C compiler that makes its launcher
 COMPILE_TIMEOUT_S = 60.0
 NUMBER_BYTES = 2
+STEP_BACK = 10  # of niceness, which a process can't take back
+_large: set[Any] = set()  # functions of the kernels that take longest to compile
 
 
 def enable() -> None:
@@ -40,6 +45,11 @@ def enable() -> None:
 
 def is_enabled() -> bool:
     return _is_enabled
+
+
+def note_large(function: Any) -> None:
+    """Note that a kernel takes several times as long to compile as most. Called where kernels are defined."""
+    _large.add(function)
 
 
 class CompileWorkers:
@@ -110,10 +120,13 @@ def _work(
 
 def _compile(kernels: Sequence[Callable[[], Any]], numbers: Sequence[int], queue: int, done: int) -> None:
     """Compile kernels until the queue is empty; the C compiler builds a launcher meanwhile."""
-    beside = ThreadPoolExecutor(1)
+    beside, has_stepped_back = ThreadPoolExecutor(1), False
     while index := os.read(queue, NUMBER_BYTES):
         place = int.from_bytes(index)
         kernel = kernels[place]
+        if not has_stepped_back and not _is_large(kernel):
+            has_stepped_back = True
+            os.nice(STEP_BACK)
         launcher = beside.submit(_build_launcher, kernel)
         made = kernel()
         wait((launcher,))
@@ -127,6 +140,11 @@ def _build_launcher(kernel: Any) -> None:
     source = source_of(kernel)
     if not any(str(kind).startswith("tensordesc") for kind in source.signature.values()):
         driver.active.launcher_cls(source, _Unknown())
+
+
+def _is_large(kernel: Any) -> bool:
+    source = getclosurevars(kernel.func).nonlocals.get("src")
+    return getattr(getattr(source, "fn", None), "fn", None) in _large
 
 
 def source_of(kernel: Any) -> Any:

@@ -132,11 +132,18 @@ def kernel(function: Callable[..., None]) -> Kernel:
 
 
 def kernel_unspecialized(
-    *numbers: str, jit: Callable[..., Any] = triton.jit
+    *numbers: str, jit: Callable[..., Any] = triton.jit, is_large: bool = False
 ) -> Callable[[Callable[..., None]], Kernel]:
     """The same, for `numbers` (or addresses) that differ from step to step: one compiled kernel serves all their
-    values, where otherwise 1 and multiples of 16 get one of their own. `jit`: of the language it is written in."""
-    return lambda function: Kernel(function, numbers, jit)
+    values, where otherwise 1 and multiples of 16 get one of their own. `jit`: of the language it is written in;
+    `is_large`: it takes longest to compile."""
+
+    def made(function: Callable[..., None]) -> Kernel:
+        if is_large:
+            compile_workers.note_large(function)
+        return Kernel(function, numbers, jit)
+
+    return made
 
 
 class Compiling(Executor):

@@ -122,7 +122,7 @@ def _gated(gate, up, KIND: gl.constexpr):
     return activate(gate, KIND) * up
 
 
-@kernel_unspecialized("num_experts", jit=gluon.jit)
+@kernel_unspecialized("num_experts", jit=gluon.jit, is_large=True)
 def _hopper_grouped_fp4(
     x, words, scales, factors, bias, out, order, offsets, weights, num_out, num_in, num_experts, scale_stride,
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,

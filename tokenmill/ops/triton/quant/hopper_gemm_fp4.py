@@ -143,7 +143,7 @@ def _load_spans(matrix, scales, first, last, GROUP: gl.constexpr, AHEAD: gl.cons
     return words, found
 
 
-@kernel_unspecialized("num_rows", "splits", jit=gluon.jit)
+@kernel_unspecialized("num_rows", "splits", jit=gluon.jit, is_large=True)
 def _hopper_gemm_fp4(
     x, weight, scales, factors, bias, out, parts, arrived, num_rows, num_out, num_spans, splits,
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,

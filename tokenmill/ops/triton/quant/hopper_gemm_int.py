@@ -160,7 +160,7 @@ def _store(
     store_tile(sums, out, begin, row, num_rows, num_out, TILE_N, ROWS, WARPS)
 
 
-@kernel_unspecialized("num_rows", "splits", jit=gluon.jit)
+@kernel_unspecialized("num_rows", "splits", jit=gluon.jit, is_large=True)
 def _hopper_gemm_int(
     x, weight, scales, bias, out, parts, arrived, num_rows, num_out, num_in, splits,
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,

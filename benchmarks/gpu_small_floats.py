@@ -1,9 +1,10 @@
-"""Products with fp8 matrices of blocks, NVFP4 and MXFP4 as a file has them, beside the forms in which they were kept
-before (fp8 expanded to bfloat16, 4 bits as integers of 8 bits), and attention over entries that an indexer chooses,
-beside attention to all: first whether they are right, then how long both take.
+"""Products with fp8 matrices of blocks, NVFP4 and MXFP4, codes of a table (nf4, IQ4) and integers in act order as a
+file has them, beside the forms in which they were kept before (fp8, nf4, IQ4_XS and act order expanded to bfloat16,
+other 4 bits as integers of 8 bits), and attention over entries that an indexer chooses, beside attention to all: first
+whether they are right, then how long both take.
 
-    python benchmarks/gpu_small_floats.py                          all of it, 100 s of an H200
-    python benchmarks/gpu_small_floats.py fp8_blocks --output small-floats.json
+    python benchmarks/gpu_small_floats.py                          all of it, 200 s of an H200
+    python benchmarks/gpu_small_floats.py tables --rows 1 8 32 --output small-floats.json
 
 What is wrong is named and not timed. Times are of graphs that are replayed, over as many matrices as a layer stack
 would have, so that none is found in the cache; `floor` is the time that reading the stored bytes takes at the speed of
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,20 @@ import torch
 from gpu_kernels import graph_ms
 
 from tests.support.small_floats import raw_matrix
+from tests.support.table_matrices import act_order, table_matrix
 from tokenmill.arch.indexer import Indexer
-from tokenmill.arch.packed_formats import INT8_GROUP, NV_GROUP, PackedIntFormat
+from tokenmill.arch.packed_formats import INT8_GROUP, NV_GROUP, TABLE_SCALE_BYTES, PackedIntFormat
 from tokenmill.ops.interface import ExpertsWeight, IndexInputs, LatentInputs, LinearWeight, Norm, Ops, Routing
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.triton.attention.plan import AttentionPlan
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, interleaved, packed_from_blocks
+from tokenmill.ops.triton.quant.quantized import (
+    OrderedMatrix,
+    PackedIntMatrix,
+    interleaved,
+    packed_from_blocks,
+)
 from tokenmill.weights.dequantize import dequantize
 
 COLD_BYTES = 256 << 20  # of different matrices that a graph multiplies by: several times the L2 cache
@@ -85,10 +93,10 @@ def dense(raw: RawTensor) -> torch.Tensor:
 
 
 def packed_as_before(raw: RawTensor) -> torch.Tensor | PackedIntMatrix:
-    """Expanded fp8, or 4-bit floats as integers of 8 bits; the matrices of experts one below the other"""
-    if raw.quant == "F8":
+    """Expanded, or formats of 4 bits as integers of 8 bits; the matrices of experts one below the other"""
+    if raw.quant in (None, "F8", "NF4", "FP4", "IQ4_XS"):
         return dense(raw)
-    form = PackedIntFormat(8, INT8_GROUP if raw.quant == "MXFP4" else NV_GROUP, has_minima=False, span=32)
+    form = PackedIntFormat(8, INT8_GROUP if raw.quant in ("MXFP4", "IQ4_NL") else NV_GROUP, has_minima=False, span=32)
     return packed_from_blocks(raw.data.flatten(0, -2), str(raw.quant), form)
 
 
@@ -113,6 +121,8 @@ def num_bytes(packed: Any) -> int:
         return packed.nbytes
     if isinstance(packed, tuple):
         return sum(map(num_bytes, packed))
+    if isinstance(packed, OrderedMatrix):
+        return num_bytes(packed.matrix) + packed.order.nbytes
     return sum(value.nbytes for value in vars(packed).values() if isinstance(value, torch.Tensor))
 
 
@@ -127,20 +137,33 @@ def _copied(packed: Any) -> Any:
         return packed.clone()
     if isinstance(packed, tuple):
         return tuple(map(_copied, packed))
+    if isinstance(packed, OrderedMatrix):
+        return replace(packed, matrix=_copied(packed.matrix))
     moved = {name: value.clone() for name, value in vars(packed).items() if isinstance(value, torch.Tensor)}
     return replace(packed, **moved)
 
 
-def matrices(kernels: str, quant: str, limits: tuple[float, float], bandwidth: float) -> Iterator[Row]:
+def drawn_matrix(quant: str, shape: tuple[int, int]) -> RawTensor:
+    if quant == "act order":
+        order = torch.randperm(shape[1])
+        return act_order(4, shape[0], order, is_symmetric=True, group=128)
+    if quant in TABLE_SCALE_BYTES:
+        return table_matrix(quant, shape, 1, 2 if quant in ("NF4", "FP4") else 1)
+    return raw_matrix(quant, shape, seed=1)
+
+
+def matrices(
+    kernels: str, quant: str, limits: tuple[float, float], bandwidth: float, numbers: Sequence[int]
+) -> Iterator[Row]:
     """`limits`: errors that are allowed of few rows and of many"""
     ops = build_ops()
     for name, shape in MATRICES.items():
-        raw = on_gpu(raw_matrix(quant, shape, seed=1))
+        raw = on_gpu(drawn_matrix(quant, shape))
         exact = dequantize(raw)
         new, old = ops.pack_linear([raw], None, dense), linear_as_before(raw)
         assert type(new.packed) is not type(old.packed)
         all_new, all_old, floor = copies(new), copies(old), num_bytes(new.packed) / bandwidth
-        for rows in ROWS:
+        for rows in numbers:
             x = torch.randn(rows, shape[1], device="cuda").bfloat16()
             error = relative_error(ops.linear(x, new, "captured"), x.float() @ exact.T)
             what = f"{quant} {name}"
@@ -227,25 +250,28 @@ def sparse_attention(bandwidth: float) -> Iterator[Row]:
         yield Row("sparse_attention", f"a layer of V3.2, {context} tokens", rows, error, *times, read / bandwidth)
 
 
-PARTS: dict[str, Callable[[float], Iterator[Row]]] = {
-    "fp8_blocks": lambda speed: (
-        row
-        for part in (matrices, experts)
-        for row in part("fp8_blocks", "F8", (0.01, 0.06), speed)
+PARTS: dict[str, Callable[[float, Sequence[int]], Iterator[Row]]] = {
+    "fp8_blocks": lambda speed, rows: chain(
+        matrices("fp8_blocks", "F8", (0.01, 0.06), speed, rows), experts("fp8_blocks", "F8", (0.01, 0.06), speed)
     ),
-    "fp4_matrices": lambda speed: (
-        row
-        for part, quant in ((matrices, "NV4"), (experts, "NV4"), (matrices, "MXFP4"))
-        for row in part("fp4_matrices", quant, (0.01, 0.01), speed)
+    "fp4_matrices": lambda speed, rows: chain(
+        matrices("fp4_matrices", "NV4", (0.01, 0.01), speed, rows),
+        experts("fp4_matrices", "NV4", (0.01, 0.01), speed),
+        matrices("fp4_matrices", "MXFP4", (0.01, 0.01), speed, rows),
     ),
-    "sparse_attention": sparse_attention,
-}  # fmt: skip
+    "tables": lambda speed, rows: chain.from_iterable(
+        matrices("tables", quant, (0.004, 0.004), speed, rows) for quant in ("NF4", "IQ4_NL", "IQ4_XS")
+    ),
+    "act_order": lambda speed, rows: matrices("act_order", "act order", (0.004, 0.004), speed, rows),
+    "sparse_attention": lambda speed, _rows: sparse_attention(speed),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *PARTS], help="what to time; all by default")
     parser.add_argument("--seconds", type=float, default=420, help="no further row is begun after so many")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="of products with matrices")
     parser.add_argument("--output", type=Path, help="a JSON file of all rows")
     options = parser.parse_args()
     began, rows = time.monotonic(), []
@@ -253,7 +279,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), f"copies {bandwidth / 1e9:.2f} TB/s")
     print(f"{'kernels':13} {'what':28} {'rows':>5}  error   new ms   old ms    floor  old / new", flush=True)
     for name in options.names or PARTS:
-        for row in PARTS[name](bandwidth):
+        for row in PARTS[name](bandwidth, options.rows):
             print(row, flush=True)
             rows.append(row)
             if options.output is not None:

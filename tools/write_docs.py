@@ -280,6 +280,8 @@ PLANNED_HEAD = """## Models that can only be planned for
 
 `tokenmill plan` reads their `config.json` and says what they need; the engine does not run them."""
 _INTEGERS, _KEPT4, _KEPT8 = "multiplied as integers", "kept in 4 bits and scales", "kept in 8 bits and scales"
+_ORDERED = "in 4 or 8 bits, inputs in the columns' order"
+_TABLE = "in their 4 bits, codes of a table (Hopper)"
 _IN_4_BITS = "in their 4 bits, as floats"
 OTHER_FORMATS = [
     [
@@ -296,8 +298,8 @@ OTHER_FORMATS = [
     ["ModelOpt FP8; mixtures of FP8 and NVFP4", "8", "each as above", "each as above"],
     ["GPTQ, 2, 3 and 4 bits; AWQ, 4 bits", "4", _INTEGERS, _KEPT4],
     ["GPTQ and AWQ, 8 bits", "8", _INTEGERS, _KEPT8],
-    ["GPTQ and compressed-tensors with act order", "16", "in 4 or 8 bits, inputs in the columns' order", "expanded"],
-    ["bitsandbytes nf4, fp4", "16", "integers, tables of 16 bits", "expanded"],
+    ["GPTQ and compressed-tensors with act order", "4, 8", _ORDERED, _ORDERED],
+    ["bitsandbytes nf4, fp4", "4.5", "integers, tables of 16 bits", _TABLE],
     ["bitsandbytes int8", "8", _INTEGERS, _KEPT8],
     ["HQQ along the columns (axis 1), to 4 bits", "5", _INTEGERS, _KEPT4],
     ["HQQ along the columns, 8 bits", "9", _INTEGERS, _KEPT8],
@@ -310,8 +312,8 @@ maker's own dequantise.
 
 Formats that a backend does not compute with directly are expanded when they are loaded: to float16 by
 the native CPU kernels, to the computing precision on a GPU. On a GPU, `--dtype float32` and `--deterministic` expand
-all formats. `--quantization` rounds unquantised weights while they load
-([configuration.md](configuration.md))."""
+all formats, and on GPUs other than Hopper nf4 and fp4 are expanded too. `--quantization` rounds unquantised weights
+while they load ([configuration.md](configuration.md))."""
 
 
 def models() -> str:
@@ -391,6 +393,10 @@ def format_rows() -> list[list[str]]:
             on_cpu = _INTEGERS if kind_.name in PACKED_QUANTS else "expanded"
             on_gpu = "expanded" if packed is None else f"kept in {packed.bits} bits and scales"
             on_gpu = _IN_4_BITS if packed is not None and packed.is_fp4 else on_gpu
+            if packed is not None and packed.table:
+                wide = packed_int_format("layers.0.q.weight", (4096, 4096), Stored(kind_.name, is_widened=True))
+                experts = "expanded" if wide is None else f"in {wide.bits} bits and scales"
+                on_gpu = f"{_TABLE}; experts, and on other GPUs, {experts}"
             rows.append([f"GGUF {kind_.name}", bits, on_cpu, on_gpu])
     return rows
 

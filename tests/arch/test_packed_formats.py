@@ -24,6 +24,7 @@ LLAMA = {
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 MATRICES = 2 * (1024 * 1024 * 2 + 2 * 256 * 1024 + 3 * 1024 * 2048)
+PLACES = 4 * 2 * (6 * 1024 + 2048) / MATRICES  # of columns in act order, of seven matrices of a layer
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,8 @@ def test_small_floats_become_integers_where_expanding_them_is_slow(quant: str, g
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 0.5 + 4 / 128),
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True}, 0.5 + 2 / 64),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False}, 0.5 + 4 / 128),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 2.0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": True}, 0.5 + 2 / 64 + PLACES),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 0.5 + 4 / 64),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128),
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 1 + 4 * 15360 / MATRICES),  # a scale a row
     ],

@@ -137,6 +137,7 @@ def experts_raw(quants: tuple[str | None, ...], num_experts: int, hidden: int, i
     ("quants", "quantization"),
     [
         (("Q4_K", "Q4_K", "Q6_K"), "none"), (("Q8_0", "Q6_K", "Q4_0"), "none"), ((None, None, None), "int4"),
+        (("IQ4_XS", "IQ4_XS", "IQ4_NL"), "none"),
     ],
 )  # fmt: skip
 def test_experts_of_any_number_of_tokens(quants: tuple[str | None, ...], quantization: str) -> None:

@@ -13,13 +13,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tokenmill.arch.packed_formats import MX_GROUP, NV_GROUP
 from tokenmill.ops.triton.gemm.hopper import TILES, _hopper_gemm, pick_grouped_config, pick_hopper_config
-from tokenmill.ops.triton.gemm.product import FP8, NVFP4, PLAIN, Product, int_form
+from tokenmill.ops.triton.gemm.product import FP8, NVFP4, PLAIN, TABLE_FORMS, Product, int_form
 from tokenmill.ops.triton.launch.capabilities import named_gpu
 from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
 from tokenmill.ops.triton.moe.hopper_fp4 import TILES as FP4_TILES
 from tokenmill.ops.triton.moe.hopper_fp4 import _hopper_grouped_fp4, pick_hopper_fp4_config
 from tokenmill.ops.triton.quant.hopper_gemm_fp4 import TILES as DENSE_FP4_TILES
-from tokenmill.ops.triton.quant.hopper_gemm_fp4 import _hopper_gemm_fp4, pick_dense_fp4_config
+from tokenmill.ops.triton.quant.hopper_gemm_fp4 import DenseFp4Config, _hopper_gemm_fp4, pick_dense_fp4_config
 from tokenmill.ops.triton.quant.hopper_gemm_int import TILES as STRIP_TILES
 from tokenmill.ops.triton.quant.hopper_gemm_int import _hopper_gemm_int, pick_hopper_int_config
 
@@ -91,17 +91,28 @@ def check_products(num_rows: int, element: str, columns: int, activation: str, s
 def check_fp4(rows: int, group: int) -> None:
     """Numbers of a row are read 16 bytes a thread, and no weight moves between threads."""
     cut = pick_dense_fp4_config(Product(rows, 28672, 4096, NVFP4[torch.bfloat16], H200))
-    inputs = f"tensordesc<bf16[{cut.rows},64],{DENSE_FP4_TILES!r}>"
-    types = {"x": inputs, "weight": "*i16", **POINTERS, "scales": "*u8", "factors": "*fp32"}
+    types = {"weight": "*i16", **POINTERS, "scales": "*u8", "factors": "*fp32"}
+    check_dense_4_bits(cut, types, group, has_table=False)
+
+
+def check_dense_4_bits(cut: DenseFp4Config, types: dict[str, str], group: int, *, has_table: bool) -> None:
+    types = {**types, "x": f"tensordesc<bf16[{cut.rows},64],{DENSE_FP4_TILES!r}>"}
     types |= dict.fromkeys(("num_rows", "num_out", "num_spans", "splits"), "i32")
     constants = {
         "ROWS": cut.rows, "TILE_N": cut.tile_n, "RING": cut.ring, "WARPS": cut.warps, "AHEAD": cut.ahead,
-        "HAS_BIAS": True, "GROUP": group, "OVERLAPS": True,
+        "HAS_BIAS": True, "GROUP": group, "HAS_TABLE": has_table, "OVERLAPS": True,
     }  # fmt: skip
     compiled = made(_hopper_gemm_fp4, types, constants, cut.warps)
     factors = left_factors(compiled, f"m64n{cut.rows}k16")
     assert len(factors) == 8 * cut.ahead * cut.tile_n // (16 * cut.warps) and set(factors) == {"{"}
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
+
+
+def check_table(rows: int, group: int, scales: str) -> None:
+    """The same of codes of a table."""
+    cut = pick_dense_fp4_config(Product(rows, 28672, 4096, TABLE_FORMS["NF4", torch.bfloat16], H200))
+    types = {"weight": "*i16", **POINTERS, "scales": scales, "factors": "*i32"}
+    check_dense_4_bits(cut, types, group, has_table=True)
 
 
 def check_experts(pairs_each: int, activation: str, group: int = MX_GROUP) -> None:
@@ -127,6 +138,8 @@ if __name__ == "__main__":
     check_experts(200, "", NV_GROUP)
     check_fp4(16, MX_GROUP)
     check_fp4(128, NV_GROUP)
+    check_table(16, 64, "*fp32")
+    check_table(128, 32, "*fp16")
     check_strips(64, 8, 16, "*fp16")
     check_strips(128, 4, 32, "*i32")
     check_products(128, "bf16", 64, "silu")

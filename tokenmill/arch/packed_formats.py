@@ -2,13 +2,18 @@
 is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engine count these bytes.
 
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
-    5 and 6 bits     8 bits a value; formats of 4 bits with a table of integers too
+    5 and 6 bits     8 bits a value
+    tables           as they are: 4 bits a value that number one of 16 (`ops/triton/quant/packed_table.py`), and the
+                     scales of a file. Where the GPU does not expand them fast (`widened`), and where a row is not a
+                     number of whole spans, IQ4 becomes 8 bits, as its table has integers, and nf4 and fp4 are expanded;
+                     so are experts
     fp8              as it is where the GPU multiplies such numbers: one scale a row, or one of 4 bytes for each 128
                      columns of it; experts too
     NVFP4, MXFP4     as they are: 4 bits a value (`ops/triton/quant/packed_fp4.py`, of experts `quant/fp4.py`); 8 bits
                      where a row is not a number of whole spans, and on GPUs that expand them more slowly than they read
                      8-bit integers (`widened`), experts excepted
-    others           expanded: nf4 and fp4, 2 and 3 bits
+    others           expanded: 2 and 3 bits
+    act order        columns of a group side by side, and 4 bytes for each column that say where it was (`is_ordered`)
     each group       a scale of 2 bytes, and a minimum of 2 bytes where the format has one
 """
 
@@ -48,15 +53,23 @@ class Stored:
 
     quant: str
     same_scales: int = 1  # so many neighbouring blocks have theirs in common
-    is_widened: bool = False  # 4-bit floats become 8-bit integers
+    is_widened: bool = False  # 4-bit floats become 8-bit integers; of codes of a table, those of integers
+    is_ordered: bool = False  # columns of a group need not lie together: act order
 
 
 FLOATS_OF_4_BITS = ("MXFP4", "NV4", "NV4D")
+TABLE_SCALE_BYTES = {"NF4": 4, "FP4": 4, "IQ4_NL": 2, "IQ4_XS": 4}  # of formats whose codes number values of a table
+WIDE_FORMATS = (*FLOATS_OF_4_BITS, *TABLE_SCALE_BYTES)
 
 
 def widened(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The same formats for a GPU that keeps 4-bit floats of plain matrices as 8-bit integers"""
-    return {name: replace(one, is_widened=one.quant in FLOATS_OF_4_BITS) for name, one in stored.items()}
+    """The same formats for a GPU that keeps 4-bit floats and codes of a table, of plain matrices, as 8-bit integers;
+    without those that it expands"""
+    return {
+        name: replace(one, is_widened=one.quant in WIDE_FORMATS)
+        for name, one in stored.items()
+        if one.quant in _FORMATS or one.quant not in TABLE_SCALE_BYTES
+    }
 
 
 @dataclass(frozen=True)
@@ -69,17 +82,22 @@ class PackedIntFormat:
     is_fp4: bool = False  # MXFP4's or NVFP4's own numbers and scales, which have no spans
     is_fp8: bool = False  # e4m3 with a float32 scale for each row, or for FP8_GROUP columns of it, likewise
     row_bytes: int = 0  # that a row has beside its groups'
+    table: str = ""  # the format whose table values are codes of (`TABLE_SCALE_BYTES`); they have no spans either
+    column_bytes: int = 0  # that a column has: its place where columns are in another order
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a matrix; scales of large groups are kept twice, in both orders, except for experts"""
         size = prod(shape)
         if self.is_fp8:
             return size + size // self.group * 4
+        if self.table:
+            return size // 2 + size // self.group * TABLE_SCALE_BYTES[self.table]
         if self.is_fp4:
             scales = size // MX_CHUNK * 4 if self.is_of_experts else size // self.group
             return size // 2 + scales + size // shape[-1] * self.row_bytes
         is_twice = self.bits == 4 and self.span == 32 and self.group == MAX_GROUP and not self.is_of_experts
-        return size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
+        of_columns = self.column_bytes * shape[-1]
+        return of_columns + size * self.bits // 8 + size // self.group * (4 if self.has_minima or is_twice else 2)
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,7 @@ _FORMATS = {
     "Q8_0": _Format(8, 32, has_minima=False),
     # numbers of a table, which are integers of 8 bits
     "IQ4_NL": _Format(8, 32, has_minima=False),
+    "IQ4_XS": _Format(8, 32, has_minima=False),
     "MXFP4": _Format(8, 32, has_minima=False),
     "NV4": _Format(8, 16, has_minima=False),
     "NV4D": _Format(8, 16, has_minima=False),
@@ -114,13 +133,18 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
     """None where a matrix is not kept as the file has it."""
     if stored is not None and stored.quant == "F8":
         return _fp8_format(name, shape, stored)
-    if stored is None or stored.quant not in _FORMATS or len(shape) < 2 or name.endswith(WHOLE):
+    if stored is None or len(shape) < 2 or name.endswith(WHOLE):
         return None
-    found, columns = _FORMATS[stored.quant], shape[-1]
-    is_of_experts = len(shape) == 3
+    columns, is_of_experts = shape[-1], len(shape) == 3
+    is_multiplied = not stored.is_widened and not name.endswith((*UNQUANTIZED, "embed.weight"))  # and not looked up
+    if stored.quant in TABLE_SCALE_BYTES and is_multiplied and not is_of_experts and columns % FP4_SPAN == 0:
+        group = next(size for size in (MAX_GROUP, 64, BLOCK) if BLOCK * stored.same_scales % size == 0)
+        return PackedIntFormat(4, group, False, 0, table=stored.quant)
+    if stored.quant not in _FORMATS:
+        return None
+    found = _FORMATS[stored.quant]
     if stored.quant in FLOATS_OF_4_BITS and columns % (MX_CHUNK if is_of_experts else FP4_SPAN) == 0:
         group, row_bytes = (MX_GROUP, 0) if stored.quant == "MXFP4" else (NV_GROUP, 4)
-        is_multiplied = not stored.is_widened and not name.endswith((*UNQUANTIZED, "embed.weight"))  # and not looked up
         if is_of_experts or is_multiplied:
             return PackedIntFormat(4, group, False, 0, is_of_experts, is_fp4=True, row_bytes=row_bytes)
     group = found.group * stored.same_scales
@@ -129,7 +153,8 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
         for span in (32, 16):
             turn = span * 32 // bits  # columns that are multiplied together: whole groups
             if bits >= found.bits and span <= 2 * group and group <= turn and columns % turn == 0:
-                return PackedIntFormat(bits, group, found.has_minima, span, is_of_experts)
+                places = 4 if stored.is_ordered else 0
+                return PackedIntFormat(bits, group, found.has_minima, span, is_of_experts, column_bytes=places)
     return None
 
 
@@ -159,7 +184,7 @@ def stored_formats(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
         for name, source in sources.items()
         if source.names[0] in tensors and source.times is None and source.beside is None
     }
-    return {name: Stored(quant) for name, quant in found.items() if quant in _FORMATS}
+    return {name: Stored(quant) for name, quant in found.items() if quant in _FORMATS or quant in TABLE_SCALE_BYTES}
 
 
 def drawable_formats(stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
@@ -187,7 +212,11 @@ def configured_formats(spec: ModelSpec, config: Mapping[str, Any]) -> Mapping[st
         if scheme is None or scheme.is_expanded:
             continue
         columns = tensor.shape[-1]
-        stored = Stored(scheme.quant, max(1, (scheme.group or columns // BLOCK * BLOCK) // BLOCK))
-        if stored.quant in _FORMATS or (stored.quant == "F8" and _fp8_format(name, tensor.shape, stored)):
+        same = max(1, (scheme.group or columns // BLOCK * BLOCK) // BLOCK)
+        stored = Stored(scheme.quant, same, is_ordered=scheme.is_ordered)
+        is_kept = stored.quant in _FORMATS or stored.quant in TABLE_SCALE_BYTES or stored.quant == "F8"
+        if stored.quant == "F8" and not _fp8_format(name, tensor.shape, stored):
+            is_kept = False
+        if is_kept and not (scheme.is_ordered and len(tensor.shape) == 3):  # stacked experts are expanded then
             found[name] = stored
     return found

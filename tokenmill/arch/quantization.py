@@ -39,6 +39,7 @@ class Scheme:
     group: int = ROW  # columns that have a scale in common
     is_expanded: bool = False  # to plain numbers, on a GPU: no exact kernel of its own takes them
     bits: int = 0  # of integers
+    is_ordered: bool = False  # columns of a group need not lie together: act order
     is_expanded_on_cpu: bool = False  # there too, since no block format holds them
 
 
@@ -115,9 +116,10 @@ def _wrong_bits(fields: ConfigFields, method: str, bits: object, known: str) -> 
     fields.refuse(f"{method} of {bits} bits is not supported: {known} are", hint=HINT)
 
 
-def _integers(bits: int, group: int, *, symmetric: bool, is_expanded: bool = False) -> Scheme:
+def _integers(bits: int, group: int, *, symmetric: bool, is_ordered: bool = False) -> Scheme:
     names = ("Q4_0", "G4") if bits <= 4 else ("Q8_0", "G8")
-    return Scheme(names[0] if symmetric and bits in (4, 8) else names[1], group, is_expanded, bits)
+    quant = names[0] if symmetric and bits in (4, 8) else names[1]
+    return Scheme(quant, group, bits=bits, is_ordered=is_ordered)
 
 
 def _gptq(fields: ConfigFields) -> Quantization:
@@ -130,7 +132,7 @@ def _gptq(fields: ConfigFields) -> Quantization:
         fields.refuse("gptq with different settings for some modules (dynamic) is not supported", hint=HINT)
     group = _group(fields, 128)
     is_shuffled = bool(fields.get("desc_act")) and group != ROW
-    scheme = _integers(bits, group, symmetric=fields.get("sym") is not False, is_expanded=is_shuffled)
+    scheme = _integers(bits, group, symmetric=fields.get("sym") is not False, is_ordered=is_shuffled)
     return Quantization(f"GPTQ, {bits} bits", ((("Linear",), scheme),), _whole_head(fields))
 
 
@@ -240,7 +242,7 @@ def _compressed_scheme(weights: ConfigFields, form: str) -> Scheme:
     group = weights.integer("group_size") if strategy == "group" else ROW
     is_shuffled = weights.get("actorder") in ("group", True)
     symmetric = weights.get("symmetric") is not False
-    return _integers(bits, group, symmetric=symmetric, is_expanded=is_shuffled)
+    return _integers(bits, group, symmetric=symmetric, is_ordered=is_shuffled)
 
 
 _ALGORITHMS = {
@@ -281,7 +283,7 @@ def _bitsandbytes(fields: ConfigFields) -> Quantization:
     kind = str(fields.get("bnb_4bit_quant_type") or "fp4")
     if kind not in ("nf4", "fp4"):
         fields.refuse(f"bitsandbytes' bnb_4bit_quant_type {kind!r} is not supported: nf4 and fp4 are", hint=HINT)
-    return Quantization(f"bitsandbytes, {kind}", ((("Linear",), Scheme(kind.upper(), 64, is_expanded=True)),), excluded)
+    return Quantization(f"bitsandbytes, {kind}", ((("Linear",), Scheme(kind.upper(), 64)),), excluded)
 
 
 def _hqq(fields: ConfigFields) -> Quantization:

@@ -32,7 +32,7 @@ from tokenmill.arch.cost import (
 from tokenmill.arch.gguf_file import read_gguf_model
 from tokenmill.arch.mtp import first_extra_layer, has_mtp_head, mtp_parameters
 from tokenmill.arch.outline import Model as ModelShape
-from tokenmill.arch.packed_formats import FLOATS_OF_4_BITS, is_expanded, stored_formats, widened
+from tokenmill.arch.packed_formats import WIDE_FORMATS, is_expanded, stored_formats, widened
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
 from tokenmill.config.engine import CPU_LIMITS, BackendName, DeviceName, gpu_limits
@@ -294,13 +294,13 @@ def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
 
 
 def _kept_formats(stored: StoredWeights, dtype: str) -> Formats:
-    """Return the formats of a file that may stay as they are: fp8 only if this GPU multiplies fp8, 4-bit floats in 8
-    bits where it does not expand them fast"""
+    """Return the formats of a file that may stay as they are: fp8 only if this GPU multiplies fp8, 4-bit floats and
+    codes of a table in 8 bits, or not at all, where it does not expand them fast"""
     quants = {one.quant for one in stored.formats.values()}
     kept = stored.formats
     if "F8" in quants and not triton_kernels.has_fp8("cuda"):
         kept = {name: one for name, one in kept.items() if one.quant != "F8"}
-    has_fp4 = not quants.isdisjoint(FLOATS_OF_4_BITS)
+    has_fp4 = not quants.isdisjoint(WIDE_FORMATS)
     return widened(kept) if has_fp4 and not triton_kernels.keeps_fp4("cuda", dtype) else kept
 
 

@@ -13,9 +13,10 @@ reference's, so results are equal to it bit for bit.
 Some formats of 4 bits have their numbers in a table:
 
     IQ4_NL  d[2] q[16]             d * table[q]             MXFP4  e[1] q[16]      2 ** (e - 128) * table[q]
+    IQ4_XS  d[2] high[2] low[4] q[128]   8 groups of 32: d * (scale - 32) * table[q], the table of IQ4_NL
 
 `arch/block_formats.py` has those that are not GGUF's. Floats of 8 bits and tables of floats are no integers with a
-scale: they are only expanded (`_FLOATS`).
+scale: they are only expanded (`_FLOATS`), or kept as codes of their table (`TABLES`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ NF4_TABLE = (
 )  # fmt: skip
 FP4_TABLE = tuple(sign * size / 12 for sign in (1, -1) for size in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 FLOAT_TABLES = {"NF4": NF4_TABLE, "FP4": FP4_TABLE}
+TABLES: dict[str, tuple[float, ...]] = {**FLOAT_TABLES, "IQ4_NL": IQ4_NL_TABLE, "IQ4_XS": IQ4_NL_TABLE}
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,10 @@ def _looked_up(packed: torch.Tensor, table: tuple[int, ...], zero: int) -> torch
     return numbers[_nibbles(packed).long()]
 
 
-def _iq4_nl(blocks: torch.Tensor) -> BlockParts:
-    return _one_group(_looked_up(blocks[:, 2:], IQ4_NL_TABLE, 128), 128, _half(blocks, 0))
+def _iq4(quant: str, blocks: torch.Tensor) -> BlockParts:
+    codes, scales = table_parts(quant, blocks)
+    numbers = torch.tensor([number + 128 for number in IQ4_NL_TABLE], dtype=torch.uint8, device=blocks.device)
+    return BlockParts(numbers[codes.long()], 128, scales)
 
 
 def _mxfp4(blocks: torch.Tensor) -> BlockParts:
@@ -168,9 +172,22 @@ def _f8(blocks: torch.Tensor) -> torch.Tensor:
     return _e4m3(blocks[:, 4:]) * _float(blocks, 0)
 
 
+def table_parts(quant: str, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [blocks, groups, 32] and scales float32 [blocks, groups]: a weight is scale * TABLES[quant][code]."""
+    if quant in FLOAT_TABLES:
+        return _nibbles(blocks[:, 4:]).unsqueeze(1), _float(blocks, 0)
+    if quant == "IQ4_NL":
+        return _nibbles(blocks[:, 2:]).unsqueeze(1), _half(blocks, 0)
+    low = _nibbles(blocks[:, 4:8].unsqueeze(2)).flatten(1)  # of two scales a byte, the first in the low nibble
+    high = _bits(blocks[:, 2:4]).view(-1, 8, 2)
+    scales = (low | (high[..., 0] << 4) | (high[..., 1] << 5)).to(torch.int8) - 32
+    return _nibbles(blocks[:, 8:].reshape(-1, 8, 16)), _half(blocks, 0) * scales.float()
+
+
 def _from_table(quant: str, blocks: torch.Tensor) -> torch.Tensor:
-    table = torch.tensor(FLOAT_TABLES[quant], device=blocks.device)
-    return table[_nibbles(blocks[:, 4:]).long()] * _float(blocks, 0)
+    codes, scales = table_parts(quant, blocks)
+    table = torch.tensor(TABLES[quant], dtype=torch.float32, device=blocks.device)
+    return (scales.unsqueeze(2) * table[codes.long()]).flatten(1)
 
 
 def _scales_and_mins(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +233,8 @@ FORMATS: dict[str, Callable[[torch.Tensor], BlockParts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
+    "IQ4_NL": lambda blocks: _iq4("IQ4_NL", blocks),
+    "IQ4_XS": lambda blocks: _iq4("IQ4_XS", blocks),
     "MXFP4": _mxfp4,
     "G4": _g4,
     "G8": _g8,

@@ -33,6 +33,7 @@ _BLOCK_SCALES: dict[str, dict[int, float]] = {
     "Q5_K": {0: DEVIATION / 525, 2: DEVIATION * 15.5 / 525},
     "Q6_K": {208: DEVIATION / 1370},
     "IQ4_NL": {0: DEVIATION / 70},
+    "IQ4_XS": {0: DEVIATION / 1300},
     "MXFP4": {},
 }
 _BLOCK_EXPONENTS = {"MXFP4": 120}  # the first byte: a power of two that gives about the same deviation

@@ -7,7 +7,8 @@ A matrix [out, in] is stored transposed, so many values per int32 as fit (of 4 b
     both   scales [groups, out]        value = scale * (q - zero)
 
 GPTQ has 2, 3, 4 or 8 bits (of 3 bits, 32 values lie in 3 words), AWQ 4 or 8 (four values in the order 0 2 1 3). Where
-the columns of a group do not lie together (GPTQ's act order, `g_idx`) the values are expanded.
+the columns of a group do not lie together (GPTQ's act order, `g_idx`) there are expanded values, and beside them blocks
+in which they do.
 """
 
 from __future__ import annotations

@@ -292,7 +292,8 @@ def transformed(
         data = _added(raw, data, source.add)
     if source.factor != 1.0:
         data = _multiplied(raw, data, source.factor)
-    return replace(raw, shape=shape, data=data, ordered=_transformed_blocks(raw, source, rows))
+    ordered = None if columns is not None else _transformed_blocks(raw, source, rows)
+    return replace(raw, shape=shape, data=data, ordered=ordered)
 
 
 def _transformed_blocks(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | None) -> Ordered | None:

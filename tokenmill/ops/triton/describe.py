@@ -34,6 +34,7 @@ from tokenmill.ops.triton.gemm.product import (
     MXFP4,
     NVFP4,
     PLAIN,
+    TABLE_FORMS,
     Epilogue,
     WeightForm,
     int_form,
@@ -99,6 +100,8 @@ def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> 
             if found.group == shape[-1] and len(shape) == 2:
                 return FP8[dtype]
             return FP8_BLOCKS[dtype] if shape[-2] % FP8_GROUP else FP8_SQUARES[dtype]
+        if found is not None and found.table:
+            return TABLE_FORMS[found.table, dtype]
         if found is not None and found.is_fp4:
             return MXFP4[dtype] if found.group == MX_GROUP else NVFP4[dtype]
         if found is not None:

@@ -1,5 +1,6 @@
-"""Rows of tables, by the tokens' ids or positions: what a step begins with. Torch's own kernels would wait until the
-one before them has ended, and hold up the one behind."""
+"""Rows of tables, by the tokens' ids or positions: what a step begins with; and columns of activations in another
+order, before products with matrices in act order. Torch's own kernels would wait until the one before them has ended,
+and hold up the one behind."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ import torch
 import triton.language as tl
 
 from tokenmill.ops.interface import LinearWeight
-from tokenmill.ops.triton.launch.kernel import kernel_unspecialized, next_power_of_2
+from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, rows_of
+
+MAX_SCATTERED = 16  # rows of which single numbers are read
+MAX_WHOLE = 32768  # columns of a row that is read as a whole
 
 
 @kernel_unspecialized("num_tokens")
@@ -32,6 +36,42 @@ def gather_rows(tables: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     _pick[(num_tokens, num_tables)](
         tables, numbers, out, num_tokens, length, width, block, num_warps=warps, **launch_options()
     )
+    return out
+
+
+@kernel
+def _reorder(x, order, out, num_columns, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
+    launch_dependents(OVERLAPS)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    sources = tl.load(order + columns, mask=inside, other=0)  # which no kernel writes
+    wait_for_previous(OVERLAPS)
+    begin = tl.program_id(0).to(tl.int64) * num_columns
+    tl.store(out + begin + columns, tl.load(x + begin + sources, mask=inside), mask=inside)
+
+
+@kernel
+def _reorder_whole(x, order, out, num_columns, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
+    launch_dependents(OVERLAPS)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    sources = tl.load(order + columns, mask=inside, other=0)
+    wait_for_previous(OVERLAPS)
+    begin = tl.program_id(0).to(tl.int64) * num_columns
+    row = tl.load(x + begin + columns, mask=inside, other=0.0)
+    tl.store(out + begin + columns, tl.gather(row, sources, 0), mask=inside)
+
+
+def reorder_columns(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """x [T, columns], order int32 [columns] → x[:, order]. Of a few rows each number is read where it lies; of more,
+    whole rows are read, and put into order in the memory of a multiprocessor."""
+    x, num_columns = x.contiguous(), x.shape[1]
+    out = torch.empty_like(x)
+    if len(x) <= MAX_SCATTERED or num_columns > MAX_WHOLE:
+        _reorder[(len(x), cdiv(num_columns, 1024))](x, order, out, num_columns, 1024, num_warps=4, **launch_options())
+    else:
+        block = next_power_of_2(num_columns)
+        _reorder_whole[(len(x),)](x, order, out, num_columns, block, num_warps=8, **launch_options())
     return out
 
 

@@ -1,5 +1,5 @@
-"""Products of many rows, by cuBLAS. Matrices of integers, or of floats of 4 bits, are expanded first, in parts of
-limited size."""
+"""Products of many rows, by cuBLAS. Matrices of integers, or of floats or codes of 4 bits, are expanded first, in
+parts of limited size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.quant.fp4 import Fp4Matrix, dequantize_fp4
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, padded_plane
 from tokenmill.ops.triton.quant.packed_fp4 import PackedFp4Matrix, dequantize_packed_fp4
+from tokenmill.ops.triton.quant.packed_table import TableMatrix, dequantize_table
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, Fp8Matrix, PackedIntMatrix, dequantized_rows
 
 
@@ -58,7 +59,7 @@ def _fp8_squares_linear(
     return out if bias is None else out.add_(bias)
 
 
-Expandable = PackedIntMatrix | Fp4Matrix | PackedFp4Matrix
+Expandable = PackedIntMatrix | Fp4Matrix | PackedFp4Matrix | TableMatrix
 
 
 def expanded_rows(matrix: Expandable, part: slice, dtype: torch.dtype) -> torch.Tensor:
@@ -67,6 +68,8 @@ def expanded_rows(matrix: Expandable, part: slice, dtype: torch.dtype) -> torch.
         return dequantize_packed_fp4(matrix, part, dtype)
     if isinstance(matrix, Fp4Matrix):
         return dequantize_fp4(matrix, part, dtype)
+    if isinstance(matrix, TableMatrix):
+        return dequantize_table(matrix, part, dtype)
     return dequantized_rows(matrix, part, dtype)
 
 

@@ -19,6 +19,7 @@ from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import Dense, ExpertsWeight, LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.elementwise.activation import FUSED_KINDS, act_mul
+from tokenmill.ops.triton.elementwise.gather import reorder_columns
 from tokenmill.ops.triton.gemm.product import PLAIN, Epilogue
 from tokenmill.ops.triton.gemm.select import Choice, choose
 from tokenmill.ops.triton.launch.capabilities import capabilities_of, has_fp8, keeps_fp4_on
@@ -32,9 +33,11 @@ from tokenmill.ops.triton.quant.fp4 import (
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, quantize_rows
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow
 from tokenmill.ops.triton.quant.packed_fp4 import packed_fp4_from_blocks, stacked_packed_fp4
+from tokenmill.ops.triton.quant.packed_table import stacked_tables, table_from_blocks
 from tokenmill.ops.triton.quant.quantized import (
     Fp8BlockMatrix,
     Fp8Matrix,
+    OrderedMatrix,
     PackedIntMatrix,
     fp8_blocks_from_blocks,
     fp8_from_blocks,
@@ -60,7 +63,7 @@ class PackLinear:
 
     def __call__(self, parts: Sequence[RawTensor], bias: torch.Tensor | None, dense: Dense) -> LinearWeight:
         like = dense(RawTensor("", (0,), torch.empty(0)))
-        runs = [(form, list(run)) for form, run in groupby(parts, lambda part: self._form(part, like))]
+        runs = [(form, list(run)) for (form, _), run in groupby(parts, lambda part: self._form_and_order(part, like))]
         pieces = [self._piece(form, run, like, dense) for form, run in runs]
         if len(pieces) == 1:
             return replace(pieces[0], bias=bias)
@@ -72,7 +75,8 @@ class PackLinear:
     def embedding(self, raw: RawTensor, dense: Dense) -> LinearWeight:
         like = dense(RawTensor("", (0,), torch.empty(0)))
         form = self._form(raw, like)
-        return self._piece(form, [raw], like, dense) if form and not form.is_fp8 else _whole(dense(raw))
+        is_looked_up = form is not None and not form.is_fp8 and not form.column_bytes
+        return self._piece(form, [raw], like, dense) if is_looked_up else _whole(dense(raw))
 
     def experts(
         self,
@@ -130,7 +134,13 @@ class PackLinear:
     def _form(self, part: RawTensor, like: torch.Tensor) -> PackedIntFormat | None:
         """None: expanded, or plain to begin with"""
         is_exact = like.dtype == torch.float32 and self._quantization == "none"
-        if part.quant is None or not self._keeps_blocks or is_exact:
+        if not self._keeps_blocks or is_exact:
+            return None
+        if part.ordered is not None:
+            blocks = part.ordered.blocks
+            stored = Stored(str(blocks.quant), blocks.same_scales, is_ordered=True)
+            return packed_int_format(part.name, part.shape, stored)
+        if part.quant is None:
             return None
         is_widened = not keeps_fp4_on(like.device, like.dtype)
         form = packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales, is_widened))
@@ -139,6 +149,12 @@ class PackLinear:
         if form is not None and part.quant == "MXFP4":
             return form if _has_moderate_scales(part) else None
         return None if form is not None and form.is_fp8 and not has_fp8(like.device) else form
+
+    def _form_and_order(self, part: RawTensor, like: torch.Tensor) -> tuple[PackedIntFormat | None, bytes]:
+        """What neighbours must have in common to be one matrix"""
+        form = self._form(part, like)
+        is_ordered = form is not None and part.ordered is not None
+        return form, part.ordered.order.numpy().tobytes() if is_ordered and part.ordered is not None else b""
 
     def _piece(
         self, form: PackedIntFormat | None, parts: Sequence[RawTensor], like: torch.Tensor, dense: Dense
@@ -150,13 +166,23 @@ class PackLinear:
             made = [packed_fp4_from_blocks(part.data.to(like.device), str(part.quant)) for part in parts]
             fp4 = stacked_packed_fp4(made)
             return LinearWeight(len(fp4.words), fp4.num_columns, fp4)
+        if form.table:
+            codes = [table_from_blocks(part.data.to(like.device), form) for part in parts]
+            table = stacked_tables(codes)
+            return LinearWeight(len(table.words), table.num_columns, table)
         if form.is_fp8 and form.group < parts[0].shape[-1]:
             fp8 = stacked_fp8_blocks([fp8_blocks_from_blocks(part.data.to(like.device)) for part in parts])
             return LinearWeight(len(fp8.values), fp8.num_columns, fp8)
         if form.is_fp8:
             return _stacked_fp8([fp8_from_blocks(part.data.to(like.device)) for part in parts])
-        kept = [packed_from_blocks(part.data.to(like.device), str(part.quant), form, like.dtype) for part in parts]
-        return LinearWeight(sum(part.shape[0] for part in parts), parts[0].shape[1], joined(kept))
+        if form.column_bytes:
+            orders = [part.ordered for part in parts if part.ordered is not None]
+            blocks = [ordered.blocks for ordered in orders]
+            order = orders[0].order.to(like.device, torch.int32)
+            return LinearWeight(
+                sum(raw.shape[0] for raw in blocks), len(order), OrderedMatrix(_joined(blocks, form, like), order)
+            )
+        return LinearWeight(sum(part.shape[0] for part in parts), parts[0].shape[1], _joined(parts, form, like))
 
     def _packed(self, matrix: torch.Tensor, name: str) -> torch.Tensor | Fp8Matrix | PackedIntMatrix:
         if self._quantization == "none" or name.endswith(UNQUANTIZED) or matrix.shape[1] % INT4_GROUP:
@@ -171,6 +197,11 @@ QUANTISERS: dict[str, Callable[[torch.Tensor], Fp8Matrix | PackedIntMatrix]] = {
 }
 OF_EXPERTS: dict[str, Callable[[torch.Tensor], PackedIntMatrix]] = {"fp8": to_int8, "int4": to_int4, "int8": to_int8}
 """Experts have no products with fp8 matrices: they take 8 bits with a scale for every 32 columns instead."""
+
+
+def _joined(parts: Sequence[RawTensor], form: PackedIntFormat, like: torch.Tensor) -> PackedIntMatrix:
+    kept = [packed_from_blocks(part.data.to(like.device), str(part.quant), form, like.dtype) for part in parts]
+    return joined(kept)
 
 
 def _stacked_fp8(matrices: Sequence[Fp8Matrix]) -> LinearWeight:
@@ -192,6 +223,8 @@ def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch
         return torch.cat([linear(x, piece, mode) for piece in matrix], dim=1)
     if isinstance(matrix, Fp8Matrix | Fp8BlockMatrix):
         return fp8_linear(x, matrix, weight.bias, mode)
+    if isinstance(matrix, OrderedMatrix):
+        x, matrix = reorder_columns(x, matrix.order), matrix.matrix
     form = PLAIN[matrix.dtype] if isinstance(matrix, torch.Tensor) else matrix.form(x.dtype)
     choice = choose(len(x), weight.rows, weight.columns, form, capabilities_of(x.device), mode)
     assert choice is not None, "every product without an epilogue has a kernel"

@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from tokenmill.arch.packed_formats import TABLE_SCALE_BYTES
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
-Kind = Literal["plain", "fp8", "fp8_blocks", "int", "fp4"]
+Kind = Literal["plain", "fp8", "fp8_blocks", "int", "fp4", "table"]
 Epilogue = Literal["none", "gated", "add"]
 """What the same kernel does with the product: nothing; act(gate) * up of two halves; add it to the residual stream"""
 
@@ -48,6 +49,12 @@ FP8_SQUARES = {dtype: WeightForm("fp8_blocks", dtype, 8, dialect="fp8 in squares
 """128 rows share their scales too, and begin at multiples of 128"""
 MXFP4 = {dtype: WeightForm("fp4", dtype, 4, dialect="mxfp4") for dtype in PLAIN}
 NVFP4 = {dtype: WeightForm("fp4", dtype, 4, dialect="nvfp4") for dtype in PLAIN}
+TABLE_FORMS = {
+    (quant, dtype): WeightForm("table", dtype, 4, dialect=quant.lower())
+    for quant in TABLE_SCALE_BYTES
+    for dtype in PLAIN
+}
+"""Codes of 4 bits that number the values of a table"""
 
 
 @cache

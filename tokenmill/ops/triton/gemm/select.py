@@ -113,6 +113,12 @@ def _takes_hopper_fp4(product: Product) -> bool:
     return has_kernel and product.m <= 2 * gpu.tuning.int_hopper_max_rows
 
 
+def _takes_hopper_table(product: Product) -> bool:
+    gpu, is_bfloat16 = product.capabilities, product.form.dtype == torch.bfloat16
+    has_kernel = gpu.has_gluon and is_bfloat16 and product.epilogue == "none"
+    return has_kernel and product.m <= gpu.tuning.table_hopper_max_rows
+
+
 def _takes_splitk_int(product: Product) -> bool:
     tuning = product.capabilities.tuning
     return product.epilogue == "none" and product.m <= max(
@@ -236,6 +242,21 @@ FP4_ROWS = (
     ),
     EXPAND_CUBLAS_ROW,
 )
+TABLE_ROWS = (
+    GemmRow(
+        "hopper_gemm_table",
+        _takes_hopper_table,
+        "quant.hopper_gemm_fp4:HOPPER_GEMM_TABLE",
+        "up to some thousand rows: values are picked from a table in registers while Hopper's matrix units multiply",
+    ),
+    GemmRow(
+        "splitk_table",
+        lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.int4_splitk_max_rows,
+        "quant.gemm_table:SPLITK_TABLE",
+        "few rows: values are looked up in a table, columns are split",
+    ),
+    EXPAND_CUBLAS_ROW,
+)
 INT_ROWS = (
     GemmRow(
         "gemv_int4",
@@ -264,6 +285,7 @@ PRODUCTS: dict[str, tuple[GemmRow, ...]] = {
     "fp8": FP8_ROWS,
     "fp8_blocks": FP8_BLOCKS_ROWS,
     "fp4": FP4_ROWS,
+    "table": TABLE_ROWS,
     "int": INT_ROWS,
 }
 

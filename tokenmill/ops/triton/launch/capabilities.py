@@ -62,6 +62,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     int8_splitk_max_rows: int
     int8_splitk_programs: int
     int_hopper_max_rows: int
+    table_hopper_max_rows: int = 2048  # codes of a table; in rows of older tuning files too
     moe_gemv_max_tokens: int  # each (token, expert) pair streams its expert's matrices; more are sorted by expert
     moe_gemv_programs: int
     moe_expand_min_pairs: int  # tokens an expert from which on packed experts are expanded before the product
@@ -209,8 +210,9 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def keeps_fp4(gpu: Capabilities, dtype: torch.dtype) -> bool:
-    """Return whether matrices of 4-bit floats are multiplied as they are, other than those of experts. Only Hopper's
-    kernel expands them as fast as it reads them; the plain Triton one takes three times as long as 8-bit integers."""
+    """Return whether matrices of 4-bit floats, or of codes of a table, are multiplied as they are, other than those of
+    experts. Only Hopper's kernel expands them about as fast as it reads them; the plain Triton one takes three times as
+    long as 8-bit integers."""
     return gpu.has_gluon and dtype == torch.bfloat16
 
 

@@ -1,4 +1,5 @@
-"""Products of up to some hundred rows with MXFP4 and NVFP4 matrices (`packed_fp4.py`), on Hopper.
+"""Products of up to some hundred rows with matrices of 4 bits, on Hopper: MXFP4 and NVFP4 (`packed_fp4.py`), and codes
+of a table (`packed_table.py`).
 
 As in split-K a program owns a tile of the matrix, which is the left factor, and a range of its columns:
 
@@ -35,6 +36,7 @@ from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
 from tokenmill.ops.triton.quant.fp4 import ptx_weights
 from tokenmill.ops.triton.quant.hopper_gemm_int import HopperIntConfig, copy_tile
 from tokenmill.ops.triton.quant.packed_fp4 import MX_SCALE, NV_SCALE, PackedFp4Matrix
+from tokenmill.ops.triton.quant.packed_table import BYTE_PLANES, FACTOR, TableMatrix
 
 SPAN = gl.constexpr(FP4_SPAN)  # columns
 WORDS = gl.constexpr(FP4_SPAN // 4)  # of a span, 16 bits each
@@ -48,6 +50,41 @@ TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2
 # ($7), each given twice in 32 bits; as `ptx_fp4` of `fp4.py`.
 EXPAND = gl.constexpr("{\n" + ptx_weights(("$5", "$5", "$7", "$7")) + "}")
 EXPAND_TYPES = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
+
+
+def _picked(number: int) -> str:
+    """PTX: values of four codes as two pairs, times their scale ($5) and what its rounding left ($7). `sel` has the
+    lower three bits of the codes, by which a byte is picked of each half of the table; `pick` for each code the byte of
+    the half that its fourth bit says. Table: $9, $11 ... the lower bytes, $17, $19 ... the upper ones."""
+    return f"""prmt.b32 below, $9, $11, sel;
+prmt.b32 above, $13, $15, sel;
+prmt.b32 low, below, above, pick;
+prmt.b32 below, $17, $19, sel;
+prmt.b32 above, $21, $23, sel;
+prmt.b32 high, below, above, pick;
+prmt.b32 below, low, high, 0x5140;
+prmt.b32 above, low, high, 0x7362;
+fma.rn.bf16x2 left, below, $7, zero;
+fma.rn.bf16x2 ${number}, below, $5, left;
+fma.rn.bf16x2 left, above, $7, zero;
+fma.rn.bf16x2 ${number + 1}, above, $5, left;
+"""
+
+
+# The values of the eight codes of two words ($4), as they lie there: the same four pairs.
+PICK = gl.constexpr(
+    f"""{{
+.reg .b32 sel, pick, below, above, low, high, left, zero;
+mov.b32 zero, 0x80008000;
+and.b32 sel, $4, 0x77777777;
+shr.u32 pick, $4, 1;
+lop3.b32 pick, pick, 0x44444444, 0x32103210, 0xEA;
+{_picked(0)}shr.u32 sel, sel, 16;
+shr.u32 pick, pick, 16;
+{_picked(2)}}}"""
+)
+PICK_TYPES = gl.constexpr(",".join(["=r"] * 4 + ["r"] * (5 + 2 * BYTE_PLANES)))
+FACTOR_PLACE = gl.constexpr(FACTOR)
 
 
 @gluon.constexpr_function
@@ -101,6 +138,47 @@ def _of_groups(pairs, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
+def _of_chunk(pairs, CHUNKS: gl.constexpr):
+    """[TILE_N] → the same for all words of a chunk, [TILE_N, 1, 1, 1]"""
+    own: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, CHUNKS)))
+    pairs = gl.convert_layout(pairs, own, assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(pairs, 1), 2), 3)
+
+
+@gluon.jit
+def _twice(scales):
+    """Numbers of float32, rounded to bfloat16, twice in 32 bits"""
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [scales], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _table_chunks(pairs, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr):
+    """Scales of a span, or what is left of them → for its two chunks, as their words have them"""
+    if GROUP == SPAN:
+        first = _of_chunk(gl.reshape(pairs, (TILE_N,)), CHUNKS)
+        second = first
+    elif GROUP == CHUNK:
+        low, high = gl.split(pairs)
+        first, second = _of_chunk(low, CHUNKS), _of_chunk(high, CHUNKS)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(pairs, (TILE_N, 2, 2)), (0, 2, 1)))
+        first, second = _of_groups(low, CHUNKS), _of_groups(high, CHUNKS)
+    return first, second
+
+
+@gluon.jit
+def _table_halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr):
+    """Scales of a span → for its two chunks: rounded to bfloat16, and what that leaves, likewise. A weight is as
+    precise with both as one that was multiplied in float32 and rounded then."""
+    exact = scales.to(gl.float32)
+    rounded = _twice(exact)
+    first, second = _table_chunks(rounded, TILE_N, GROUP, CHUNKS)
+    left = _twice(exact - (rounded & -65536).to(gl.float32, bitcast=True))
+    first_left, second_left = _table_chunks(left, TILE_N, GROUP, CHUNKS)
+    return (first, first_left), (second, second_left)
+
+
+@gluon.jit
 def _halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr):
     """Scales of a span → for its two chunks: those of the first two numbers of each word, and of the others"""
     pairs = _pair(scales, GROUP)
@@ -117,13 +195,23 @@ def _halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.conste
 
 
 @gluon.jit
-def _weights(words, scales, TILE_N: gl.constexpr, CHUNKS: gl.constexpr, LEFT: gl.constexpr):
+def _weights(
+    words, scales, planes, TILE_N: gl.constexpr, CHUNKS: gl.constexpr, LEFT: gl.constexpr, HAS_TABLE: gl.constexpr
+):
     """A chunk's weights: [TILE_N, CHUNK]"""
     own = gl.convert_layout(words, CHUNKS, assert_trivial=True)
-    a, b, c, d = gl.inline_asm_elementwise(
-        EXPAND, EXPAND_TYPES, [own, scales[0], scales[1]],
-        (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+    if HAS_TABLE:
+        a, b, c, d = gl.inline_asm_elementwise(
+            PICK, PICK_TYPES,
+            [own, scales[0], scales[1], planes[0], planes[1], planes[2], planes[3], planes[4], planes[5], planes[6],
+             planes[7]],
+            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            EXPAND, EXPAND_TYPES, [own, scales[0], scales[1]],
+            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     every = gl.join(gl.join(a, b), gl.join(c, d))  # [TILE_N, lanes, groups, neighbours, a or b, ab or cd]
     return gl.convert_layout(
         gl.reshape(gl.permute(every, (0, 2, 5, 4, 1, 3)), (TILE_N, CHUNK)), LEFT, assert_trivial=True
@@ -143,15 +231,25 @@ def _load_spans(matrix, scales, first, last, GROUP: gl.constexpr, AHEAD: gl.cons
     return words, found
 
 
+@gluon.jit
+def _load_planes(table):
+    """A table's values as 16 lower bytes and 16 upper ones, in eight numbers"""
+    found = (gl.load(table),)
+    for i in gl.static_range(1, 8):
+        found = found + (gl.load(table + i),)  # type: ignore[assignment]
+    return found
+
+
 @kernel_unspecialized("num_rows", "splits", jit=gluon.jit, is_large=True)
 def _hopper_gemm_fp4(
     x, weight, scales, factors, bias, out, parts, arrived, num_rows, num_out, num_spans, splits,
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, OVERLAPS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, HAS_TABLE: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Matrix rows beyond the last are read as others; inputs beyond the last row or column are zeros, as the copying
-    unit has it. A split is a number of whole turns of AHEAD spans."""
+    unit has it. A split is a number of whole turns of AHEAD spans. `factors`: of rows, or a table."""
     launch_dependents(OVERLAPS)
+    planes = _load_planes(factors) if HAS_TABLE else ()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     OF_WORDS: gl.constexpr = _word_layout(WARPS, TILE_N)
@@ -184,10 +282,13 @@ def _hopper_gemm_fp4(
     for turn in range(turns):
         words_then, found_then = _load_spans(matrix, own, low + (turn + 1) * AHEAD, num_spans - 1, GROUP, AHEAD)
         for i in gl.static_range(AHEAD):
-            of_chunks = _halves(found[i], TILE_N, GROUP, CHUNKS)
+            if HAS_TABLE:
+                of_chunks = _table_halves(found[i], TILE_N, GROUP, CHUNKS)
+            else:
+                of_chunks = _halves(found[i], TILE_N, GROUP, CHUNKS)
             chunks = gl.split(gl.permute(gl.reshape(words[i], (TILE_N, 4, 2, 2, 2)), (0, 1, 3, 4, 2)))
             for chunk in gl.static_range(2):
-                left = _weights(chunks[chunk], of_chunks[chunk], TILE_N, CHUNKS, LEFT)
+                left = _weights(chunks[chunk], of_chunks[chunk], planes, TILE_N, CHUNKS, LEFT, HAS_TABLE)
                 mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
                 sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
                 sums = warpgroup_mma_wait(1, deps=[sums])
@@ -202,6 +303,8 @@ def _hopper_gemm_fp4(
         sums, is_last = join_splits(sums, parts, arrived, splits, TILE_N, ROWS, SUMS)
     if is_last:
         ours = begin + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
+        if HAS_TABLE:
+            sums *= gl.load(factors + FACTOR_PLACE).to(gl.float32, bitcast=True)
         if GROUP == GROUPS_OF_16:
             sums *= gl.expand_dims(gl.load(factors + ours, mask=ours < num_out, other=0.0), 1)
         if HAS_BIAS:
@@ -216,8 +319,8 @@ class DenseFp4Config(HopperIntConfig):
 
 def pick_dense_fp4_config(product: Product) -> DenseFp4Config:
     """The fastest on an H200 of 8 to 256 rows, 1 to 8 splits, 1, 2 and 4 spans on their way and 4 to 8 tiles of inputs.
-    Of splits there are so many that a multiprocessor has three programs, four or five with MXFP4, whose scales take
-    fewer registers, and two of 128 rows. 256 rows at once only where little is split."""
+    Of splits there are so many that a multiprocessor has three programs, four or five with MXFP4 and tables, whose
+    scales take fewer registers, and two of 128 rows. 256 rows at once only where little is split."""
     multiprocessors, m, n = product.capabilities.tuning.multiprocessors, product.m, product.n
     if m > 128:
         tall = cdiv(m, 256)
@@ -226,7 +329,8 @@ def pick_dense_fp4_config(product: Product) -> DenseFp4Config:
         return DenseFp4Config(256, max(1, multiprocessors // (cdiv(n, 64) * tall)), ring=4)
     is_large = cdiv(n, 64) >= 3 * multiprocessors
     rows = next((size for size in (8, 16, 32, 64) if m <= size and (size > 8 or is_large)), 128)
-    each = 2 if rows == 128 else 4.5 if rows <= 32 and product.form == MXFP4[torch.bfloat16] else 3
+    is_light = product.form.kind == "table" or product.form == MXFP4[torch.bfloat16]
+    each = 2 if rows == 128 else 4.5 if rows <= 32 and is_light else 3
     spans = product.k // FP4_SPAN
     splits = max(1, min(int(each * multiprocessors) // cdiv(n, 64), spans // 4))
     turns = cdiv(spans, 2 * splits)  # of a program, two spans each
@@ -235,7 +339,7 @@ def pick_dense_fp4_config(product: Product) -> DenseFp4Config:
 
 def hopper_fp4_linear(
     x: torch.Tensor,
-    matrix: PackedFp4Matrix,
+    matrix: PackedFp4Matrix | TableMatrix,
     bias: torch.Tensor | None,
     config: DenseFp4Config,
     _dtype: object = None,
@@ -246,14 +350,17 @@ def hopper_fp4_linear(
     matrix_tiles, blocks = cdiv(num_out, config.tile_n), cdiv(num_rows, config.rows)
     out = x.new_empty(num_rows, num_out)
     parts, arrived = room_for_splits(matrix_tiles * blocks, config.splits, config.tile_n * config.rows, out)
+    has_table = isinstance(matrix, TableMatrix)
+    factors = matrix.table if isinstance(matrix, TableMatrix) else matrix.factors
     _hopper_gemm_fp4[(matrix_tiles, config.splits, blocks)](
-        TensorDescriptor.from_tensor(x, [config.rows, FP4_SPAN // 2], TILES), matrix.words, matrix.scales,
-        matrix.factors, bias if bias is not None else x, out, parts, arrived,
+        TensorDescriptor.from_tensor(x, [config.rows, FP4_SPAN // 2], TILES), matrix.words.view(torch.int16),
+        matrix.scales, factors, bias if bias is not None else x, out, parts, arrived,
         num_rows, num_out, matrix.num_columns // FP4_SPAN, config.splits,
         config.rows, config.tile_n, config.ring, config.warps, config.ahead, bias is not None, matrix.group,
-        num_warps=config.warps, **launch_options(),
+        has_table, num_warps=config.warps, **launch_options(),
     )  # fmt: skip
     return out
 
 
 HOPPER_GEMM_FP4 = GemmKernel(pick_dense_fp4_config, hopper_fp4_linear)
+HOPPER_GEMM_TABLE = GemmKernel(pick_dense_fp4_config, hopper_fp4_linear)

@@ -85,6 +85,15 @@ class PackedIntMatrix:
         return int_form(dtype, self.bits, self.interleave)
 
 
+@dataclass(frozen=True)
+class OrderedMatrix:
+    """A matrix whose columns were put into another order, so that those of a group lie together (act order). Products
+    put the columns of their inputs into the same."""
+
+    matrix: PackedIntMatrix
+    order: torch.Tensor  # int32 [columns]: of the matrix as it was, by columns as they are
+
+
 def to_fp8(matrix: torch.Tensor) -> Fp8Matrix:
     scales = (matrix.abs().amax(dim=1).float() / 448.0).clamp_(min=1e-12)
     values = torch.empty(matrix.shape, dtype=FP8, device=matrix.device)

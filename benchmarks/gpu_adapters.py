@@ -1,6 +1,6 @@
 """Times decoding steps whose rows have adapters, captured as graphs, beside steps of the model alone.
 
-python benchmarks/gpu_adapters.py DIR_WITH_CONFIG [--rows 32] [--adapters 16] [--rank 16] [--dtype bfloat16]
+python benchmarks/gpu_adapters.py DIR_WITH_CONFIG [--rows 32] [--adapters 16] [--rank 16] [--targets experts]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from tokenmill.arch.read import read_spec
-from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.spec import ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import KVStorage
@@ -33,6 +33,7 @@ TARGETS = {
     "queries and values": ("q", "v"),
     "attention": ("q", "k", "v", "o"),
     "all matrices": ("q", "k", "v", "o", "gate", "up", "down"),
+    "experts": ("experts.gate", "experts.up", "experts.down"),
 }
 
 
@@ -42,7 +43,8 @@ class AdaptedSteps:
     def __init__(self, folder: Path, quantization: str, num_slots: int, rank: int, rows: int) -> None:
         self.spec, device, dtype = read_spec(folder), torch.device("cuda"), torch.bfloat16
         weights = dummy_weights(self.spec, dtype=dtype, device=device)
-        self.slots = AdapterSlots(num_slots, rank)
+        has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in self.spec.layers)
+        self.slots = AdapterSlots(num_slots, rank, rank if has_experts else 0)
         self.model = Decoder(
             self.spec, Loader(weights, build_ops(quantization), dtype, device, self.slots), MAX_CONTEXT
         )
@@ -77,15 +79,17 @@ class AdaptedSteps:
 
 def random_adapter(spec: ModelSpec, parts: tuple[str, ...], rank: int) -> dict[str, LowRank]:
     names = {name.removesuffix(".weight"): one.shape for name, one in tensors_of(spec).items() if one.kind == "linear"}
-    dtype, device = torch.bfloat16, torch.device("cuda")
-    return {
-        name: LowRank(
-            torch.randn(rank, shape[1], dtype=dtype, device=device) * 0.01,
-            torch.randn(shape[0], rank, dtype=dtype, device=device) * 0.01,
-        )
-        for name, shape in names.items()
-        if name.rpartition(".")[2] in parts and len(shape) == 2
-    }
+    dtype, device, found = torch.bfloat16, torch.device("cuda"), {}
+    for name, shape in names.items():
+        if name.split(".", 2)[-1] not in parts:
+            continue
+        a = torch.randn(rank, shape[-1], dtype=dtype, device=device) * 0.01
+        b = torch.randn(shape[-2], rank, dtype=dtype, device=device) * 0.01
+        if len(shape) == 2:
+            found[name] = LowRank(a, b)
+        else:  # the same numbers for all experts, which lie apart in the slot
+            found |= {f"{name}.{expert}": LowRank(a, b) for expert in range(shape[0])}
+    return found
 
 
 def main() -> None:
@@ -95,6 +99,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS)[:3])
     given = parser.parse_args()
     without = AdaptedSteps(given.model, given.quantization, 0, 0, given.rows)
     base = without.ms(given.rows, None)
@@ -103,7 +108,8 @@ def main() -> None:
     torch.cuda.empty_cache()
     steps = AdaptedSteps(given.model, given.quantization, given.adapters, given.rank, given.rows)
     found = {"no slots": base}
-    for title, parts in TARGETS.items():
+    for title in given.targets:
+        parts = TARGETS[title]
         for slot in range(1, 1 + given.adapters):
             steps.slots.put(slot, random_adapter(steps.spec, parts, given.rank))
         each = [1 + row % given.adapters for row in range(given.rows)]

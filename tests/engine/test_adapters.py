@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.peft_cases import CASES, OF_EXPERTS, model_folder
 from tests.support.random_adapters import llama_shapes, plain_config, write_adapter
 from tests.support.trained_models import GREEDY, golden_cases, num_equal_tokens
 from tokenmill import LLM, Guided, SamplingParams
 from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import MoeSpec
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.errors import TokenmillError, UnknownModel
+from tokenmill.lora.sizes import adapter_size
 from tokenmill.params import BeamParams
 from tokenmill.planner.serving import serving_memory
 
@@ -201,3 +204,23 @@ def test_slots_are_planned_as_they_are_made(stories_dir: Path, random_dirs: dict
     _, without = serving_memory(EngineConfig(ModelConfig(model=str(stories_dir))), stories_dir, "stories")
     assert (memory.adapters, without.adapters) == (room.total_bytes, 0)
     assert room.total_bytes == 3 * room.slot_values * 4 > 0
+
+
+def test_room_for_experts_is_planned_where_a_named_adapter_changes_some(shared_dir: Path, tmp_path: Path) -> None:
+    """A parameter of all experts has their ranks one below the other: 4 of each."""
+    title = OF_EXPERTS[0]
+    spec = read_spec(model_folder(shared_dir, title))
+    write_adapter(tmp_path / "all", CASES[title]["config"], CASES[title]["shapes"])
+    shapes = {name: shape for name, shape in CASES[title]["shapes"].items() if ".experts." not in name}
+    assert 0 < len(shapes) < len(CASES[title]["shapes"])
+    write_adapter(tmp_path / "attention", CASES[title]["config"], shapes)
+    assert adapter_size(tmp_path / "all", spec)[::2] == (4, 4)
+    assert adapter_size(tmp_path / "attention", spec)[::2] == (4, 0)
+
+    def values(name: str) -> int:
+        config = ModelConfig(model="m", adapter=(f"a={tmp_path / name}",), adapter_slots=2)
+        return resolve_adapters(config, spec, 4).slot_values
+
+    moes = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    of_experts = sum(moe.num_experts * 3 * 16 * (spec.hidden_size + moe.expert.intermediate_size) for moe in moes)
+    assert values("all") - values("attention") == of_experts > 0

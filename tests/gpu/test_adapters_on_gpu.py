@@ -9,13 +9,19 @@ import pytest
 import torch
 
 from tests.support.large_model import relative_error
+from tests.support.peft_cases import CASES, OF_EXPERTS, RECORDED, model_folder
 from tests.support.random_adapters import llama_shapes, plain_config, write_adapter
+from tests.support.small_floats import raw_matrix
 from tests.support.trained_models import GREEDY, golden_cases, num_equal_tokens
 from tokenmill import LLM, SamplingParams
 from tokenmill.ops.compose import MODES
-from tokenmill.ops.interface import LinearWeight
-from tokenmill.ops.low_rank import LowRank
+from tokenmill.ops.interface import LinearWeight, Routing
+from tokenmill.ops.low_rank import ExpertsShape, LowRank
+from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
+from tokenmill.weights.dequantize import dequantize
+from tokenmill.weights.dummy import random_blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,3 +104,86 @@ def test_few_slots_and_reloading_give_the_tokens_of_each_alone(stories_dir: Path
     together = llm.generate(prompts, params, adapter=names, progress=False)
     alone = [llm.generate(p, params, adapter=n, progress=False)[0] for p, n in zip(prompts, names, strict=True)]
     assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in alone]
+
+
+@pytest.mark.parametrize("quant", [None, "Q4_K", "MXFP4", "F8"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_experts_of_any_mix_of_adapters(quant: str | None, deterministic: bool) -> None:
+    """Few tokens pair by pair, more in tiles of an expert's pairs; on experts of every form"""
+    from tokenmill.ops.triton.build import build_ops
+
+    if deterministic and quant is not None:
+        pytest.skip("experts are expanded then")
+    torch.manual_seed(0)
+    count, hidden, inter, active, num_slots = 6, 512, 256, 3, 4
+
+    def dense(raw: RawTensor) -> torch.Tensor:
+        return dequantize(raw, torch.bfloat16).cuda()
+
+    def raw(name: str, *shape: int) -> RawTensor:
+        name = f"layers.0.experts.{name}.weight"
+        if quant in ("MXFP4", "F8"):
+            return raw_matrix(quant, shape, seed=len(name), name=name)
+        if quant is not None:
+            return RawTensor(name, shape, random_blocks(shape, quant, torch.Generator().manual_seed(1)), quant)
+        return RawTensor(name, shape, torch.randn(shape) * 0.03)
+
+    gate, up, down = (
+        raw("gate", count, inter, hidden),
+        raw("up", count, inter, hidden),
+        raw("down", count, hidden, inter),
+    )
+    ops = build_ops(deterministic=deterministic)
+    packed = ops.pack_experts(gate, up, down, dense)
+    exact = REFERENCE_OPS.pack_experts(gate, up, down, lambda one: dequantize(one).cuda())
+    shape, like = ExpertsShape(count, hidden, inter, is_gated=True), torch.empty(0, device="cuda")
+    held = ops.low_rank.hold_experts(shape, num_slots, 40, like.bfloat16())
+    reference = ReferenceLowRankOps().hold_experts(shape, num_slots, 40, like)
+    assert held is not None
+    for slot in range(1, num_slots):  # the last one has nothing
+        rank, has_gain = (16, 40, 3)[slot - 1], slot == 2
+
+        def low_rank(rows: int, columns: int, rank: int = rank, has_gain: bool = has_gain) -> LowRank:
+            a, b = torch.randn(rank, columns) * 0.05, torch.randn(rows, rank) * 0.05
+            return LowRank(a.bfloat16().float(), b.bfloat16().float(), torch.randn(rows) * 0.1 if has_gain else None)
+
+        parts = [(low_rank(inter, hidden), low_rank(inter, hidden), low_rank(hidden, inter)) for _ in range(count)]
+        for one in (held, reference):
+            one.put(slot, parts)
+    for num_tokens in (1, 3, 17, 64, 65, 300, 1500):
+        x, slots = (
+            torch.randn(num_tokens, hidden, device="cuda").bfloat16(),
+            torch.randint(0, 5, (num_tokens,)).int().cuda(),
+        )
+        weights, ids = REFERENCE_OPS.route(torch.randn(num_tokens, count, device="cuda"), Routing(active))
+        found = held.run(x, weights, ids, packed, "silu", ops.low_rank.plan(slots))
+        wanted = reference.run(x.float(), weights, ids, exact, "silu", ReferenceLowRankOps().plan(slots.cpu()))
+        error = relative_error(found, wanted)
+        assert error < (0.06 if quant == "F8" and num_tokens > 32 else 0.012), (num_tokens, error)
+
+
+@pytest.mark.parametrize("title", OF_EXPERTS)
+def test_models_with_adapters_of_experts_answer_as_on_a_cpu(title: str, shared_dir: Path, tmp_path: Path) -> None:
+    """Scores of a prompt, and tokens drawn in captured graphs, beside rows without an adapter"""
+    case = CASES[title]
+    adapter = write_adapter(tmp_path, case["config"], case["shapes"])
+    prompt, params = (
+        RECORDED["prompt"],
+        SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=1, ignore_eos=True),
+    )
+    results = []
+    for settings in ({"device": "cpu"}, {"device": "cuda"}, {"device": "cuda", "deterministic": True}):
+        llm = LLM(
+            model_folder(shared_dir, title), adapters={"a": adapter}, dtype="float32", num_blocks=60, max_running=4,
+            max_context=96, token_budget=64, **settings,
+        )  # fmt: skip
+        both = llm.generate([prompt, prompt, prompt], params, adapter=["a", None, "a"], progress=False)
+        scores = [[one.logprob for one in answer.prompt_logprobs or [] if one is not None] for answer in both]
+        results.append((torch.tensor(scores), [answer.outputs[0].token_ids for answer in both]))
+    (expected, tokens), *others = results
+    assert not torch.equal(expected[0], expected[1]), "the adapter changes nothing"
+    for scores, found in others:
+        assert (scores - expected).abs().max() < 1e-3
+        assert (
+            sum(one == other for one, other in zip(found, tokens, strict=True)) >= 2
+        )  # a close call may fall either way

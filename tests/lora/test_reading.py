@@ -71,7 +71,7 @@ def test_what_says_nothing_is_taken(stories: AdaptableModel, tmp_path: Path) -> 
     quiet |= {"lora_dropout": 0.1, "task_type": "CAUSAL_LM", "layers_to_transform": None}
     adapter = stories.read(write_adapter(tmp_path, plain_config(**quiet), SHAPES))
     assert adapter.rank == 4 and len(adapter.matrices) == 5
-    assert adapter_size(tmp_path) == (4, adapter.num_values)
+    assert adapter_size(tmp_path) == (4, adapter.num_values, 0)
 
 
 def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:

@@ -47,12 +47,15 @@ def adaptable_model(
     activation_bits: str = "16",
     max_rank: int = 256,
     quantization: Quantization = "none",
+    expert_rank: int = 0,
+    device: torch.device = CPU,
 ) -> AdaptableModel:
     spec = read_spec(folder)
     source = open_weights(folder, spec)
     if backend != "cpu":
-        slots = AdapterSlots(num_slots, max_rank)
-        return AdaptableModel(spec, source, Decoder(spec, Loader(source, ops, torch.float32, CPU, slots), MAX_CONTEXT))
+        slots = AdapterSlots(num_slots, max_rank, expert_rank)
+        loader = Loader(source, ops, torch.float32, device, slots)
+        return AdaptableModel(spec, source, Decoder(spec, loader, MAX_CONTEXT))
     tables = PositionTables.of(spec, MAX_CONTEXT, CPU).ropes
     ropes = {rope: (table.cos, table.sin) for rope, table in tables.items()}
     model = NativeDecoder(

@@ -14,7 +14,8 @@ from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
 from tokenmill.ops.triton.adapters import low_rank as low_rank_module
-from tokenmill.ops.triton.adapters.low_rank import MAX_SINGLE, TritonLowRankOps
+from tokenmill.ops.triton.adapters.ops import TritonLowRankOps
+from tokenmill.ops.triton.adapters.token_slots import MAX_SINGLE
 from tokenmill.ops.triton.build import build_ops
 
 SIZES, COLUMNS = (40, 24, 8), 72

@@ -1,6 +1,7 @@
 """The number of adapter slots of a model and their memory, known before anything is loaded.
 
-A slot holds any of the adapters that are named, and one of the largest rank that changes every matrix of the layers.
+A slot holds any of the adapters that are named, and one of the largest rank that changes every matrix of the layers: of
+experts too where a named one does.
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ def resolve_adapters(config: ModelConfig, spec: ModelSpec, value_bytes: int) -> 
     slots = min(len(named), MAX_AUTO_SLOTS) if config.adapter_slots is None else config.adapter_slots
     if not slots:
         return AdapterRoom(0, None)
-    sizes = [adapter_size(path) for path in named.values()]
+    sizes = [adapter_size(path, spec) for path in named.values()]
     rank = config.max_adapter_rank or max((size.rank for size in sizes), default=DEFAULT_RANK)
-    values = max([slot_values(spec, rank), *(size.num_values for size in sizes)])
+    values = max([slot_values(spec, rank, named_expert_rank(config, spec)), *(size.num_values for size in sizes)])
     total_bytes = slots * values * value_bytes
     reason = f"adapters: {slots} slots for ranks up to {rank}, {total_bytes / 2**30:.2f} GiB"
     return AdapterRoom(slots, rank, values, total_bytes, [reason])
+
+
+def named_expert_rank(config: ModelConfig, spec: ModelSpec) -> int:
+    """The largest rank of the named adapters' experts; 0 where none of them changes any"""
+    sizes = (adapter_size(path, spec) for path in named_adapters(config.adapter).values())
+    return max((size.expert_rank for size in sizes), default=0)

@@ -123,7 +123,8 @@ class AdapterStore:
     def _require_fit(self, adapter: Adapter, path: Path) -> None:
         missing = sorted(adapter.matrices.keys() - (self._matrices or set()))
         if missing:
-            raise UnsupportedModel(f"{path}: an adapter of {missing[0]} is not implemented by these kernels")
+            hint = "name an adapter of experts when the model is started" if ".experts." in missing[0] else None
+            raise UnsupportedModel(f"{path}: there is no room for an adapter of {missing[0]}", hint=hint)
         if adapter.rank > self._max_rank:
             hint = f"start with --max-adapter-rank {adapter.rank}"
             raise UnsupportedModel(

@@ -15,6 +15,7 @@ from tokenmill.arch.mtp import mtp_head
 from tokenmill.arch.packed_formats import drawable_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
+from tokenmill.engine.adapter_room import named_expert_rank
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.pool_memory import PoolMemory
@@ -57,7 +58,8 @@ def build_decoder(
 ) -> Decoder:
     """A model that computes layer by layer with a table of ops; `shard`: what this rank has of it."""
     dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
-    slots = AdapterSlots(config.model.adapter_slots or 0, config.model.max_adapter_rank or 0)
+    model = config.model
+    slots = AdapterSlots(model.adapter_slots or 0, model.max_adapter_rank or 0, named_expert_rank(model, spec))
     return Decoder(spec, Loader(source, ops, dtype, device, slots, shard), config.model.max_context)
 
 

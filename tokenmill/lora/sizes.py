@@ -6,12 +6,13 @@ What a slot must hold is known from this before a model is loaded, and by the pl
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenmill.arch.gguf_file import read_gguf
-from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.spec import ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import DamagedFile, ModelError
 
@@ -21,27 +22,44 @@ MAX_RANK = 1024
 PANEL = 16  # ranks that kernels take at a time
 
 
+# Parts of the names of experts' matrices, in checkpoints and in GGUF; and of the MLP of all tokens beside them.
+_EXPERTS = re.compile(r"\.experts\.|_exps\.")
+_SHARED = re.compile(r"\.shared_(experts?|mlp)\.|_shexp\.")
+_STACKED = re.compile(r"\.experts\.(base_layer\.)*lora_A")  # of a parameter that has the matrices of all experts
+
+
 class AdapterSize(NamedTuple):
     rank: int
     num_values: int
+    expert_rank: int = 0  # the largest of experts' matrices; 0: it changes none
 
 
-def adapter_size(path: Path) -> AdapterSize:
+def adapter_size(path: Path, spec: ModelSpec | None = None) -> AdapterSize:
+    """`spec`: the model that it adapts, where that is known."""
     shapes = _safetensors_shapes(path / WEIGHTS) if path.is_dir() else _gguf_shapes(path)
-    ranks = [shape[0] for name, shape in shapes.items() if ".lora_A" in name or ".lora_embedding_A" in name]
-    ranks += [shape[-2] for name, shape in shapes.items() if name.endswith(".lora_a") and len(shape) > 1]
+    moes = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)] if spec else []
+    count, is_joined = max((moe.num_experts for moe in moes), default=1), any(m.is_shared_like_experts for m in moes)
+    ranks = {name: shape[0] for name, shape in shapes.items() if ".lora_A" in name or ".lora_embedding_A" in name}
+    ranks |= {name: shape[-2] for name, shape in shapes.items() if name.endswith(".lora_a") and len(shape) > 1}
+    ranks = {name: rank // count if _STACKED.search(name) else rank for name, rank in ranks.items()}
+    of_experts = [rank for name, rank in ranks.items() if _EXPERTS.search(name) or (is_joined and _SHARED.search(name))]
     values = sum(prod(shape) for name, shape in shapes.items() if ".lora_" in name)
-    return AdapterSize(max(ranks, default=0), values)
+    return AdapterSize(max(ranks.values(), default=0), values, max(of_experts, default=0))
 
 
-def slot_values(spec: ModelSpec, rank: int) -> int:
-    """Numbers of an adapter of this rank that changes every matrix but those of experts."""
-    ranks = -(-rank // PANEL) * PANEL
+def slot_values(spec: ModelSpec, rank: int, expert_rank: int = 0) -> int:
+    """Numbers of an adapter of this rank that changes every matrix; those of experts in `expert_rank`, which may be
+    0."""
+    ranks, of_experts = (-(-one // PANEL) * PANEL for one in (rank, expert_rank))
     kinds = ("linear", "embedding")
-    matrices = [tensor.shape for tensor in tensors_of(spec).values() if tensor.kind in kinds and len(tensor.shape) == 2]
+    tensors = [tensor for tensor in tensors_of(spec).values() if tensor.kind in kinds]
+    matrices = [tensor.shape for tensor in tensors if len(tensor.shape) == 2]
     if spec.tied_head:
         matrices.append((spec.vocab_size, spec.hidden_size))
-    return sum(ranks * sum(shape) for shape in matrices)
+    experts = [tensor.shape for tensor in tensors if len(tensor.shape) == 3 and ".experts." in tensor.name]
+    return sum(ranks * sum(shape) for shape in matrices) + sum(
+        of_experts * count * (rows + columns) for count, rows, columns in experts
+    )
 
 
 def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:

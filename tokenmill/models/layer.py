@@ -253,7 +253,9 @@ class LayerLoader:
             self._router_norm(feed),
             None if feed.latent is None else (load.projection(feed.latent[0]), load.projection(feed.latent[1])),
             feed.scale,
-            load.expert_adapters(names, feed.spec.num_experts),
+            load.expert_adapters(
+                names, up.shape, self._shared_names(feed) if experts.num_shared else None, experts.num_shared
+            ),
             None if feed.table is None else load.vector(feed.table).long(),
         )
 
@@ -263,9 +265,14 @@ class LayerLoader:
             return None
         if self.load.shard is not None and self.load.shard.gather_inputs(feed.downs) is not None:
             return None  # what ranks have computed of its inner numbers is not put together expert by expert
-        (gate, up), (down,) = (matrices.names for matrices in feed.shared)
-        first, second, third = (self.load.source.get(f"{name}.weight") for name in (gate, up, down))
+        first, second, third = (self.load.source.get(f"{name}.weight") for name in self._shared_names(feed) or ())
         return first, second, third
+
+    def _shared_names(self, feed: Experts) -> tuple[str, str, str] | None:
+        if feed.shared is None or not feed.spec.is_shared_like_experts:
+            return None
+        (gate, up), (down,) = (matrices.names for matrices in feed.shared)
+        return gate, up, down
 
     def _bias(self, name: str) -> torch.Tensor:
         return self.load.vector(f"{name}.bias").to(self.load.dtype)

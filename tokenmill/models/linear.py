@@ -21,7 +21,7 @@ from tokenmill.models.protocol import WeightReader
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.blocks import is_known
 from tokenmill.ops.interface import LinearWeight, Norm, Ops
-from tokenmill.ops.low_rank import HeldExperts, HeldLowRank, LowRank
+from tokenmill.ops.low_rank import ExpertsShape, HeldExperts, HeldLowRank, LowRank
 from tokenmill.ops.raw import RawTensor
 from tokenmill.parallel.cuts import Span
 from tokenmill.parallel.group import Gather, GatherRows, Shard, Sum
@@ -166,14 +166,20 @@ class Loader:
         self.slots.held.append(HeldAdapter(names, rows, held))
         return held
 
-    def expert_adapters(self, names: tuple[str | None, str, str], num_experts: int) -> HeldExperts | None:
-        """Slots for adapters of experts' gates, ups and downs."""
+    def expert_adapters(
+        self, names: ExpertNames, up_shape: tuple[int, ...], shared: ExpertNames | None = None, num_shared: int = 0
+    ) -> HeldExperts | None:
+        """Slots for adapters of experts' gates, ups and downs. `shared`: names of an MLP that is computed as so many
+        more experts."""
         if not self.slots.number:
             return None
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        held = self.ops.low_rank.hold_experts(num_experts, self.slots.number, like)
+        count, inter, hidden = up_shape
+        shape = ExpertsShape(count + num_shared, hidden, inter, names[0] is not None)
+        rank = 0 if self.shard is not None else self.slots.expert_rank  # no kernels for some rows of experts
+        held = self.ops.low_rank.hold_experts(shape, self.slots.number, rank, like)
         if held is not None:
-            self.slots.held_experts.append((names, num_experts, held))
+            self.slots.held_experts.append(ExpertSlots(names, count, held, shared, num_shared))
         return held
 
 
@@ -192,39 +198,71 @@ class HeldAdapter(NamedTuple):
         ]
 
 
+ExpertNames = tuple[str | None, str, str]  # of gates, if there are any, ups and downs
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """The slots of adapters of a layer's experts."""
+
+    names: ExpertNames
+    count: int
+    held: HeldExperts
+    shared: ExpertNames | None = None  # of an MLP that is computed as some more experts
+    num_shared: int = 0
+
+    def matrices(self) -> set[str]:
+        found = {f"{name}.{expert}" for name in self.names if name for expert in range(self.count)}
+        return found | {name for name in self.shared or () if name}
+
+    def put(self, slot: int, matrices: Mapping[str, LowRank]) -> bool:
+        own = [tuple(matrices.get(f"{name}.{expert}") for name in self.names) for expert in range(self.count)]
+        if self.shared is not None:
+            gate, up, down = (matrices.get(str(name)) for name in self.shared)
+            own += [
+                (self._rows(gate, number), self._rows(up, number), self._columns(down, number))
+                for number in range(self.num_shared)
+            ]
+        return self.held.put(slot, [(gate, up, down) for gate, up, down in own])
+
+    def _rows(self, part: LowRank | None, number: int) -> LowRank | None:
+        """What is added to an expert's part of rows"""
+        if part is None:
+            return None
+        size = len(part.b) // self.num_shared
+        rows = slice(number * size, (number + 1) * size)
+        return LowRank(part.a, part.b[rows], None if part.gain is None else part.gain[rows])
+
+    def _columns(self, part: LowRank | None, number: int) -> LowRank | None:
+        """What is added to an expert's part of columns: their sum is what is added to the whole"""
+        if part is None:
+            return None
+        size = part.a.shape[1] // self.num_shared
+        return LowRank(part.a[:, number * size : (number + 1) * size], part.b, part.gain)
+
+
 @dataclass
 class AdapterSlots:
     """The slots of a model's adapters, over all its matrices."""
 
     number: int  # 0: no adapter can be loaded
     max_rank: int = 0
+    expert_rank: int = 0  # the largest of an adapter of experts; 0: none was named when the model was loaded
     version: int = 0  # changes when steps with adapters launch other kernels than before
     held: list[HeldAdapter] = field(default_factory=list)
-    held_experts: list[tuple[tuple[str | None, str, str], int, HeldExperts]] = field(default_factory=list)
+    held_experts: list[ExpertSlots] = field(default_factory=list)
 
     def names(self) -> set[str]:
         """Return the names of the matrices that adapters may change."""
         found = {name for held in self.held for name in held.names}
-        for names, count, _ in self.held_experts:
-            found |= {f"{name}.{expert}" for name in names if name for expert in range(count)}
-        return found
+        return found.union(*(experts.matrices() for experts in self.held_experts))
 
     def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         """Let a slot (from 1 on) hold an adapter, in place of the one that it holds."""
         for held in self.held:
             self.version += held.slots.put(slot, held.parts(matrices))
-        for (gate, up, down), count, experts in self.held_experts:
-            experts.put(
-                slot,
-                [
-                    (
-                        matrices.get(f"{gate}.{expert}"),
-                        matrices.get(f"{up}.{expert}"),
-                        matrices.get(f"{down}.{expert}"),
-                    )
-                    for expert in range(count)
-                ],
-            )
+        for experts in self.held_experts:
+            self.version += experts.put(slot, matrices)
 
 
 def form_of(weights: Any) -> Hashable:

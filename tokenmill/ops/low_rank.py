@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -77,11 +77,21 @@ class HeldLowRank(Protocol):
         ...
 
 
+class ExpertsShape(NamedTuple):
+    """The experts of a layer: ups [inter, hidden] each, gates alike where there are any, downs [hidden, inter]"""
+
+    num_experts: int
+    hidden: int
+    inter: int
+    is_gated: bool
+
+
 class HeldExperts(Protocol):
     """The adapters of a layer's experts, in all slots."""
 
-    def put(self, slot: int, experts: Sequence[tuple[LowRank | None, LowRank | None, LowRank | None]]) -> None:
-        """Let a slot hold what an adapter adds to each expert's gate, up and down."""
+    def put(self, slot: int, experts: Sequence[tuple[LowRank | None, LowRank | None, LowRank | None]]) -> bool:
+        """Let a slot hold what an adapter adds to each expert's gate, up and down. True where steps with adapters
+        launch other kernels from now on."""
         ...
 
     def run(
@@ -111,6 +121,9 @@ class LowRankOps(Protocol):
         """Room for the adapters of a projection with parts of so many rows; dtype and device are those of `like`."""
         ...
 
-    def hold_experts(self, num_experts: int, num_slots: int, like: torch.Tensor) -> HeldExperts | None:
-        """None: adapters of experts are not implemented."""
+    def hold_experts(
+        self, shape: ExpertsShape, num_slots: int, max_rank: int, like: torch.Tensor
+    ) -> HeldExperts | None:
+        """Room for the adapters of a layer's experts; `max_rank` is 0 where none was named when the model was loaded.
+        None: there is no room."""
         ...

@@ -14,7 +14,7 @@ import torch
 
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import ExpertsWeight, LinearWeight
-from tokenmill.ops.low_rank import LowRank
+from tokenmill.ops.low_rank import ExpertsShape, LowRank
 from tokenmill.ops.reference.elementwise import act_mul
 from tokenmill.ops.reference.experts import Adapt, experts
 from tokenmill.ops.reference.linear import multiply
@@ -44,7 +44,9 @@ class ReferenceLowRankOps:
     ) -> ReferenceLowRank:
         return ReferenceLowRank(sizes, like)
 
-    def hold_experts(self, num_experts: int, num_slots: int, like: torch.Tensor) -> ReferenceLowRankExperts:
+    def hold_experts(
+        self, shape: ExpertsShape, num_slots: int, max_rank: int, like: torch.Tensor
+    ) -> ReferenceLowRankExperts:
         return ReferenceLowRankExperts(like)
 
 
@@ -94,8 +96,9 @@ class ReferenceLowRankExperts:
         self._like = like
         self._slots: dict[int, list[tuple[LowRank | None, ...]]] = {}
 
-    def put(self, slot: int, experts: Sequence[tuple[LowRank | None, LowRank | None, LowRank | None]]) -> None:
+    def put(self, slot: int, experts: Sequence[tuple[LowRank | None, LowRank | None, LowRank | None]]) -> bool:
         self._slots[slot] = [tuple(part and on_device(part, self._like) for part in parts) for parts in experts]
+        return False
 
     def run(
         self,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference import REFERENCE_OPS
-from tokenmill.ops.triton.adapters.low_rank import TritonLowRankOps
+from tokenmill.ops.triton.adapters.ops import TritonLowRankOps
 from tokenmill.ops.triton.attention.deterministic import deterministic_attention
 from tokenmill.ops.triton.attention.latent import deterministic_latent_attend
 from tokenmill.ops.triton.attention.plan import plan_attention

@@ -32,12 +32,11 @@ import triton.language as tl
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.low_rank import LowRank
+from tokenmill.ops.triton.adapters.token_slots import RANKS, TokenSlots
 from tokenmill.ops.triton.elementwise.activation import act_mul, gated
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
-RANKS = 16  # ranks are padded to multiples of this
-MAX_SINGLE = 64  # tokens that are computed one by one
 TILE = 32  # tokens of a tile
 MAX_JOINED = 0.25  # rows of all slots' `a`, for one of the matrix, up to which they lie below it
 # Ranks and columns of a program that shrinks, and its warps; columns of one that expands, and its warps.
@@ -264,45 +263,6 @@ def _expand_tiles(
 # ── what projections hold ──────────────────────────────────────────────────────────────────────────────
 
 
-class TokenSlots(NamedTuple):
-    """The slots of a step's tokens, and how they are computed"""
-
-    slots: torch.Tensor  # int32 [T]
-    in_tiles: bool
-
-
-def _settle(slots: torch.Tensor) -> None:
-    """Let all kernels behind this read `slots` before they wait for the one before them. They do not begin before what
-    is launched here, and that, since torch launches it in the ordinary way, not before all that came earlier ended."""
-    slots.new_zeros(1)
-
-
-class TritonLowRankOps:
-    def __init__(self, *, deterministic: bool = False) -> None:
-        self._deterministic = deterministic
-
-    def plan(self, slots: torch.Tensor) -> TokenSlots:
-        slots, in_tiles = slots.contiguous(), self._deterministic or len(slots) > MAX_SINGLE
-        if not in_tiles:
-            _settle(slots)
-        return TokenSlots(slots, in_tiles)
-
-    def hold(
-        self,
-        sizes: tuple[int, ...],
-        columns: int,
-        num_slots: int,
-        max_rank: int,
-        like: torch.Tensor,
-        *,
-        is_embedding: bool = False,
-    ) -> TritonLowRank:
-        return TritonLowRank(sizes, columns, num_slots, max_rank, like, is_embedding=is_embedding)
-
-    def hold_experts(self, num_experts: int, num_slots: int, like: torch.Tensor) -> None:
-        return None
-
-
 class TritonLowRank:
     def __init__(
         self,
@@ -329,6 +289,11 @@ class TritonLowRank:
         self._joined: LinearWeight | None = None  # the projection's matrix with all of `a` below it
         # Where parts begin at whole blocks of rows, a program has rows of one part alone.
         self._is_aligned = not any(start % EXPAND_ROWS for start in self._starts[:-1])
+
+    @property
+    def num_values(self) -> int:
+        """Numbers of all slots"""
+        return self._a.numel() + self._b.numel()
 
     def adopt(self, weight: LinearWeight) -> LinearWeight:
         matrix, num_ranks = weight.packed, self._a.numel() // self._columns

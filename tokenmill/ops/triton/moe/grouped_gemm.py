@@ -166,15 +166,15 @@ def sorted_experts(
     gate_up, down = packed.packed
     pairs = sort_pairs(weights, ids, packed.num_experts)
     if not packed.is_gated:
-        inner = act(_multiply(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
+        inner = act(multiply_pairs(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
     elif isinstance(gate_up, Fp8BlockMatrix):
         inner = grouped_fp8(x, gate_up, pairs, is_gathered=True, bias=packed.gate_up_bias, activation=activation)
     elif isinstance(gate_up, Fp4Matrix) and not _num_expanded(x, gate_up, pairs):
         inner = grouped_fp4(x, gate_up, pairs, is_gathered=True, bias=packed.gate_up_bias, activation=activation)
     else:
-        inner = act_mul(_multiply(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
+        inner = act_mul(multiply_pairs(x, gate_up, pairs, tile, packed.gate_up_bias, is_gathered=True), activation)
     inner = inner if packed.gather_inner is None else packed.gather_inner(inner)
-    result = _multiply(inner, down, pairs, tile, packed.down_bias, is_gathered=False)
+    result = multiply_pairs(inner, down, pairs, tile, packed.down_bias, is_gathered=False)
     return (result if packed.gather_out is None else packed.gather_out(result)).view(*ids.shape, -1)
 
 
@@ -184,7 +184,7 @@ Matrices = torch.Tensor | Packed | Fp8BlockMatrix | tuple[torch.Tensor | Packed 
 are not of one form, both apart"""
 
 
-def _multiply(
+def multiply_pairs(
     x: torch.Tensor,
     matrices: Matrices,
     pairs: SortedPairs,
@@ -198,7 +198,9 @@ def _multiply(
     if isinstance(matrices, tuple):
         biases = (None,) * len(matrices) if bias is None else bias.chunk(len(matrices), dim=1)
         parts = zip(matrices, biases, strict=True)
-        return torch.cat([_multiply(x, one, pairs, tile, own, is_gathered=is_gathered) for one, own in parts], dim=1)
+        return torch.cat(
+            [multiply_pairs(x, one, pairs, tile, own, is_gathered=is_gathered) for one, own in parts], dim=1
+        )
     bias = None if bias is None else bias.contiguous()
     if isinstance(matrices, Fp8BlockMatrix):
         return grouped_fp8(x, matrices, pairs, is_gathered=is_gathered, bias=bias)
@@ -288,9 +290,17 @@ def deterministic_experts(
 ) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
-    tile = DETERMINISTIC_TILE_F32 if x.dtype == torch.float32 else DETERMINISTIC_TILE
-    pairs = sorted_experts(x.contiguous(), weights, ids, packed, activation, tile)
+    tile = deterministic_tile(x.dtype)
+    return add_choices(sorted_experts(x.contiguous(), weights, ids, packed, activation, tile))
+
+
+def deterministic_tile(dtype: torch.dtype) -> GroupedConfig:
+    return DETERMINISTIC_TILE_F32 if dtype == torch.float32 else DETERMINISTIC_TILE
+
+
+def add_choices(pairs: torch.Tensor) -> torch.Tensor:
+    """What each choice adds [T, k, H] → their sum [T, H], in one order"""
     num_tokens, k, size = pairs.shape
-    out = torch.empty_like(x)
+    out = pairs.new_empty(num_tokens, size)
     _add_choices[(num_tokens, cdiv(size, 1024))](pairs, out, size, k, 1024, num_warps=4)
     return out

@@ -1,0 +1,41 @@
+"""Adapters on a GPU, as a model asks for them: room for those of a projection (`low_rank.py`) and of experts
+(`experts.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenmill.ops.low_rank import ExpertsShape
+from tokenmill.ops.triton.adapters.experts import TritonLowRankExperts
+from tokenmill.ops.triton.adapters.low_rank import TritonLowRank
+from tokenmill.ops.triton.adapters.token_slots import MAX_SINGLE, TokenSlots, settle
+
+
+class TritonLowRankOps:
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+
+    def plan(self, slots: torch.Tensor) -> TokenSlots:
+        slots, in_tiles = slots.contiguous(), self._deterministic or len(slots) > MAX_SINGLE
+        if not in_tiles:
+            settle(slots)
+        return TokenSlots(slots, in_tiles)
+
+    def hold(
+        self,
+        sizes: tuple[int, ...],
+        columns: int,
+        num_slots: int,
+        max_rank: int,
+        like: torch.Tensor,
+        *,
+        is_embedding: bool = False,
+    ) -> TritonLowRank:
+        return TritonLowRank(sizes, columns, num_slots, max_rank, like, is_embedding=is_embedding)
+
+    def hold_experts(
+        self, shape: ExpertsShape, num_slots: int, max_rank: int, like: torch.Tensor
+    ) -> TritonLowRankExperts | None:
+        if not max_rank:
+            return None
+        return TritonLowRankExperts(shape, num_slots, max_rank, like, deterministic=self._deterministic)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,7 +29,8 @@ NUM_WARM = 20  # tokens of each stream before anything is measured
 STORY = "Once upon a time a miller lived beside a quiet river, and every day he ground the corn of his neighbours. "
 BEFORE_S = 3.0  # the undisturbed time that is measured
 AFTER_S = 2.0
-NUM_PARTS = 8  # of the prompt's time, for each of which gaps are told
+NUM_LONGEST = 5  # gaps that are told
+NUM_PARTS = 16  # of the prompt's time, for each of which gaps are told
 WARM_PROMPT = 8192  # tokens of the longest prompt that is computed before anything is measured
 
 
@@ -99,6 +101,7 @@ async def measure(
             await wait_for_tokens(tasks, times, 1)
             last = [len(seen) for seen in times]
             await asyncio.sleep(AFTER_S)
+        print(f"first token after {beside_s:.2f} s, alone {alone_s:.2f} s", file=sys.stderr, flush=True)
         async with streams(engine, num_streams) as (tasks, again):
             await wait_for_tokens(tasks, again, max(last))
     finally:
@@ -122,6 +125,7 @@ async def measure(
         "gap_p99_ms_after": round(percentile(after, 99) * 1e3, 1),
         "gap_p50_ms_during": round(percentile(during, 50) * 1e3, 1),
         "gap_p99_ms_during": round(percentile(during, 99) * 1e3, 1),
+        "longest_gaps_ms_during": sorted({round(gap * 1e3) for gap in during})[-NUM_LONGEST:],
         "gap_p50_and_p99_ms_by_part": [
             [round(percentile(one, of) * 1e3, 1) for of in (50, 99)] for one in by_part if one
         ],

@@ -15,9 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def run(command: list[str | Path], **environment: str) -> str:
+def run(command: list[str | Path], folder: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
-        list(map(str, command)), env={**os.environ, **environment}, capture_output=True, text=True, timeout=1500
+        list(map(str, command)),
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -44,11 +49,12 @@ def test_it_installs_without_a_compiler_and_answers(wheel: Path, tmp_path: Path,
     venv.create(tmp_path / "fresh", with_pip=True)
     binaries = tmp_path / "fresh" / "bin"
     no_compiler = {"PATH": str(binaries)}
-    run([binaries / "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel], **no_compiler)
+    # Not in the root of the repository: Python would find its package there.
+    run([binaries / "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel], tmp_path, **no_compiler)
     asked = ["run", smollm2_path, "What is the capital of France?", "--temperature", "0"]
-    said = run([binaries / "tokenmill", *asked], **no_compiler)
+    said = run([binaries / "tokenmill", *asked], tmp_path, **no_compiler)
     assert "Paris" in said
     kernels = run(
-        [binaries / "python", "-c", "import tokenmill.ops.cpu._native as n; print(n.__file__)"], **no_compiler
+        [binaries / "python", "-c", "import tokenmill.ops.cpu._native as n; print(n.__file__)"], tmp_path, **no_compiler
     )
     assert "fresh" in kernels

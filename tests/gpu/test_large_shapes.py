@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tests.support.large_model import logits, relative_error
+from tests.support.recurrent_rows import Sequences, projections
+from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs, LinearWeight
 from tokenmill.ops.reference import REFERENCE_OPS
@@ -104,3 +106,27 @@ def test_quantised_products_equal_those_of_the_expanded_matrix(rows: int, shape:
         rounding = 0.05 if packed is eight and rows > 32 else 0.01
         expected = x.float() @ quantized.expanded(packed).float().T
         assert relative_error(linear(x, LinearWeight(*shape, packed)), expected) < rounding
+
+
+DELTA = Recurrent("delta", 4, 4, 128, 128, 4, OutputNorm(4, is_shared=True, gates_first=False))
+CHANNELS = Recurrent(
+    "delta", 4, 4, 128, 128, 4, OutputNorm(4, True, gates_first=False, gate="sigmoid"), has_channel_decays=True
+)
+
+
+@pytest.mark.parametrize("spec", [DELTA, CHANNELS])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+def test_recurrent_layers_compute_what_the_reference_does(
+    spec: Recurrent, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Two prompts in odd cuts, which meet ends of chunks, and a token of each behind them"""
+    torch.manual_seed(0)
+    device, found = torch.device("cuda"), []
+    prompts = [projections(spec, count, dtype).to(device) for count in (138, 70)]
+    runs = [Sequences.of(ops, spec, dtype, device=device) for ops in (build_ops(), REFERENCE_OPS)]
+    for run in runs:
+        parts = [run.feed({0: prompts[0][:100], 1: prompts[1][:41]}), run.feed({0: prompts[0][100:137]})]
+        parts += [run.feed({1: prompts[1][41:69]}), run.feed({0: prompts[0][137:], 1: prompts[1][69:]})]
+        found.append(torch.cat(parts))
+    ours, theirs = (one.double() for one in found)
+    assert float((ours - theirs).norm() / theirs.norm()) < tolerance

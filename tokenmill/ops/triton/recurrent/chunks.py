@@ -28,7 +28,7 @@ from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 from tokenmill.ops.triton.recurrent.solve import solve
 
 SCAN, SCAN_CHANNELS = {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}
-MAX_VALUES, MAX_CHANNEL_VALUES = 16, 64  # of a head that a program of `scan` computes
+MAX_VALUES, MAX_CHANNEL_VALUES = 16, 32  # of a head that a program of `scan` computes
 
 
 @triton.jit

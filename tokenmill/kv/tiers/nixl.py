@@ -20,7 +20,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from importlib.util import find_spec
 from types import ModuleType
@@ -98,7 +97,7 @@ class MemoryAgent:
         self._failed: dict[str, float] = {}  # when reading from them failed
         self._abandoned: list[Sequence[Record]] = []
         self._agent: Any = api.nixl_agent(
-            f"tokenmill-{uuid.uuid4().hex}",
+            f"tokenmill-{os.urandom(16).hex()}",
             api.nixl_agent_config(
                 enable_prog_thread=False,  # it would never rest
                 backends=["UCX"],

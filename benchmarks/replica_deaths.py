@@ -109,7 +109,7 @@ async def run(given: argparse.Namespace) -> dict[str, Any]:
     config = EngineConfig(
         ModelConfig(model=given.model, max_context=512),
         scheduler=SchedulerConfig(max_running=64),
-        ops=OpsConfig(threads=1),
+        ops=OpsConfig(device="cpu", threads=1),
     )
     engine = await start_fleet(config, given.replicas)
     ends_s = time.monotonic() + given.seconds

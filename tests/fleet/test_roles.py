@@ -4,8 +4,9 @@ failed request when either side dies."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tokenmill.fleet.autoscale import ScaleRange
 from tokenmill.fleet.elastic import start_cluster
 from tokenmill.fleet.places import CountedPlace, Places
 from tokenmill.fleet.router import PrefixRouter
+from tokenmill.kv.tiers.peer import BlockServer
 from tokenmill.types import PromptRequest
 
 __all__ = ["always_worth_it", "folder"]  # fixtures
@@ -117,6 +119,34 @@ def test_either_side_may_die(dying: int, folder: Path, stories_dir: Path) -> Non
     found, cores = answers(config, folder, asked, makers=[mortal(0), mortal(1)])
     assert_same(asked, found, expected)
     assert cores[dying]["restarts"] >= 1
+
+
+def test_bytes_that_flip_on_their_way_change_no_answer(
+    folder: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, records, flipped = BlockServer._send_record, count(), list[int]()
+
+    class Damaging:
+        """A stream on which every seventh record has a wrong bit."""
+
+        def __init__(self, stream: socket.socket) -> None:
+            self._stream = stream
+
+        def sendall(self, data: bytes | memoryview) -> None:
+            if len(data) > 100 and (number := next(records)) % 7 == 6:
+                flipped.append(number)
+                data = bytes([*data[:50], data[50] ^ 4, *data[51:]])
+            self._stream.sendall(data)
+
+    def damaged(self: BlockServer, stream: socket.socket, *given: Any) -> None:
+        send(self, Damaging(stream), *given)  # type: ignore[arg-type]
+
+    config, asked = config_for(stories_dir), long_prompts()
+    expected, _ = run(config, folder, asked, 1, nothing)
+    monkeypatch.setattr(BlockServer, "_send_record", damaged)
+    found, cores = answers(config, folder, asked)
+    assert_same(asked, found, expected)
+    assert flipped and cores[0]["num_placed"] == {"prefill": NUM_PROMPTS}
 
 
 def test_a_cluster_with_roles_keeps_one_of_each(folder: Path, stories_dir: Path) -> None:

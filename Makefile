@@ -55,22 +55,26 @@ install: $(RUNTIME)
 serve: install
 	$(BIN)/tokenmill serve $(MODEL)
 
-# Types take longest by far; the other checks run beside them.
+# Types take longest by far; the other checks run beside them, and what `make test` wants done by then (BESIDE_TYPES).
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & types=$$!; $(BIN)/lint-imports && $(BIN)/python tools/check_house.py; rest=$$?; wait $$types && exit $$rest
+	$(BIN)/mypy & types=$$!; $(BIN)/lint-imports && $(BIN)/python tools/check_house.py; rest=$$?; $(BESIDE_TYPES) wait $$types && exit $$rest
 
 # One file's tests stay in one process. The interpreter of Triton is chosen once in a process, so its tests run apart;
 # tests that measure time have the machine to themselves.
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS)
 SERIAL_FILES = $(shell grep -rl --include='*.py' 'mark\.serial' tests)
-# Tests start hundreds of programs: a setting that keeps Python from keeping what it compiled would cost each of them.
+# Files are given out in the order of `tests/long_files.txt`, so that no worker begins a long one last.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of programs: a setting that keeps Python from keeping what it compiled would cost each of them. All
+# test modules are compiled once beforehand, not by each worker.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all: BESIDE_TYPES = $(BIN)/pytest --collect-only -q > /dev/null 2>&1;
 
 test: lint
-	$(PYTEST) --dist loadfile -m "not slow and not gpu and not serial"
+	$(PYTEST) $(BY_FILE) -m "not slow and not gpu and not serial"
 	$(PYTEST) tests/triton_interpreted -m "not slow"
 	$(BIN)/pytest -m "serial and not slow and not gpu" $(SERIAL_FILES)
 
@@ -82,7 +86,7 @@ COVERED := --cov --cov-append --cov-report=
 test-all: export HYPOTHESIS_PROFILE := random
 test-all: lint
 	rm -rf $(REPORTS) && mkdir -p $(REPORTS)
-	$(PYTEST) --dist loadfile -m "not gpu and not serial" $(COVERED) --junitxml=$(REPORTS)/all.xml
+	$(PYTEST) $(BY_FILE) -m "not gpu and not serial" $(COVERED) --junitxml=$(REPORTS)/all.xml
 	$(PYTEST) tests/triton_interpreted $(COVERED) --junitxml=$(REPORTS)/interpreted.xml
 	$(BIN)/pytest -m "serial and not gpu" $(SERIAL_FILES) $(COVERED) --junitxml=$(REPORTS)/serial.xml
 	$(BIN)/coverage report

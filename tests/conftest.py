@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -26,6 +27,7 @@ from tokenmill.weights import packed_cache
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 INTERPRETED = Path(__file__).resolve().parent / "triton_interpreted"
+LONG_FILES = Path(__file__).resolve().with_name("long_files.txt")
 MAY_BE_MISSING_IN_CI = re.compile(
     r"folder \.\./shared is not here|Chromium|does not start here|Linux|root|mount is not permitted|two cores"
     r"|source of models|package index"
@@ -92,6 +94,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Without Triton (it is made for Linux) there is nothing to interpret, which is no failure."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and _is_interpreting() and find_spec("triton") is None:
         session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the files that take longest first, then those with most tests. Workers get one file after another: a long one
+    at the end would keep one of them busy alone."""
+    lines = LONG_FILES.read_text(encoding="utf-8").splitlines()
+    places = {config.rootpath / line.split()[-1]: place for place, line in enumerate(lines)}
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: (places.get(item.path, len(places)), -sizes[item.path]))
 
 
 def _is_interpreting() -> bool:

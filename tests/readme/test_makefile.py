@@ -23,3 +23,8 @@ def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path) -
     assert done.returncode == 2
     assert "needs Python 3.11 to 3.13" in done.stderr and "is 3.10" in done.stderr
     assert "make PYTHON=python3.12 install" in done.stderr and not venv.exists()
+
+
+def test_the_list_of_long_files_names_files() -> None:
+    listed = [line.split()[-1] for line in (ROOT / "tests/long_files.txt").read_text(encoding="utf-8").splitlines()]
+    assert listed and [file for file in listed if not (ROOT / file).is_file()] == []

@@ -41,7 +41,7 @@ def settled(given: argparse.Namespace, spec: Any) -> Resolved:
     )
     config = EngineConfig(
         model,
-        CacheConfig(kv_dtype=given.kv_dtype, num_blocks=given.num_blocks),
+        CacheConfig(given.block_size, kv_dtype=given.kv_dtype, num_blocks=given.num_blocks),
         SchedulerConfig(given.max_running, given.token_budget, max_waiting=4096),
         OpsConfig(device="cuda", deterministic=given.deterministic),
     )
@@ -132,6 +132,7 @@ def main() -> None:
     for name in ("max-running", "token-budget", "num-blocks"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--max-context", type=int, default=8192)
+    parser.add_argument("--block-size", type=int, default=CacheConfig.block_size)
     given = parser.parse_args()
     torch.cuda.init()
     spec = read_spec(Path(given.model))

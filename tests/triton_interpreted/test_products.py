@@ -134,9 +134,10 @@ def test_fp8_of_one_scale_a_row_is_multiplied_as_it_is() -> None:
     assert isinstance(OPS.pack_embedding(raws[0], dense).packed, torch.Tensor)
 
 
-@pytest.mark.parametrize("quant", ["F8", "NF4", "FP4"])
-def test_floats_of_other_makers_are_expanded(quant: str) -> None:
-    raw = other_raw(quant, 256)
+@pytest.mark.parametrize(("quant", "columns"), [("F8", 256), ("NF4", 192), ("FP4", 192)])
+def test_floats_that_kernels_do_not_take_are_expanded(quant: str, columns: int) -> None:
+    """fp8 with a scale for 32 columns, and codes of a table in rows of no whole spans"""
+    raw = other_raw(quant, columns)
     packed = OPS.pack_linear([raw], None, partial(dequantize, dtype=torch.float16))
     assert torch.equal(packed.packed, dequantize(raw).half())
 

@@ -20,6 +20,7 @@ from tokenmill.weights.dequantize import dequantize
 
 WIDER = {"Q4_0": "G4", "Q8_0": "G8"}  # of the same numbers, with scales of single precision
 HEADER_BYTES = 2  # of these two
+EXPANDED_TOGETHER = 1 << 20  # values that are expanded together, in single precision
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,17 @@ def _is_in_order(owners: torch.Tensor | None, num_in: int, size: int) -> bool:
 
 
 def _expanded(groups: Groups, size: int) -> torch.Tensor:
-    """Dequantise to [out, in]; sums and products of such small numbers are exact before they are rounded."""
-    owners = groups.owners if groups.owners is not None else torch.arange(groups.codes.shape[1]) // size
-    zeros, scales = (part[:, owners].float() for part in (groups.zeros, groups.scales))
-    return ((groups.codes.float() - zeros) * scales).to(groups.scales.dtype)
+    """Dequantise to [out, in], some rows at a time; sums and products of such small numbers are exact before they are
+    rounded."""
+    num_out, num_in = groups.codes.shape
+    owners = groups.owners if groups.owners is not None else torch.arange(num_in) // size
+    result = torch.empty(num_out, num_in, dtype=groups.scales.dtype)
+    each = max(1, EXPANDED_TOGETHER // num_in)
+    for first in range(0, num_out, each):
+        rows = slice(first, first + each)
+        zeros, scales = (part[rows][:, owners].float() for part in (groups.zeros, groups.scales))
+        result[rows] = (groups.codes[rows].float() - zeros) * scales
+    return result
 
 
 def in_blocks(values: torch.Tensor, size: int) -> torch.Tensor:

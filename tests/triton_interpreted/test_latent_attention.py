@@ -48,7 +48,7 @@ def random_inputs(
 
 
 @pytest.mark.parametrize("heads", [2, 5, 20])
-@pytest.mark.parametrize("lengths", [DECODE, MIXED, [(21, 33)]], ids=["decode", "mixed", "chunk"])
+@pytest.mark.parametrize("lengths", [DECODE, MIXED, [(21, 33)], [(1, 90)]], ids=["decode", "mixed", "chunk", "row"])
 def test_equal_to_the_reference(lengths: list[tuple[int, int]], heads: int) -> None:
     mine, plain = random_inputs(lengths, heads)
     expected = PLAIN.latent_attend(plain)

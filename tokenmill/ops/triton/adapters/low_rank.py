@@ -54,7 +54,7 @@ def _shrink(
 ) -> None:  # fmt: skip
     launch_dependents(OVERLAPS)
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
-    slot = tl.load(slots + token).to(tl.int64)  # which is known since long, see `_settle`
+    slot = tl.load(slots + token).to(tl.int64)  # which is known since long, see `settle`
     is_used = slot > 0
     if CHECKS_RANKS:
         part = first // max_rank
@@ -150,7 +150,7 @@ def _expand(
     launch_dependents(OVERLAPS)
     token, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     rows = begin + tl.arange(0, BLOCK)
-    slot = tl.load(slots + token).to(tl.int64)  # which is known since long, see `_settle`
+    slot = tl.load(slots + token).to(tl.int64)  # which is known since long, see `settle`
     first = _first_ranks(
         slot, begin, rows, b, ranks, starts, num_rows, max_rank, PARTS, IS_ALIGNED, WIDTH, CHECKS_RANKS
     )

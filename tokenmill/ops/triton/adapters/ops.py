@@ -8,7 +8,8 @@ import torch
 from tokenmill.ops.low_rank import ExpertsShape
 from tokenmill.ops.triton.adapters.experts import TritonLowRankExperts
 from tokenmill.ops.triton.adapters.low_rank import TritonLowRank
-from tokenmill.ops.triton.adapters.token_slots import MAX_SINGLE, TokenSlots, settle
+from tokenmill.ops.triton.adapters.token_slots import MAX_SINGLE, TokenSlots
+from tokenmill.ops.triton.launch.pdl import settle
 
 
 class TritonLowRankOps:

@@ -15,9 +15,3 @@ class TokenSlots(NamedTuple):
 
     slots: torch.Tensor  # int32 [T]
     in_tiles: bool
-
-
-def settle(slots: torch.Tensor) -> None:
-    """Let all kernels behind this read `slots` before they wait for the one before them. They do not begin before what
-    is launched here, and that, since torch launches it in the ordinary way, not before all that came earlier ended."""
-    slots.new_zeros(1)

@@ -9,7 +9,8 @@ reading the entries takes. Kernels of a layer:
 
 A tile has 16 pairs where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
 Whole long prompts are computed in the expanded form (`latent_prompts.py`), unless a result may not depend on that.
-`_absorb` and `_expand` load their matrices before the kernel that precedes them has ended.
+`_absorb` and `_expand` load their matrices before the kernel that precedes them has ended. Of a few rows `_attend` then
+asks for its entries too: all but the newest have been there since long.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tokenmill.ops.triton.attention.softmax import LOG2E, LOWEST, add_keys, atte
 from tokenmill.ops.triton.attention.tiles import row_of_tile
 from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
-from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
+from tokenmill.ops.triton.launch.pdl import fetch_early, launch_dependents, launch_options, wait_for_previous
 
 RANK_BLOCK = 64  # rows of a head's matrix that a program of `_absorb` multiplies by
 VALUE_BLOCK = 32  # and of `_expand`
 TOKEN_BLOCK = 16  # and of `_expand_token`
 MAX_SPLITS = 64  # of a context
-VERY_FEW_TOKENS = 4  # multiplied by a head's matrix one by one
+VERY_FEW_TOKENS = 4  # multiplied by a head's matrix one by one; their entries are asked for early
 FEW_TOKENS = 16  # multiplied by a head's matrix together, unless a step has hundreds
 
 
@@ -67,10 +68,11 @@ def _absorb(
     eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_PADDED: tl.constexpr, ROPE: tl.constexpr, HALF_PADDED: tl.constexpr,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
-    IS_ROTATED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    IS_ROTATED: tl.constexpr, PRECISION: tl.constexpr, IS_ROW: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T, HEADS, RANK + ROPE]; the last block of programs rotates and writes entries instead of multiplying. Only
-    the first num_absorbed queries are multiplied; of the others the rotated part is written alone."""
+    the first num_absorbed queries are multiplied; of the others the rotated part is written alone. IS_ROW:
+    there is one token, multiplied without matrix units."""
     launch_dependents(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
@@ -84,7 +86,11 @@ def _absorb(
         is_there = (ranks < RANK)[:, None] & (offs_k < NOPE)[None, :]
         matrix = tl.load(absorb + (head * RANK + ranks)[:, None] * NOPE + offs_k[None, :], mask=is_there, other=0.0)
         wait_for_previous(OVERLAPS)
-        if tl.program_id(0) * TOKENS < num_absorbed:
+        if IS_ROW:
+            query = tl.load(queries + head * (NOPE + ROPE) + offs_k, mask=offs_k < NOPE, other=0.0)
+            product = tl.sum(matrix.to(tl.float32) * query.to(tl.float32)[None, :], axis=1)
+            tl.store(out + head * WIDTH + ranks, product.to(out.dtype.element_ty), mask=ranks < RANK)
+        elif tl.program_id(0) * TOKENS < num_absorbed:
             plain = queries + wide[:, None] * query_stride + head * (NOPE + ROPE) + offs_k[None, :]
             query = tl.load(plain, mask=is_token[:, None] & (offs_k < NOPE)[None, :], other=0.0)
             product = tl.dot(query, tl.trans(matrix), input_precision=PRECISION)
@@ -140,6 +146,27 @@ def split_size(context, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _entries_at(latents, table, positions, inside, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    return latents + (blocks * BLOCK_SIZE + positions % BLOCK_SIZE) * WIDTH
+
+
+@triton.jit
+def _ask_for_entries(
+    latents, table, context, split, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first entries of a split, one a thread, where they are whole units of 16 bytes."""
+    BYTES: tl.constexpr = WIDTH * latents.dtype.element_ty.primitive_bitwidth // 8
+    if BYTES % 16 == 0:
+        each = split_size(context, TILE, NUM_SPLITS)
+        positions = split * each + tl.arange(0, THREADS)
+        inside = positions < tl.minimum(split * each + each, context)
+        places = _entries_at(latents, table, positions, inside, WIDTH, BLOCK_SIZE)
+        fetch_early(places.to(tl.int64, bitcast=True), tl.where(inside, BYTES, 0))
+
+
+@triton.jit
 def add_entries(
     state, query, turned, latents, table, offs_n, inside, is_seen, scale,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr,
@@ -148,8 +175,7 @@ def add_entries(
     """The state of (query, head) pairs after the entries at positions offs_n, of which a pair sees some"""
     offs_r, offs_p = tl.arange(0, RANK_PADDED), tl.arange(0, ROPE_PADDED)
     is_rank, is_rope = (offs_r < RANK)[None, :], (offs_p < ROPE)[None, :]
-    blocks = tl.load(table + offs_n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    entry = latents + (blocks * BLOCK_SIZE + offs_n % BLOCK_SIZE)[:, None] * (RANK + ROPE)
+    entry = _entries_at(latents, table, offs_n, inside, RANK + ROPE, BLOCK_SIZE)[:, None]
     latent = tl.load(entry + offs_r[None, :], mask=inside[:, None] & is_rank, other=0.0).to(query.dtype)
     key = tl.load(entry + RANK + offs_p[None, :], mask=inside[:, None] & is_rope, other=0.0).to(query.dtype)
     qk = tl.dot(turned, tl.trans(key), input_precision=PRECISION)
@@ -182,10 +208,19 @@ def _attend(
     queries, latents, out, parts, lse, tables, query_starts, contexts, scale, table_stride, first_row, num_rows,
     HEADS: tl.constexpr, MEMBERS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, ROPE: tl.constexpr,
     ROPE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, ARE_SINGLE: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, ARE_SINGLE: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS, RANK] where there is one split; else what each split found, for `_expand`"""
+    """out [T, HEADS, RANK] where there is one split; else what each split found, for `_expand`. THREADS: that ask for
+    entries early, one query a row; 0: none do."""
     launch_dependents(OVERLAPS)
+    if OVERLAPS and THREADS > 0:
+        early_row = first_row + tl.num_programs(0) - 1 - tl.program_id(0)
+        early_table = tables + tl.cast(early_row, tl.int64) * table_stride
+        _ask_for_entries(
+            latents, early_table, tl.load(contexts + early_row), tl.program_id(2), RANK + ROPE, BLOCK_SIZE, TILE,
+            NUM_SPLITS, THREADS,
+        )  # fmt: skip
     wait_for_previous(OVERLAPS)
     QUERIES: tl.constexpr = PAIRS // MEMBERS  # of a tile
     WIDTH: tl.constexpr = RANK + ROPE
@@ -292,22 +327,27 @@ def _expand(
 def _expand_token(
     mixed, lse, contexts, expand, out,
     HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, VALUE: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, IS_SETTLED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """The same of one token and BLOCK of a head's values: nothing is looked for after the mixtures are known but they
-    themselves, TOGETHER splits at a time"""
+    themselves, TOGETHER splits at a time. IS_SETTLED: contexts are known before."""
     launch_dependents(OVERLAPS)
     token, head = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, RANK_PADDED)
     inside = columns < RANK
     source = expand + (head * VALUE + rows)[:, None] * RANK + columns[None, :]
     matrix = tl.load(source, mask=(rows < VALUE)[:, None] & inside[None, :], other=0.0)
+    used = 0
+    if NUM_SPLITS > 1 and IS_SETTLED:
+        used = _used_splits(contexts, token, token >= 0, KEYS, NUM_SPLITS)
     wait_for_previous(OVERLAPS)
     q_row = token.to(tl.int64) * HEADS + head
     if NUM_SPLITS == 1:
         latent = tl.load(mixed + q_row * RANK + columns, mask=inside, other=0.0).to(tl.float32)
     else:
-        used = _used_splits(contexts, token, token >= 0, KEYS, NUM_SPLITS)
+        if not IS_SETTLED:
+            used = _used_splits(contexts, token, token >= 0, KEYS, NUM_SPLITS)
         m_new = tl.max(tl.full((TOGETHER,), LOWEST, tl.float32), axis=0)
         total, latent = m_new * 0.0, tl.zeros((RANK_PADDED,), tl.float32)
         for first in range(0, used, TOGETHER):
@@ -374,6 +414,8 @@ def absorb_queries(inputs: LatentInputs, num_absorbed: int, *, are_alike: bool =
     num_tokens, width = inputs.entries.shape
     queries, entries, rope = inputs.queries, inputs.entries, width - rank
     out = queries.new_empty(num_tokens, num_heads, width)
+    if num_tokens <= VERY_FEW_TOKENS and not are_alike:
+        inputs.plan.settle()
     tokens = _tokens_of_tile(queries, are_alike=are_alike)
     cos, sin = inputs.cos_sin or (inputs.norm.weight, inputs.norm.weight)
     _absorb[(cdiv(num_tokens, tokens), num_heads, cdiv(rank, RANK_BLOCK) + 1)](
@@ -381,7 +423,7 @@ def absorb_queries(inputs: LatentInputs, num_absorbed: int, *, are_alike: bool =
         num_tokens, num_absorbed, queries.stride(0), entries.stride(0), inputs.norm.eps,
         num_heads, nope, max(16, next_power_of_2(nope)), rope, next_power_of_2(rope // 2), rank,
         max(16, next_power_of_2(rank)), tokens, max(1, tokens // (1 << num_heads.bit_length() - 1)), RANK_BLOCK,
-        inputs.cos_sin is not None, precision_of(queries),
+        inputs.cos_sin is not None, precision_of(queries), num_tokens == num_absorbed == 1 and not are_alike,
         num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
@@ -395,6 +437,7 @@ class Mixtures(NamedTuple):
     contexts: torch.Tensor  # int32 [R]; a token's where there are several splits
     splits: int
     keys: int  # of a tile, of which a split has some
+    is_settled: bool = False  # whether contexts may be read before the kernel ahead has ended
 
 
 def _attend_rows(
@@ -415,14 +458,18 @@ def _attend_rows(
         mixed = parts = lse = absorbed.new_empty(num_tokens, num_heads, rank)
     num_tiles = len(rows) if are_single else (num_tokens - rows.start) // queries + len(rows)
     options = {"enable_fp_fusion": False} if are_alike else {}
+    is_early = are_single and queries == 1 and len(rows) <= VERY_FEW_TOKENS
+    if is_early:
+        plan.settle()
     _attend[(num_tiles, cdiv(num_heads, members), splits)](
         absorbed, inputs.latents, mixed, parts, lse, plan.tables, plan.query_starts, plan.contexts,
         inputs.scale, plan.tables.stride(0), rows.start, rows.stop,
         num_heads, members, rank, max(16, next_power_of_2(rank)), width - rank, max(16, next_power_of_2(width - rank)),
         inputs.latents.shape[1], tiles.pairs, tiles.keys, splits, are_single, precision_of(absorbed),
+        32 * tiles.warps if is_early else 0,
         num_warps=tiles.warps, num_stages=tiles.stages, **options, **launch_options(),
     )  # fmt: skip
-    return Mixtures(mixed, lse, plan.contexts, splits, tiles.keys)
+    return Mixtures(mixed, lse, plan.contexts, splits, tiles.keys, is_early)
 
 
 def _tokens_of_tile(x: torch.Tensor, *, are_alike: bool) -> int:
@@ -441,6 +488,7 @@ def expand_mixtures(
         _expand_token[(num_tokens, num_heads, cdiv(value_dim, block))](
             values, found.lse, found.contexts, expand, own,
             num_heads, rank, padded, value_dim, found.splits, found.keys, block, min(16, found.splits),
+            found.is_settled,
             num_warps=4, **launch_options(),
         )  # fmt: skip
         return

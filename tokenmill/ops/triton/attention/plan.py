@@ -8,12 +8,14 @@ Rows of a step lie in this order, and each part has a kernel of its own (`attent
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.ops.triton.attention.select import TILE, is_whole_prompt
 from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_of
+from tokenmill.ops.triton.launch.pdl import overlaps, settle
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,16 @@ class AttentionPlan:
     max_queries: int
     max_context: int  # as far as a query looks back
     max_position: int  # behind every key of the step
+
+    def settle(self) -> None:
+        """Let kernels launched from now on read contexts and tables before they wait for the one ahead of them."""
+        _ = self._is_settled
+
+    @cached_property
+    def _is_settled(self) -> bool:
+        if self.contexts.is_cuda and overlaps():
+            settle(self.contexts)
+        return True
 
 
 def plan_attention(batch: ForwardBatch, group: int, window: int | None, *, is_chunked: bool = False) -> AttentionPlan:

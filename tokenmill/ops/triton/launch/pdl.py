@@ -44,15 +44,22 @@ def is_last_to_arrive(counter, num):
 
 @triton.jit
 def fetch_early(addresses, num_bytes):
-    """Asks for memory to be brought into the L2 cache: num_bytes, a multiple of 16, from each thread's address on."""
+    """Asks for memory to be brought into the L2 cache: num_bytes, a multiple of 16, from each thread's address on. Slow
+    for more than kilobytes: a multiprocessor's copying unit takes some 20 ns a line."""
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "{.reg .pred any; setp.gt.s32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
         "=r,l,r",
         [addresses, addresses.to(tl.int32) * 0 + num_bytes],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+def settle(known: torch.Tensor) -> None:
+    """Let all kernels behind this read `known` before they wait for the one before them. They do not begin before what
+    is launched here, and that, since torch launches it in the ordinary way, not before all that came earlier ended."""
+    known.new_zeros(1)
 
 
 @cache

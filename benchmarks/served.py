@@ -39,7 +39,7 @@ class Served:
         (self.folder / "keys.txt").write_text("\n".join(keys) + "\n")
         own = ["--port", str(self.port), "--state-dir", str(self.folder / "state")]
         own += ["--served-name", served_name] if served_name else []
-        own += ["--api-key-file", str(self.folder / "keys.txt")] if keys else []
+        own += ["--api-key-file", str(self.folder / "keys.txt"), "--public-metrics"] if keys else []
         with self._log.open("w") as output:
             self.child = subprocess.Popen(
                 [sys.executable, "-m", "tokenmill", "serve", model, *own, *flags],

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import Pipe
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch, Mode
 from tokenmill.parallel.threads import ThreadGroup
 from tokenmill.runner.cuda_runner import CudaRunner
-from tokenmill.runner.mirrored import MirroredRunner, mirror
+from tokenmill.runner.mirrored import IDLE, LARGEST, MirroredRunner, mirror
 from tokenmill.runner.ranked import Followers, FollowingSampler, follow
 from tokenmill.runner.runner import ModelRunner
 from tokenmill.sampling.sampler import Sampler
@@ -105,3 +106,11 @@ def test_results_without_all_ranks_are_not_used(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(PeerDied, match="ended"):
             while core.has_work:
                 core.step()
+
+
+def test_all_ranks_begin_with_the_other_kernels_before_the_first_request() -> None:
+    """Loading one may wait for a device on which another rank's exchange waits."""
+    own, followers = Mock(depth=2), Mock()
+    MirroredRunner(own, Mock(), followers).run_largest_step(8, 16, list)
+    assert [call.args[0][:1] for call in followers.send.call_args_list] == [LARGEST, IDLE]
+    assert [call[0] for call in own.method_calls][-2:] == ["capture_largest", "next_idle_task"]

@@ -124,6 +124,7 @@ class MirroredRunner:
             self._own.hold(step_bytes)
             self._own.run_widest_step(token_budget)
             self._own.capture_largest()
+        self.next_idle_task()  # the other kernels, on all ranks: none is to be loaded beside the first exchanges
 
     def next_idle_task(self) -> bool:
         with reported(self._group, self._followers):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from step_kernels import step_kernels
 from tokenmill.arch.cost import decode_step_bytes, weight_parts
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.unproven import VARIABLE
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.build import assemble
 from tokenmill.ops.triton.batch.exchange import ARRIVAL_BYTES
@@ -247,6 +249,7 @@ def shard_figures(
 
 
 def main() -> int:
+    os.environ.setdefault(VARIABLE, "gpu_ranks")  # products as ranks with a GPU each have them
     compile_workers.enable()  # one process after the other would take minutes
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, help="a folder with a config.json; Llama 70B by default")

@@ -108,7 +108,8 @@ def test_adapters_are_cut_like_their_matrices(mps: dict[str, str], stories_dir: 
     names = [None, *trained]
     params: list[dict[str, Any]] = [{"temperature": 0.0}] * len(names)
     settings = {"adapters": trained, "adapter_slots": 2}  # fewer slots than adapters: they are exchanged
-    found = answers(stories_dir, mps, params, {"adapter": names}, tp=2, rank_gpus="0,0", **settings)
+    env = {**mps, VARIABLE: "gpu_rank_adapters"}
+    found = answers(stories_dir, env, params, {"adapter": names}, tp=2, rank_gpus="0,0", **settings)
     reference = LLM(str(stories_dir), device="cpu", backend="reference", **{**SETTINGS, **settings})
     expected = reference.generate(prompts(len(names)), list(map(params_of, params)), adapter=names, progress=False)
     assert found["tokens"] == [one.outputs[0].token_ids for one in expected]

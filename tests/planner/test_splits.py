@@ -66,7 +66,9 @@ def test_published_scaling_within_ten_points(model: str, published: dict[int, in
 def test_a_collective_takes_latency_and_bytes() -> None:
     link = find_link("nvlink")
     assert link.sum_s(1e9, 1) == link.gather_s(1e9, 1) == 0.0
-    assert link.sum_s(0, 8) == pytest.approx(3 * link.latency_s)
+    assert link.sum_s(0, 8) == pytest.approx(link.latency_s), "few numbers are read from all others at once"
+    share_s = 2 * 7 / 8 * 1e9 / link.bytes_s
+    assert link.sum_s(1e9, 8) == pytest.approx(2 * link.latency_s + share_s), "of many each adds up a share"
     assert link.sum_s(1e9, 2) - link.sum_s(0, 2) == pytest.approx(1e9 / link.bytes_s)
     assert link.gather_s(1e9, 4) < link.sum_s(1e9, 4), "a sum sends everything twice"
     with pytest.raises(InvalidConfig, match="nvlink"):

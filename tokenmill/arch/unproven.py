@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
-KernelSet = Literal["gpu_ranks", "gpu_stages", "gpu_sums"]
+KernelSet = Literal["gpu_ranks", "gpu_rank_adapters", "gpu_stages", "gpu_sums"]
 
 
 class KernelTrial(NamedTuple):
@@ -30,6 +30,7 @@ TRIALS: dict[KernelSet, KernelTrial] = {
     "gpu_ranks": KernelTrial(
         "ranks on several GPUs, or more than eight on one (--tp): up to eight on one H200 are proven", "refused"
     ),
+    "gpu_rank_adapters": KernelTrial("adapters on several ranks with GPUs", "refused"),
     "gpu_stages": KernelTrial("pipelines of stages on GPUs (--pp)", "refused"),
     "gpu_sums": KernelTrial(
         "products of ranks on GPUs summed, two exchanges a layer, but of quantised matrices",

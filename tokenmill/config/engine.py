@@ -172,7 +172,7 @@ class ParallelConfig:
     the other. Layers are parted by cost; answers are the same with any number of stages."""
     lanes: int | None = None
     """Steps that a pipeline has in flight, each with its share of the running requests; the number of stages by
-    default. Only for `pp` above 1."""
+    default, on GPUs one more. Only for `pp` above 1."""
     ep: bool = False
     """Expert parallel: of the experts of a layer each of the `tp` ranks has some as a whole, instead of some rows of
     all. Results travel once instead of twice; answers are the same."""

@@ -49,6 +49,9 @@ def resolve_parallel(
         if backend.name == "reference" and spec.experts:
             problem = "adapters of models with experts need the native kernels on several ranks"
             raise InvalidConfig(problem, param="tp" if tp > 1 else "pp", hint="--backend cpu")
+        if device.name == "cuda" and not is_chosen("gpu_rank_adapters"):
+            problem = "adapters on several ranks with GPUs have not been run on one yet"
+            raise InvalidConfig(problem, param="adapter", hint=f"{VARIABLE}=gpu_rank_adapters tries it all the same")
         if parallel.ep:
             raise InvalidConfig("adapters can't be used with whole experts on ranks", param="ep")
     if pp > 1 and (limit := stage_limits(spec, pp)) is not None:

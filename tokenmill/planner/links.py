@@ -7,7 +7,8 @@ Both are of collectives as programs reach them. The defaults are of each kind of
 (`tests/planner/test_splits.py`), the others from makers' figures; `tokenmill bench links` measures those between ranks
 of this machine.
 
-    sum       every device has all numbers of a sum over all: 2 (t - 1) / t of them go through each, in log2(t) steps
+    sum       every device has all numbers of a sum over all: it reads those of all others at once, or adds up a share
+              and then gets the others', two steps in which 2 (t - 1) / t of the numbers go through each
     gather    every device has the parts of all: (t - 1) / t of the whole, read from all others at once
     send      a stage hands its stream to the next
 """
@@ -15,7 +16,6 @@ of this machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
 from pathlib import Path
 
 from tokenmill.arch.read import read_json
@@ -37,7 +37,8 @@ class Link:
         """Return the seconds of an all-reduce: until all ranks have the sum of all ranks' values."""
         if ranks == 1:
             return 0.0
-        return self.latency_s * ceil(log2(ranks)) + 2 * (ranks - 1) / ranks * num_bytes / self.bytes_s
+        at_once_s = self.latency_s + (ranks - 1) * num_bytes / self.bytes_s
+        return min(at_once_s, 2 * self.latency_s + 2 * (ranks - 1) / ranks * num_bytes / self.bytes_s)
 
     def gather_s(self, num_bytes: float, ranks: int) -> float:
         """Return the seconds of an all-gather: until all ranks have all of `num_bytes`, of which each has a part."""

@@ -20,6 +20,7 @@ from tokenmill.arch.cost import (
     prefill_flops,
 )
 from tokenmill.arch.outline import Model, outline_of
+from tokenmill.arch.unproven import is_chosen
 from tokenmill.engine.backends import BACKENDS, default_kv_dtype
 from tokenmill.errors import InvalidConfig
 from tokenmill.planner.capacity import Load, Price, Slo, largest_load, price, readers_kept_up_with, steady_load
@@ -138,11 +139,17 @@ def place(model: PlannedModel, device: PlanDevice, question: Question) -> Placem
     return Placement(weight_dtype, kv_dtype, parts, memory)
 
 
+def engine_split(split: Split, device: PlanDevice, weight_dtype: str) -> Split:
+    """The split as this engine computes it: GPUs may add up products of matrices that are not quantised."""
+    sums = is_chosen("gpu_sums") and not device.is_cpu and weight_dtype in UNQUANTISED
+    return replace(split, has_sums=split.has_sums or sums)
+
+
 def make_plan(model: PlannedModel, device: PlanDevice, question: Question) -> Plan:
     placed = place(model, device, question)
     weight_dtype, kv_dtype, parts, memory = placed.weight_dtype, placed.kv_dtype, placed.parts, placed.memory
     speeds = question.speeds or Speeds.of_device(device, weight_dtype)
-    roofline = Roofline(model.spec, parts, kv_dtype, device, question.split, speeds)
+    roofline = Roofline(model.spec, parts, kv_dtype, device, engine_split(question.split, device, weight_dtype), speeds)
     most = min(memory.max_concurrency, question.max_running)
     best = largest_load(roofline, question.slo, most, question.input_len, question.output_len) if most else None
     return Plan(

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.arch.spec import Activation
+from tokenmill.arch.unproven import is_chosen
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
@@ -252,17 +253,17 @@ FEW_CHUNKS = 16  # that a program of those then has at least, where a row has fo
 def pick_hopper_config(product: Product) -> HopperConfig:
     """Two programs on a multiprocessor where there are enough for that, otherwise one with as much of the matrix on its
     way. Columns are split only where there are so many that adding up pays, or where most multiprocessors would have
-    nothing to do, as with a rank's part of a matrix."""
-    tuning = product.capabilities.tuning
+    nothing to do, as with a rank's part of a matrix (that was timed on an H200, but its results were not compared)."""
+    tuning, splits_parts = product.capabilities.tuning, is_chosen("gpu_ranks")
     rows = 64 if product.m <= 64 else 128
     chunks = cdiv(product.k * product.form.element_size, 128)
     if product.epilogue == "gated" or product.n >= 128 * 2 * tuning.multiprocessors:
         wide_splits = tuning.multiprocessors // cdiv(product.n, 128)
-        is_split = wide_splits > 1 and product.epilogue == "gated"
+        is_split = splits_parts and wide_splits > 1 and product.epilogue == "gated"
         splits = max(1, min(wide_splits, chunks // tuning.gemm_hopper_min_chunks)) if is_split else 1
         return HopperConfig(rows, 128, splits, 4 if rows == 64 else 3)
     matrix_tiles = cdiv(product.n, 64)
-    are_few = matrix_tiles * FEW_TILES <= tuning.multiprocessors and chunks >= 4 * FEW_CHUNKS
+    are_few = splits_parts and matrix_tiles * FEW_TILES <= tuning.multiprocessors and chunks >= 4 * FEW_CHUNKS
     least = FEW_CHUNKS if are_few else tuning.gemm_hopper_min_chunks
     splits = max(1, min(tuning.multiprocessors // matrix_tiles, chunks // least))
     return HopperConfig(rows, 64, splits, 12 if rows == 64 else 8)

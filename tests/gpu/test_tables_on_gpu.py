@@ -16,6 +16,7 @@ from tests.support.large_model import relative_error
 from tests.support.quantised_models import CONFIGS, WRITERS
 from tests.support.table_matrices import act_order, table_matrix
 from tokenmill import LLM, SamplingParams
+from tokenmill.arch.unproven import VARIABLE
 from tokenmill.ops.compose import MODES
 from tokenmill.ops.raw import RawTensor
 from tokenmill.weights.dequantize import dequantize
@@ -25,6 +26,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
     pytest.mark.filterwarnings("default"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def unproven_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+
+
 KINDS = [("NF4", 2), ("FP4", 2), ("NF4", 1), ("FP4", 4), ("IQ4_NL", 1), ("IQ4_XS", 1)]
 
 

@@ -12,6 +12,7 @@ import torch
 from tests.support.table_matrices import act_order, table_matrix
 from tests.support.triton_inputs import assert_near
 from tokenmill.arch.packed_formats import Stored, packed_int_format
+from tokenmill.arch.unproven import VARIABLE
 from tokenmill.ops.blocks import TABLES
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.raw import RawTensor
@@ -23,6 +24,13 @@ from tokenmill.ops.triton.quant.quantized import OrderedMatrix, PackedIntMatrix
 from tokenmill.weights.dequantize import dequantize
 
 OPS = build_ops()
+
+
+@pytest.fixture(autouse=True)
+def unproven_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+
+
 DENSE = partial(dequantize, dtype=torch.bfloat16)
 KINDS = [("NF4", 1), ("NF4", 2), ("FP4", 4), ("IQ4_NL", 1), ("IQ4_XS", 1)]
 

@@ -3,10 +3,10 @@ is drawn in `ops/triton/quant/packed_int.py`). Pure arithmetic: planner and engi
 
     4-bit formats    4 bits a value; 8 where a row is not a number of whole spans of 4-bit words
     5 and 6 bits     8 bits a value
-    tables           as they are: 4 bits a value that number one of 16 (`ops/triton/quant/packed_table.py`), and the
-                     scales of a file. Where the GPU does not expand them fast (`widened`), and where a row is not a
-                     number of whole spans, IQ4 becomes 8 bits, as its table has integers, and nf4 and fp4 are expanded;
-                     so are experts
+    tables           nf4 and fp4 as they are, IQ4 where that is asked for (`unproven.py`): 4 bits a value that number
+                     one of 16 (`ops/triton/quant/packed_table.py`), and the scales of a file. Where the GPU does not
+                     expand them fast (`widened`), where a row is not a number of whole spans, and in experts, IQ4 has
+                     8 bits, as its table has integers, and nf4 and fp4 are expanded
     fp8              as it is where the GPU multiplies such numbers: one scale a row, or one of 4 bytes for each 128
                      columns of it; experts too
     NVFP4, MXFP4     as they are: 4 bits a value (`ops/triton/quant/packed_fp4.py`, of experts `quant/fp4.py`); 8 bits
@@ -32,6 +32,7 @@ from tokenmill.arch.quantization import read_quantization
 from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import sources_of, tensors_of
+from tokenmill.arch.unproven import is_chosen
 
 TAKEN_APART = ("kv_up.weight", "out_groups.weight")  # of which each head or group has a part: plain numbers always
 WHOLE = ("router.weight", *TAKEN_APART)  # a router is small, and other kernels read it
@@ -137,7 +138,8 @@ def packed_int_format(name: str, shape: tuple[int, ...], stored: Stored | None) 
         return None
     columns, is_of_experts = shape[-1], len(shape) == 3
     is_multiplied = not stored.is_widened and not name.endswith((*UNQUANTIZED, "embed.weight"))  # and not looked up
-    if stored.quant in TABLE_SCALE_BYTES and is_multiplied and not is_of_experts and columns % FP4_SPAN == 0:
+    is_table = stored.quant in TABLE_SCALE_BYTES and (stored.quant not in _FORMATS or is_chosen("gpu_iq4"))
+    if is_table and is_multiplied and not is_of_experts and columns % FP4_SPAN == 0:
         group = next(size for size in (MAX_GROUP, 64, BLOCK) if BLOCK * stored.same_scales % size == 0)
         return PackedIntFormat(4, group, False, 0, table=stored.quant)
     if stored.quant not in _FORMATS:

@@ -17,7 +17,9 @@ from typing import Literal, NamedTuple, get_args
 from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
-KernelSet = Literal["gpu_ranks", "gpu_rank_adapters", "gpu_stages", "gpu_sums"]
+KernelSet = Literal[
+    "gpu_ranks", "gpu_rank_adapters", "gpu_stages", "gpu_sums", "gpu_expert_adapters", "gpu_iq4", "gpu_reorder"
+]  # fmt: skip
 
 
 class KernelTrial(NamedTuple):
@@ -35,6 +37,11 @@ TRIALS: dict[KernelSet, KernelTrial] = {
     "gpu_sums": KernelTrial(
         "products of ranks on GPUs summed, two exchanges a layer, but of quantised matrices",
         "put together without sums, four exchanges a layer",
+    ),
+    "gpu_expert_adapters": KernelTrial("adapters of routed experts on a GPU", "refused"),
+    "gpu_iq4": KernelTrial("matrices of IQ4_NL and IQ4_XS in their 4 bits on Hopper", "kept in 8 bits and scales"),
+    "gpu_reorder": KernelTrial(
+        "more than 16 rows of activations put into act order as whole rows", "number by number, slower for many rows"
     ),
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenmill.arch.unproven import VARIABLE
 from tokenmill.engine.status import FailedAdapter, LoadedAdapter
 from tokenmill.errors import TokenmillError, UnknownModel, UnsupportedModel
 
@@ -123,7 +124,9 @@ class AdapterStore:
     def _require_fit(self, adapter: Adapter, path: Path) -> None:
         missing = sorted(adapter.matrices.keys() - (self._matrices or set()))
         if missing:
-            hint = "name an adapter of experts when the model is started" if ".experts." in missing[0] else None
+            hint = None
+            if ".experts." in missing[0]:
+                hint = f"on a GPU: {VARIABLE}=gpu_expert_adapters, and name the adapter when the model is started"
             raise UnsupportedModel(f"{path}: there is no room for an adapter of {missing[0]}", hint=hint)
         if adapter.rank > self._max_rank:
             hint = f"start with --max-adapter-rank {adapter.rank}"

@@ -14,6 +14,7 @@ import torch
 from tokenmill.arch.mtp import mtp_head
 from tokenmill.arch.packed_formats import drawable_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
+from tokenmill.arch.unproven import is_chosen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.adapter_room import named_expert_rank
 from tokenmill.errors import InvalidConfig
@@ -59,7 +60,8 @@ def build_decoder(
     """A model that computes layer by layer with a table of ops; `shard`: what this rank has of it."""
     dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
     model = config.model
-    slots = AdapterSlots(model.adapter_slots or 0, model.max_adapter_rank or 0, named_expert_rank(model, spec))
+    expert_rank = named_expert_rank(model, spec) if is_chosen("gpu_expert_adapters") else 0
+    slots = AdapterSlots(model.adapter_slots or 0, model.max_adapter_rank or 0, expert_rank)
     return Decoder(spec, Loader(source, ops, dtype, device, slots, shard), config.model.max_context)
 
 

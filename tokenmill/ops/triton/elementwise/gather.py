@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from tokenmill.arch.unproven import is_chosen
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
@@ -67,7 +68,7 @@ def reorder_columns(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     whole rows are read, and put into order in the memory of a multiprocessor."""
     x, num_columns = x.contiguous(), x.shape[1]
     out = torch.empty_like(x)
-    if len(x) <= MAX_SCATTERED or num_columns > MAX_WHOLE:
+    if len(x) <= MAX_SCATTERED or num_columns > MAX_WHOLE or not is_chosen("gpu_reorder"):
         _reorder[(len(x), cdiv(num_columns, 1024))](x, order, out, num_columns, 1024, num_warps=4, **launch_options())
     else:
         block = next_power_of_2(num_columns)

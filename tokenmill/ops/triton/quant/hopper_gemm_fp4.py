@@ -53,9 +53,10 @@ EXPAND_TYPES = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
 
 
 def _picked(number: int) -> str:
-    """PTX: values of four codes as two pairs, times their scale ($5) and what its rounding left ($7). `sel` has the
-    lower three bits of the codes, by which a byte is picked of each half of the table; `pick` for each code the byte of
-    the half that its fourth bit says. Table: $9, $11 ... the lower bytes, $17, $19 ... the upper ones."""
+    """PTX: values of four codes as two pairs, times a pair of scales. `sel` has the lower three bits of the codes, by
+    which a byte is picked of each half of the table; `pick` for each code the byte of the half that its fourth bit
+    says. Table: $9, $11 ... the lower bytes, $17, $19 ... the upper ones."""
+    scale = ("$5", "$7")[number // 2]
     return f"""prmt.b32 below, $9, $11, sel;
 prmt.b32 above, $13, $15, sel;
 prmt.b32 low, below, above, pick;
@@ -64,17 +65,15 @@ prmt.b32 above, $21, $23, sel;
 prmt.b32 high, below, above, pick;
 prmt.b32 below, low, high, 0x5140;
 prmt.b32 above, low, high, 0x7362;
-fma.rn.bf16x2 left, below, $7, zero;
-fma.rn.bf16x2 ${number}, below, $5, left;
-fma.rn.bf16x2 left, above, $7, zero;
-fma.rn.bf16x2 ${number + 1}, above, $5, left;
+fma.rn.bf16x2 ${number}, below, {scale}, zero;
+fma.rn.bf16x2 ${number + 1}, above, {scale}, zero;
 """
 
 
 # The values of the eight codes of two words ($4), as they lie there: the same four pairs.
 PICK = gl.constexpr(
     f"""{{
-.reg .b32 sel, pick, below, above, low, high, left, zero;
+.reg .b32 sel, pick, below, above, low, high, zero;
 mov.b32 zero, 0x80008000;
 and.b32 sel, $4, 0x77777777;
 shr.u32 pick, $4, 1;
@@ -125,6 +124,9 @@ def _chunk_layout(warps, tile_n):
 @gluon.jit
 def _pair(scales, GROUP: gl.constexpr):
     """Scales as numbers of bfloat16, twice in 32 bits"""
+    if scales.dtype != gl.uint8:
+        rounded = scales.to(gl.float32).to(gl.bfloat16).to(gl.int16, bitcast=True)
+        return (rounded.to(gl.int32) & 0xFFFF) * 0x10001
     if GROUP == GROUPS_OF_16:
         return ((scales.to(gl.int32) << NV_SHIFT) + NV_ADDED) * 0x10001
     return ((scales.to(gl.int32) << MX_SHIFT) + MX_ADDED) * 0x10001
@@ -146,39 +148,6 @@ def _of_chunk(pairs, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _twice(scales):
-    """Numbers of float32, rounded to bfloat16, twice in 32 bits"""
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [scales], gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _table_chunks(pairs, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr):
-    """Scales of a span, or what is left of them → for its two chunks, as their words have them"""
-    if GROUP == SPAN:
-        first = _of_chunk(gl.reshape(pairs, (TILE_N,)), CHUNKS)
-        second = first
-    elif GROUP == CHUNK:
-        low, high = gl.split(pairs)
-        first, second = _of_chunk(low, CHUNKS), _of_chunk(high, CHUNKS)
-    else:
-        low, high = gl.split(gl.permute(gl.reshape(pairs, (TILE_N, 2, 2)), (0, 2, 1)))
-        first, second = _of_groups(low, CHUNKS), _of_groups(high, CHUNKS)
-    return first, second
-
-
-@gluon.jit
-def _table_halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr):
-    """Scales of a span → for its two chunks: rounded to bfloat16, and what that leaves, likewise. A weight is as
-    precise with both as one that was multiplied in float32 and rounded then."""
-    exact = scales.to(gl.float32)
-    rounded = _twice(exact)
-    first, second = _table_chunks(rounded, TILE_N, GROUP, CHUNKS)
-    left = _twice(exact - (rounded & -65536).to(gl.float32, bitcast=True))
-    first_left, second_left = _table_chunks(left, TILE_N, GROUP, CHUNKS)
-    return (first, first_left), (second, second_left)
-
-
-@gluon.jit
 def _halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr):
     """Scales of a span → for its two chunks: those of the first two numbers of each word, and of the others"""
     pairs = _pair(scales, GROUP)
@@ -187,6 +156,13 @@ def _halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.conste
         a, b = gl.split(low)
         c, d = gl.split(high)
         first, second = (_of_groups(a, CHUNKS), _of_groups(b, CHUNKS)), (_of_groups(c, CHUNKS), _of_groups(d, CHUNKS))
+    elif GROUP == CHUNK:
+        low, high = gl.split(pairs)
+        a, c = _of_chunk(low, CHUNKS), _of_chunk(high, CHUNKS)
+        first, second = (a, a), (c, c)
+    elif GROUP == SPAN:
+        a = _of_chunk(gl.reshape(pairs, (TILE_N,)), CHUNKS)
+        first, second = (a, a), (a, a)
     else:
         low, high = gl.split(gl.permute(gl.reshape(pairs, (TILE_N, 2, 2)), (0, 2, 1)))
         a, c = _of_groups(low, CHUNKS), _of_groups(high, CHUNKS)
@@ -282,10 +258,7 @@ def _hopper_gemm_fp4(
     for turn in range(turns):
         words_then, found_then = _load_spans(matrix, own, low + (turn + 1) * AHEAD, num_spans - 1, GROUP, AHEAD)
         for i in gl.static_range(AHEAD):
-            if HAS_TABLE:
-                of_chunks = _table_halves(found[i], TILE_N, GROUP, CHUNKS)
-            else:
-                of_chunks = _halves(found[i], TILE_N, GROUP, CHUNKS)
+            of_chunks = _halves(found[i], TILE_N, GROUP, CHUNKS)
             chunks = gl.split(gl.permute(gl.reshape(words[i], (TILE_N, 4, 2, 2, 2)), (0, 1, 3, 4, 2)))
             for chunk in gl.static_range(2):
                 left = _weights(chunks[chunk], of_chunks[chunk], planes, TILE_N, CHUNKS, LEFT, HAS_TABLE)

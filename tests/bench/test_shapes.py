@@ -14,13 +14,16 @@ SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
 
 BILLIONS = {
     "deepseek-v2-lite": 15.71,
+    "deepseek-v4-flash-6": 40.58,  # six of its layers
     "glm-4.7-flash": 29.94,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
+    "kimi-linear-48b-a3b": 49.47,
     "llama-1b": 1.24,
     "llama-8b": 8.03,
     "qwen3-30b-a3b": 30.53,
     "qwen3.5-35b-a3b": 34.66,
+    "smollm2-135m": 0.1345,
 }
 
 

@@ -71,7 +71,7 @@ def test_every_number_is_measured_or_named_as_kept() -> None:
     found = list(tune.tunables(tune.MeasurementInputs(CPU), 132))
     fields = [tunable.field for tunable in found]
     assert len(set(fields)) == len(fields) and set(fields) <= set(Tuning.__struct_fields__)
-    left = {"fp8_split_max_rows", "moe_gemv_programs", "attention_fused_min_splits"}
+    left = {"fp8_split_max_rows", "moe_gemv_programs", "attention_fused_min_splits", "table_hopper_max_rows"}
     assert set(Tuning.__struct_fields__[5:]) - set(fields) == left
     h200: Capabilities = named_gpu("H200")
     for tunable in found:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenmill.arch.cost import DTYPE_BYTES
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import EngineConfig
-from tokenmill.parallel.stage_link import StageLink
 from tokenmill.parallel.stages import Mesh
+
+if TYPE_CHECKING:
+    from tokenmill.parallel.stage_link import StageLink  # needs torch, which what only counts bytes does without
 
 STREAMS_OF_A_STEP = 2  # at most: of rows that the device draws for, and of those that the host does
 
@@ -48,6 +51,8 @@ def make_link(
 ) -> StageLink:
     """The link of a rank to the stages before and behind it."""
     if config.ops.device != "cuda":
+        from tokenmill.parallel.stage_link import StageLink
+
         return StageLink(before, behind, reads_ahead=is_first)
     from tokenmill.parallel.device_link import DeviceStageLink
 

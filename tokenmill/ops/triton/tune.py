@@ -5,8 +5,9 @@ has a say in are computed, and the fastest value is kept: that with the smallest
 wins at least MIN_GAIN over the value before. Numbers are measured one after another, with those before them settled.
 
 A measurement is a CUDA graph of several runs, each with another copy of the weights, so that they come from memory and
-not from the L2 cache. `fp8_split_max_rows` is not measured: it decides about precision. Nor are those that only fused
-kernels of a whole layer have a say in (`attention_fused_min_splits`, `moe_gemv_programs`); a row names what it kept.
+not from the L2 cache. Some numbers are not measured, and a row names those it kept: `fp8_split_max_rows` decides about
+precision; `attention_fused_min_splits` and `moe_gemv_programs` matter only to fused kernels of a whole layer; and this
+program builds no matrix of the 16-entry form that `table_hopper_max_rows` is about.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several requests at once in an asyncio program; the engine batches them. Leaving a stream early aborts its request.
+"""Concurrent requests in an asyncio program, batched by the engine. Closing a stream early aborts its request.
 
 python examples/async_engine.py
 """
@@ -23,7 +23,7 @@ async def answer(engine: AsyncEngine, question: str) -> str:
 
 
 async def first_words(engine: AsyncEngine, question: str, num_events: int) -> str:
-    """Read only the beginning of a long answer; the rest is never computed."""
+    """Read only the first events of a long answer. Closing the stream stops its computation."""
     words = ""
     stream = engine.submit(request(question, 500))
     async for event in stream:

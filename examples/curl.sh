@@ -1,5 +1,5 @@
 #!/bin/sh
-# The server's routes with curl: sh examples/curl.sh http://127.0.0.1:8000
+# Call the server's main routes with curl: sh examples/curl.sh http://127.0.0.1:8000
 set -e
 URL=${1:-http://127.0.0.1:8000}
 post() { curl -sSf "$URL$1" -H 'Content-Type: application/json' -d "$2"; echo; }

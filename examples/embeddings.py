@@ -1,4 +1,4 @@
-"""Find the sentence nearest to a question by the cosine of their vectors (which have length one).
+"""Find the sentence most similar to another one by the cosine of their embeddings, which have length one.
 
 python examples/embeddings.py
 """
@@ -13,8 +13,8 @@ SENTENCES = ["The cat sleeps on the sofa.", "Stock prices fell sharply today.", 
 
 def main() -> None:
     llm = LLM("smollm2:135m", max_context=512)
-    *vectors, question = llm.embed([*SENTENCES, "The cat sleeps on the bed."], pooling=Pooling("mean"))
-    scores = [sum(a * b for a, b in zip(one.embedding, question.embedding, strict=True)) for one in vectors]
+    *vectors, query = llm.embed([*SENTENCES, "The cat sleeps on the bed."], pooling=Pooling("mean"))
+    scores = [sum(a * b for a, b in zip(vector.embedding, query.embedding, strict=True)) for vector in vectors]
     for score, sentence in sorted(zip(scores, SENTENCES, strict=True), reverse=True):
         print(f"{score:.3f}  {sentence}")
     llm.close()

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, a regular expression or a list of choices.
+"""Constrain answers to a JSON schema, a regular expression or a list of choices.
 
 python examples/guided_output.py
 """

@@ -1,4 +1,4 @@
-"""A function of your own between the model and the sampler: here it forbids the letter "e".
+"""Modify logits between the model and the sampler with a custom function, which here forbids the letter "e".
 
 python examples/logits_processor.py
 """

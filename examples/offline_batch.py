@@ -1,8 +1,8 @@
-"""Answer a file of prompts: one JSON object a line in, one a line out, in the same order.
+"""Answer a JSON Lines file of prompts; the output file has one line for each input line, in the same order.
 
     python examples/offline_batch.py prompts.jsonl answers.jsonl
 
-A line of input is {"prompt": "…"} and may carry anything else, which comes back with the answer.
+An input line is {"prompt": "…"}; any other fields are copied to the output line.
 """
 
 from __future__ import annotations

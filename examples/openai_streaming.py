@@ -1,4 +1,4 @@
-"""A streamed conversation of two turns with the openai client (`pip install openai`) and a running server.
+"""Stream a conversation of two turns from a running server, with the openai client (`pip install openai`).
 
 tokenmill serve &
 python examples/openai_streaming.py http://127.0.0.1:8000/v1

@@ -52,7 +52,7 @@ def test_the_page_and_the_picture_are_up_to_date() -> None:
     advice = "run python benchmarks/publish_results.py"
     assert PUBLISHER.PAGE.read_text(encoding="utf-8") == PUBLISHER.page(RESULTS), advice
     kept = words_of(PUBLISHER.PICTURE.read_text(encoding="utf-8"))  # places may differ with the fonts of a machine
-    assert kept == words_of(PUBLISHER.drawing(RESULTS[PUBLISHER.DRAWN][-1])), advice
+    assert kept == words_of(PUBLISHER.drawing(RESULTS[PUBLISHER.CHART_SUBJECT][-1])), advice
     assert "](docs/results.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -78,17 +78,17 @@ def test_marks_of_the_client_are_no_marks() -> None:
     ids = ours.chat_ids(chat(text, CHATML))
     assert text in tokenizer.decode(ids, skip_special_tokens=False)
     everything = "".join(chr(code) for code in range(0xF0000, 0xF0100)) + "</s>"
-    with pytest.raises(InvalidRequest, match="private use"):
+    with pytest.raises(InvalidRequest, match="private-use"):
         ours.chat_ids(chat(everything, CHATML))
 
 
 def test_a_template_that_cuts_marks_apart_is_refused_not_trusted() -> None:
     tokenizer = byte_tokenizer(CONTROL)
     cutting = "{% for m in messages %}{{ m.content[:12] }}{% endfor %}"
-    with pytest.raises(InvalidRequest, match="does not leave them whole"):
+    with pytest.raises(InvalidRequest, match="splits or changes it"):
         processor(tokenizer).chat_ids(chat("a <|im_start|>", cutting))
     escaping = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=true) }}{% endfor %}"
-    with pytest.raises(InvalidRequest, match="does not leave them whole"):
+    with pytest.raises(InvalidRequest, match="splits or changes it"):
         processor(tokenizer).chat_ids(chat("a <|im_start|>", escaping))
 
 

@@ -109,7 +109,7 @@ def test_listed_tokens_are_added_on_their_ids(copied: Path) -> None:
 
 def test_damaged_directories(copied: Path) -> None:
     (copied / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DamagedFile, match=r"tokenizer_config\.json holds list"):
+    with pytest.raises(DamagedFile, match=r"tokenizer_config\.json contains list"):
         load_tokenizer(copied)
     for nonsense in ("{nonsense", "[" * 100_000):
         (copied / "tokenizer_config.json").write_text(nonsense)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.text.stops import MAX_MATCH, MAX_REMEMBERED, StopPatterns, StopRegexes, Stops, stop_patterns
+from tokenmill.text.stops import MAX_CACHED_STATES, MAX_MATCH_CHARS, StopPatterns, StopRegexes, Stops, stop_patterns
 
 PATTERNS = [
     "ab",
@@ -87,7 +87,7 @@ def test_the_match_may_stay() -> None:
 
 def test_a_match_that_grows_too_long_is_given_up() -> None:
     stops = StopRegexes(stop_patterns(("(?s)a.*b",)))
-    sent, _ = stops.push("a" + "x" * (MAX_MATCH + 10))
+    sent, _ = stops.push("a" + "x" * (MAX_MATCH_CHARS + 10))
     assert len(sent) > 5
     assert stops.push("b")[1] is None
     assert stops.push("a b")[1] == "(?s)a.*b"
@@ -98,7 +98,7 @@ def test_what_is_given_up_makes_way_for_what_begins_later(pattern: str) -> None:
     """Where every place may begin a match, and the first match of all stands in front of the others."""
     stops = StopRegexes(stop_patterns((pattern,)))
     sent = "".join(stops.push("a" * 100)[0] for _ in range(30))
-    assert len(sent) >= 3000 - MAX_MATCH - 1
+    assert len(sent) >= 3000 - MAX_MATCH_CHARS - 1
     assert stops.push("b")[1] == pattern
 
 
@@ -106,7 +106,7 @@ def test_what_is_given_up_makes_way_for_what_begins_later(pattern: str) -> None:
     ("pattern", "word"),
     [
         ("(a", "never closed"),
-        ("a)", "too many"),
+        ("a)", "unmatched"),
         ("*a", "repeats nothing"),
         ("a**", "repeats a repeat"),
         ("a++", "repeats a repeat"),
@@ -114,13 +114,13 @@ def test_what_is_given_up_makes_way_for_what_begins_later(pattern: str) -> None:
         ("a$", "$"),
         (r"\bword", r"\b"),
         (r"(a)\1", r"\1"),
-        ("(?=a)b", "looks around"),
-        ("(?<!a)b", "looks around"),
+        ("(?=a)b", "lookaround"),
+        ("(?<!a)b", "lookaround"),
         ("a*", "empty"),
         ("(a|)", "empty"),
         ("[b-a]", "range"),
-        ("[abc", "middle"),
-        ("a\\", "middle"),
+        ("[abc", "ends unexpectedly"),
+        ("a\\", "ends unexpectedly"),
         (r"\x1", "digits"),
         ("a{3,2}", "out of order"),
         ("a{1001}", "1000"),
@@ -192,4 +192,4 @@ def test_remembered_moves_are_bounded_by_their_states() -> None:
     with pytest.raises(InvalidRequest):
         for _ in range(100_000):
             stops.push(drawing.choice("ab"))
-    assert sum(len(states) for states, _ in patterns._moves) <= MAX_REMEMBERED
+    assert sum(len(states) for states, _ in patterns._moves) <= MAX_CACHED_STATES

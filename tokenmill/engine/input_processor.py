@@ -40,9 +40,9 @@ from tokenmill.text.effort import EffortVariables, find_effort_variables
 from tokenmill.text.fim import FimTokens, find_fim_tokens
 from tokenmill.text.stops import stop_patterns
 from tokenmill.text.template import (
-    OUR_VARIABLES,
     PLAIN,
     PLAIN_TURN,
+    RESERVED_VARIABLES,
     ChatTemplate,
     LiteralContents,
     MarkedText,
@@ -150,7 +150,7 @@ class InputProcessor:
     @cached_property
     def template_variables(self) -> frozenset[str]:
         """The variables that the model's chat template reads, apart from those that every conversation sets."""
-        return frozenset() if self._template is None else frozenset(self._template.variables) - OUR_VARIABLES
+        return frozenset() if self._template is None else frozenset(self._template.variables) - RESERVED_VARIABLES
 
     @cached_property
     def _effort(self) -> EffortVariables | None:

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, GGUF vocabularies, chat templates, the detokeniser, stops. No torch."""
+"""Everything that handles text: tokenizers, GGUF vocabularies, chat templates, detokenization, stops. No torch."""

@@ -1,9 +1,9 @@
-"""Fill in the middle: prompts for models that were trained to write what belongs between two texts.
+"""Fill in the middle (FIM): prompts for models trained to generate the text between a prefix and a suffix.
 
     prefix, suffix ──► <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|> ──► the model writes the middle
 
-Families have different tokens and two different orders; which a model knows is seen from its vocabulary. The texts
-themselves are read as plain characters: source code that mentions a marker does not become one.
+Families differ in their marker tokens and in the order of prefix and suffix; a model's family is found by its
+vocabulary. Prefix and suffix are tokenised as plain characters, so source code that mentions a marker cannot inject it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 from tokenmill.text.tokenizer import Tokenizer
 
-SNIPPET = "\n\n--- snippet ---\n\n"  # between files, for models without tokens for them, as llama.cpp writes it
+SNIPPET = "\n\n--- snippet ---\n\n"  # separates files where a model has no token for that; llama.cpp's text
 
 
 @dataclass(frozen=True)
 class FimMarkers:
-    """The markers of one family. Without a `middle` the suffix comes first, and the prefix leads to the answer."""
+    """The markers of one family. Without a `middle` marker the suffix comes first and the prefix ends the prompt."""
 
     prefix: str
     suffix: str
     middle: str | None
     repository: str | None = None
     file: str | None = None
-    others: tuple[str, ...] = ()  # which also end an answer
+    others: tuple[str, ...] = ()  # further tokens that end an answer
 
 
 FAMILIES = (
@@ -62,10 +62,10 @@ class FimTokens:
         before = self._ids(prefix) if isinstance(prefix, str) else list(prefix)
         after = self._ids(suffix)
         if self.middle_id is None:
-            asked = [self.suffix_id, *after, self.prefix_id, *before]
+            ids = [self.suffix_id, *after, self.prefix_id, *before]
         else:
-            asked = [self.prefix_id, *before, self.suffix_id, *after, self.middle_id]
-        return [*(self._bos() if with_bos else []), *self._file_ids(files), *asked]
+            ids = [self.prefix_id, *before, self.suffix_id, *after, self.middle_id]
+        return [*(self._bos() if with_bos else []), *self._file_ids(files), *ids]
 
     def _file_ids(self, files: Sequence[tuple[str, str]]) -> list[int]:
         if not files:
@@ -81,13 +81,13 @@ class FimTokens:
         return self.tokenizer.encode(text, add_special_tokens=False, parse_special=False) if text else []
 
     def _bos(self) -> list[int]:
-        """The begin token, where this tokenizer puts one before a text."""
+        """Return the BOS token if this tokenizer adds one to a text."""
         bos = self.tokenizer.bos_token_id
         return [bos] if bos is not None and self.tokenizer.encode("a")[:1] == [bos] else []
 
 
 def find_fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
-    """Return the fill-in-the-middle markers of a vocabulary; None: the model was not trained for it."""
+    """Return the fill-in-the-middle markers of a vocabulary; None: the model has none."""
     for family in FAMILIES:
         prefix, suffix = tokenizer.token_id(family.prefix), tokenizer.token_id(family.suffix)
         middle = None if family.middle is None else tokenizer.token_id(family.middle)

@@ -5,7 +5,7 @@
               from the `tokenizers` library's parts
     traits    special tokens, end tokens, added spaces, chat templates
 
-llama.cpp's own behaviour is the measure: its vocabulary files and expected ids are the tests.
+llama.cpp's behaviour is the reference: the tests use its vocabulary files and expected ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenmill.text.pretokenizers import pre_tokenizer
 from tokenmill.text.tokenizer import BYTE_LEVEL, SPACE_MARK, WORDPIECE, Spelling, Tokenizer, Traits, sentencepiece
 
 PREFIX = "tokenizer.ggml."
-MAX_TOKEN_LENGTH = 1024  # real ones have up to 256; finding the merges of one takes time with its square
+MAX_TOKEN_LENGTH = 1024  # characters; real tokens have up to 256, and finding merges takes quadratic time
 
 
 class TokenType(IntEnum):
@@ -42,20 +42,20 @@ def damaged(problem: str) -> ModelError:
 
 @dataclass(frozen=True)
 class VocabFields:
-    """Typed access to `tokenizer.ggml.*`; `default` answers for an absent key."""
+    """Typed access to `tokenizer.ggml.*`; `default` is returned for an absent key."""
 
     metadata: Mapping[str, Any]
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self.metadata.get(PREFIX + key, default)
         if not isinstance(value, str):
-            raise damaged(f"{PREFIX}{key} is {_seen(value)}, expected a string")
+            raise damaged(f"{PREFIX}{key} is {_describe(value)}, expected a string")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.metadata.get(PREFIX + key, default)
         if not isinstance(value, bool):
-            raise damaged(f"{PREFIX}{key} is {_seen(value)}, expected true or false")
+            raise damaged(f"{PREFIX}{key} is {_describe(value)}, expected true or false")
         return value
 
     def token_id(self, key: str, num_tokens: int, default: int | None = None) -> int | None:
@@ -63,7 +63,7 @@ class VocabFields:
         if value is None:
             return default if default is not None and default < num_tokens else None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < num_tokens:
-            raise damaged(f"{PREFIX}{key} is {_seen(value)}, expected an id below {num_tokens}")
+            raise damaged(f"{PREFIX}{key} is {_describe(value)}, expected an id below {num_tokens}")
         return value
 
     def array(self, key: str) -> list[Any] | None:
@@ -72,7 +72,7 @@ class VocabFields:
             return None
         items = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(items, list | tuple):
-            raise damaged(f"{PREFIX}{key} is {_seen(value)}, expected an array")
+            raise damaged(f"{PREFIX}{key} is {_describe(value)}, expected an array")
         return list(items)
 
     def strings(self, key: str) -> list[str]:
@@ -81,7 +81,7 @@ class VocabFields:
             raise damaged(f"{PREFIX}{key} is missing")
         for index, item in enumerate(items):
             if not isinstance(item, str):
-                raise damaged(f"{PREFIX}{key}[{index}] is {_seen(item)}, expected a string")
+                raise damaged(f"{PREFIX}{key}[{index}] is {_describe(item)}, expected a string")
         return items
 
     def numbers(self, key: str, length: int) -> list[float] | None:
@@ -91,13 +91,13 @@ class VocabFields:
         if len(items) != length:
             raise damaged(f"{PREFIX}{key} has {len(items)} entries for {length} tokens")
         if not all(isinstance(item, int | float) and item == item for item in items):
-            raise damaged(f"{PREFIX}{key} holds something that is not a number")
+            raise damaged(f"{PREFIX}{key} contains a value that is not a number")
         return items
 
 
 @dataclass(frozen=True)
 class VocabTokens:
-    """The tokens by id: what each is called, its score, and its type."""
+    """The tokens by id: text, score and type of each."""
 
     texts: list[str]
     scores: list[float] | None
@@ -113,11 +113,11 @@ def read_tokens(fields: VocabFields) -> VocabTokens:
     if not texts:
         raise damaged(f"{PREFIX}tokens is empty")
     if (longest := max(map(len, texts))) > MAX_TOKEN_LENGTH:
-        raise damaged(f"{PREFIX}tokens holds one of {longest} characters, more than {MAX_TOKEN_LENGTH}")
+        raise damaged(f"{PREFIX}tokens contains a token of {longest} characters, more than {MAX_TOKEN_LENGTH}")
     ids = {text: index for index, text in enumerate(texts)}
     if len(ids) != len(texts):
         double = next(text for index, text in enumerate(texts) if ids[text] != index)
-        raise damaged(f"{PREFIX}tokens holds {double!r} twice")
+        raise damaged(f"{PREFIX}tokens contains {double!r} twice")
     return VocabTokens(texts, fields.numbers("scores", len(texts)), _types(fields, len(texts)), ids)
 
 
@@ -131,17 +131,17 @@ def _types(fields: VocabFields, length: int) -> list[TokenType]:
 
 def refuse_model(name: str, known: list[str]) -> UnsupportedModel:
     return UnsupportedModel(
-        f"the GGUF vocabulary is of kind {name!r}, which is not implemented", hint=f"implemented: {', '.join(known)}"
+        f"the GGUF vocabulary has the model {name!r}, which is not implemented", hint=f"implemented: {', '.join(known)}"
     )
 
 
-def _seen(value: object) -> str:
+def _describe(value: object) -> str:
     return "missing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A backend that knows no special tokens yet, and what its kind does where the file is silent."""
+    """A backend without special tokens, and the defaults of its vocabulary kind for what the file does not say."""
 
     backend: tokenizers.Tokenizer
     spelling: Spelling
@@ -167,7 +167,7 @@ def build_sentencepiece(fields: VocabFields, tokens: VocabTokens) -> BuiltModel:
 
 
 def merges_by_score(texts: list[str], scores: list[float], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two tokens, best score first: the order in which SentencePiece merges."""
+    """Return every pair of tokens that joins into a token, best score first, as SentencePiece merges them."""
     ranked: list[tuple[float, int, str, str]] = []
     for token_id, text in enumerate(texts):
         score = -scores[token_id]
@@ -218,7 +218,7 @@ def build_byte_level(fields: VocabFields, tokens: VocabTokens) -> BuiltModel:
     backend = tokenizers.Tokenizer(models.BPE(vocab=tokens.ids, merges=merges, ignore_merges=rule.whole_words))
     backend.pre_tokenizer = rule.build()
     backend.decoder = decoders.ByteLevel()
-    # Very old files name neither token; 11 is Falcon's <|endoftext|>, for which the kind was first written.
+    # Very old files name neither token; 11 is <|endoftext|> of Falcon, the first family of this kind.
     return BuiltModel(
         backend, BYTE_LEVEL, adds_bos=rule.adds_bos, adds_sep=rule.adds_sep, default_bos=11, default_eos=11
     )
@@ -240,7 +240,7 @@ def build_wordpiece(fields: VocabFields, tokens: VocabTokens) -> BuiltModel:
         _wordpiece(text, kind): index for index, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True))
     }
     if len(vocab) != len(tokens.texts):
-        raise damaged(f"{PREFIX}tokens holds a word twice")
+        raise damaged(f"{PREFIX}tokens contains a word twice")
     unknown_id = fields.token_id("unknown_token_id", len(tokens.texts), default=100)
     if unknown_id is None:
         raise damaged(f"{PREFIX}unknown_token_id is missing")
@@ -294,12 +294,12 @@ def _precompiled(charsmap: bytes) -> normalizers.Normalizer:
     try:
         return normalizers.Precompiled(charsmap)
     except Exception as error:  # the library raises bare Exception
-        raise damaged(f"{PREFIX}precompiled_charsmap can't be read: {error}") from error
+        raise damaged(f"{PREFIX}precompiled_charsmap is not valid: {error}") from error
 
 
 def _as_bytes(numbers: list[int]) -> bytes:
     if not all(isinstance(number, int) and -128 <= number < 256 for number in numbers):
-        raise damaged(f"{PREFIX}precompiled_charsmap holds something that is not a byte")
+        raise damaged(f"{PREFIX}precompiled_charsmap contains a value that is not a byte")
     return bytes(number & 0xFF for number in numbers)
 
 
@@ -311,18 +311,18 @@ _BUILDERS: dict[str, Callable[[VocabFields, VocabTokens], BuiltModel]] = {
     "t5": build_unigram,
 }
 
-# Files name one end token, models use several: an end of turn is known by its text.
+# A file names one end token, but models use several: end-of-turn tokens are recognised by their text.
 _END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
     *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
-    # ends of a file in code models
+    # end of file, in code models
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
     *("<REPO>", "<reponame>", "<|file_sep|>"),
 )
 _END_KEYS = ("eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 
-# gpt-oss marks the parts of a reply with these; they belong to the text a client parses.
+# gpt-oss marks the parts of a reply with these; the reader of its format needs them in the text.
 _VISIBLE_TEXTS = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
 
 _NAMED_IDS = {
@@ -335,7 +335,10 @@ _NAMED_IDS = {
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Raises ModelError for damaged metadata, UnsupportedModel for a kind or pre-tokenizer not implemented."""
+    """Build the tokenizer that a GGUF file's metadata describes.
+
+    Raises ModelError for damaged metadata, UnsupportedModel for a kind or pre-tokenizer that is not implemented.
+    """
     fields = VocabFields(metadata)
     kind = fields.text("model")
     build = _BUILDERS.get(kind)
@@ -348,7 +351,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer(built.backend, built.spelling, traits)
 
 
-# ── what the file says beside the vocabulary ───────────────────────────────────────────────────────────
+# ── special tokens, end tokens, templates ──────────────────────────────────────────────────────────────
 
 
 def _traits(fields: VocabFields, tokens: VocabTokens, built: BuiltModel) -> Traits:
@@ -357,9 +360,9 @@ def _traits(fields: VocabFields, tokens: VocabTokens, built: BuiltModel) -> Trai
     eos = fields.token_id("eos_token_id", num_tokens, built.default_eos)
     sep = fields.token_id("seperator_token_id", num_tokens)
     around = [
-        _asked_for(fields.flag("add_bos_token", built.adds_bos), bos, "add_bos_token"),
-        _asked_for(fields.flag("add_eos_token", built.adds_eos), eos, "add_eos_token"),
-        _asked_for(fields.flag("add_sep_token", built.adds_sep), eos if sep is None else sep, "add_sep_token"),
+        _ids_to_add(fields.flag("add_bos_token", built.adds_bos), bos, "add_bos_token"),
+        _ids_to_add(fields.flag("add_eos_token", built.adds_eos), eos, "add_eos_token"),
+        _ids_to_add(fields.flag("add_sep_token", built.adds_sep), eos if sep is None else sep, "add_sep_token"),
     ]
     return Traits(
         bos_token_id=bos,
@@ -371,10 +374,10 @@ def _traits(fields: VocabFields, tokens: VocabTokens, built: BuiltModel) -> Trai
     )
 
 
-def _asked_for(asked: bool, token_id: int | None, key: str) -> tuple[int, ...]:
-    if asked and token_id is None:
+def _ids_to_add(is_set: bool, token_id: int | None, key: str) -> tuple[int, ...]:
+    if is_set and token_id is None:
         raise damaged(f"{key} is set but the file names no such token")
-    return (token_id,) if asked and token_id is not None else ()
+    return (token_id,) if is_set and token_id is not None else ()
 
 
 def _end_ids(fields: VocabFields, tokens: VocabTokens, eos: int | None) -> tuple[int, ...]:
@@ -387,11 +390,9 @@ def _end_ids(fields: VocabFields, tokens: VocabTokens, eos: int | None) -> tuple
 
 
 def _not_ends(texts: set[str], ids: dict[str, int]) -> set[int]:
-    """Tokens that end a turn in one family and a part of it in another."""
-    inside: set[int] = set()
-    if "<|end|>" in texts and ({"<|return|>", "<|call|>"} <= texts or {"<|calls|>", "<|flush|>"} <= texts):
-        inside.add(ids["<|end|>"])
-    return inside
+    """Return ids that look like ends of a turn but end only a part of it in this family (`<|end|>` of gpt-oss)."""
+    has_parts = {"<|return|>", "<|call|>"} <= texts or {"<|calls|>", "<|flush|>"} <= texts
+    return {ids["<|end|>"]} if "<|end|>" in texts and has_parts else set()
 
 
 def _special_texts(fields: VocabFields, tokens: VocabTokens, bos: int | None, eos: int | None) -> dict[str, str]:
@@ -410,7 +411,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     return templates
 
 
-# ── tokens that are read whole ─────────────────────────────────────────────────────────────────────────
+# ── added tokens ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _mark_added_tokens(built: BuiltModel, tokens: VocabTokens, traits: Traits, model_name: str) -> None:
@@ -428,11 +429,14 @@ def _mark_added_tokens(built: BuiltModel, tokens: VocabTokens, traits: Traits, m
     built.backend.add_tokens([added(token_id) for token_id in sorted(visible)])
     for token_id in special | visible:
         if built.backend.token_to_id(tokens.texts[token_id]) != token_id:
-            raise ModelError(f"the GGUF vocabulary spells special token {token_id} in a way that can't be read back")
+            raise ModelError(f"the text of special token {token_id} of the GGUF vocabulary is not tokenised back to it")
 
 
 def _swallows_space_after(model_name: str) -> Callable[[str], bool]:
-    """Phi-3's special tokens take the white space behind them; the file does not say so, llama.cpp knows it by name."""
+    """Return the test for special tokens that absorb the white space after them.
+
+    Phi-3's do; the file does not say so, and llama.cpp decides it by the model's name.
+    """
     name = model_name.lower()
     if "phi-3" in name or "phi3" in name:
         return lambda text: text not in ("<unk>", "<s>", "<|endoftext|>")

@@ -1,12 +1,12 @@
-"""A tokenizer from a Hugging Face model directory.
+"""Load a tokenizer from a Hugging Face model directory.
 
-    tokenizer.json            the vocabulary and how text is cut; the one file that must be there
+    tokenizer.json            the vocabulary and how text is split; the only required file
     tokenizer_config.json     begin and end tokens, whether they are added, the chat template
     special_tokens_map.json   the same tokens, in older models
     chat_template.jinja       the chat template, in newer models; more in additional_chat_templates/
     generation_config.json    every id that ends a generation (config.json in older models)
 
-For GGUF files see `gguf_tokenizer`, which takes metadata that the caller has read.
+For GGUF files see `gguf_tokenizer`, which works on metadata that the caller has read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Raises ModelError where the directory has no tokenizer.json or its files can't be used."""
+    """Load the tokenizer of a model directory. Raises ModelError if tokenizer.json is missing or a file is invalid."""
     backend = _backend(folder)
     config = _json_object(folder / "special_tokens_map.json") | _json_object(folder / "tokenizer_config.json")
     _add_listed_tokens(backend, config, folder)
@@ -63,7 +63,8 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _add_listed_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
-    """Tokens that tokenizer_config.json lists and tokenizer.json lacks; each must land on the id it is listed with."""
+    """Add the tokens that tokenizer_config.json lists and tokenizer.json lacks; each must get the id it is listed
+    with."""
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict):
         raise DamagedFile(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is not an object")
@@ -88,15 +89,14 @@ def _listed_id(text: str, entry: Any, folder: Path) -> int:
 def _frame(
     backend: tokenizers.Tokenizer, config: dict[str, Any], bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tokens to put around a text so that `add_bos_token` and `add_eos_token` are obeyed, where they are
-    given.
+    """Return the prefix and suffix tokens that make the tokenizer follow `add_bos_token` and `add_eos_token`.
 
-    A tokenizer.json has its own idea of both; an explicit setting wins, as in transformers.
+    tokenizer.json may add either by itself; an explicit setting takes precedence, as in transformers.
     """
     around = backend.encode("", add_special_tokens=True).ids
     has_bos, has_eos = bos is not None and bos in around[:1], eos is not None and eos in around[-1:] and around != [bos]
-    wants_bos = bool(_given(config.get("add_bos_token"), has_bos)) and bos is not None
-    wants_eos = bool(_given(config.get("add_eos_token"), has_eos)) and eos is not None
+    wants_bos = _flag_or(config.get("add_bos_token"), has_bos) and bos is not None
+    wants_eos = _flag_or(config.get("add_eos_token"), has_eos) and eos is not None
     if (has_bos and not wants_bos) or (has_eos and not wants_eos):
         backend.post_processor = processors.Sequence([])
         has_bos = has_eos = False
@@ -105,8 +105,8 @@ def _frame(
     return prefix, suffix
 
 
-def _given(setting: Any, otherwise: bool) -> bool:
-    return setting if isinstance(setting, bool) else otherwise
+def _flag_or(setting: Any, default: bool) -> bool:
+    return setting if isinstance(setting, bool) else default
 
 
 def _id_of(backend: tokenizers.Tokenizer, text: str | None) -> int | None:
@@ -114,12 +114,12 @@ def _id_of(backend: tokenizers.Tokenizer, text: str | None) -> int | None:
 
 
 def _token_text(entry: Any) -> str | None:
-    """Return the text of a token that is written as its text, or as an object that holds it."""
+    """Return the text of a token that is given as a string or as an object with `content`."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) and text else None
 
 
-# ── the rest ───────────────────────────────────────────────────────────────────────────────────────────
+# ── end tokens, templates, reading files ───────────────────────────────────────────────────────────────
 
 
 def _end_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
@@ -158,13 +158,13 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} is not JSON: {str(error)[:100]}") from error
     if not isinstance(value, dict):
-        raise DamagedFile(f"{path} holds {type(value).__name__}, expected an object")
+        raise DamagedFile(f"{path} contains {type(value).__name__}, expected an object")
     return value
 
 
 def _read(path: Path) -> str:
     if path.stat().st_size > _MAX_FILE_BYTES:
-        raise DamagedFile(f"{path} is larger than {_MAX_FILE_BYTES} bytes; a tokenizer file is not")
+        raise DamagedFile(f"{path} is larger than {_MAX_FILE_BYTES} bytes, too large for a tokenizer file")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -1,11 +1,11 @@
 """Pre-tokenizers of byte-level BPE vocabularies, by their names in GGUF files: how text is split into words before
 merging.
 
-A rule is a list of patterns, each applied to the pieces the one before it left; what a pattern matches and what
-lies between its matches both become pieces. Merges never cross a piece, so a wrong pattern gives wrong ids without
-any error. That is why a name that is not in the table is refused.
+A rule is a list of patterns, each applied to the pieces that the previous one produced; both the matches of a pattern
+and the text between them become pieces. Merges never cross pieces, so a wrong pattern gives wrong ids without any
+error. A name that is not in the table is therefore refused.
 
-Where a vocabulary's own tokenizer.json is known its pattern stands here, in Oniguruma's dialect.
+Patterns are those of the vocabularies' own tokenizer.json where that is known, in Oniguruma's dialect.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _O200K = _by_case(_CONTRACTIONS + "?", r"\p{N}{1,3}")
 _TEKKEN = _by_case("", r"\p{N}")
 _DIGIT_GROUPS = r"\d{1,3}(?=(?:\d{3})*\b)"
 
-# DeepSeek: scripts cut apart one after another.
-# Cased letters by code point: several of them change under normalisation, so they are not written as themselves.
+# DeepSeek splits text by script, one script after another.
+# Cased letters are given by code point because several of them would change under normalisation.
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-z"
     "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
@@ -82,8 +82,11 @@ _DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEP
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One rule. `whole_words`: a piece that is a token itself is not merged from its parts. `adds_bos`,
-    `adds_sep`: what the vocabulary does where its file does not say."""
+    """One pre-tokenization rule.
+
+    `whole_words`: a piece that is itself a token is not merged from its parts. `adds_bos` and `adds_sep` are the
+    defaults of such vocabularies where a file does not say.
+    """
 
     patterns: tuple[str, ...]
     whole_words: bool = False

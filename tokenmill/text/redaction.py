@@ -1,10 +1,10 @@
-"""Personal data and secrets in a text, replaced by what they are: `Write to <EMAIL_1> or <PHONE_1>`.
+"""Redaction of personal data and secrets: each value is replaced by its kind, `Write to <EMAIL_1> or <PHONE_1>`.
 
-The same value gets the same number within one redactor, so that a conversation stays readable. What has a checksum is
-checked (cards by Luhn, IBANs by their remainder of 97), so that other numbers stay; what has none (names, street
-addresses) is not found: redaction lowers what a log can give away, and does not make it public.
+The same value gets the same number within one redactor, so that a conversation stays readable. Values with a checksum
+are verified (cards by Luhn, IBANs by their remainder of 97), so that other numbers stay. Names and street addresses are
+not found: redaction reduces what a log can reveal, but does not make it safe to publish.
 
-Patterns begin only where a word does and never go back over what they have read, so time grows with the text alone.
+Patterns begin only at the beginning of a word and do not backtrack, so time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _always(text: str) -> bool:
 
 
 PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]{0,16384}+-----END [A-Z ]{0,30}-----")
-# The first kind that recognises a place has it: longer and stricter ones come first.
+# The first kind that matches a piece of text replaces it: longer and stricter ones come first.
 KINDS: tuple[tuple[str, re.Pattern[str], Check], ...] = (
     ("TOKEN", re.compile(r"(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{8,}+\.[\w-]{8,}+"), _always),
     (
@@ -76,7 +76,7 @@ KINDS: tuple[tuple[str, re.Pattern[str], Check], ...] = (
     ("PHONE", re.compile(r"(?<![\w.])(?:\+|00)?\(?\d{1,5}\)?(?:[ ./-]{1,2}\(?\d{1,8}\)?){1,6}(?!\w)"), _is_phone),
     ("PHONE", re.compile(r"(?<![\w.+])(?:\+|00)\d{7,15}(?!\w)"), _is_phone),
 )
-PIECE = 32 << 10  # characters that a pattern is tried on at a time: other threads wait meanwhile
+PIECE = 32 << 10  # characters that a pattern is matched on at a time: other threads wait meanwhile
 
 
 class Redactor:
@@ -86,23 +86,23 @@ class Redactor:
         self._numbers: dict[tuple[str, str], int] = {}
 
     def redact(self, text: str) -> str:
-        text = PRIVATE_KEY.sub(lambda found: self._named(found, "PRIVATE_KEY", _always), text)
+        text = PRIVATE_KEY.sub(lambda found: self._replacement(found, "PRIVATE_KEY", _always), text)
         return "".join(self._redact_piece(piece) for piece in pieces(text))
 
     def _redact_piece(self, text: str) -> str:
         for kind, pattern, check in KINDS:
-            text = pattern.sub(partial(self._named, kind=kind, check=check), text)
+            text = pattern.sub(partial(self._replacement, kind=kind, check=check), text)
         return text
 
     def redact_all(self, value: Any) -> Any:
-        """A JSON value with all of its strings redacted; names of fields stay."""
+        """Return a JSON value with all of its strings redacted; object keys stay."""
         if isinstance(value, str):
             return self.redact(value)
         if isinstance(value, list):
             return [self.redact_all(one) for one in value]
         return {name: self.redact_all(one) for name, one in value.items()} if isinstance(value, dict) else value
 
-    def _named(self, found: re.Match[str], kind: str, check: Check) -> str:
+    def _replacement(self, found: re.Match[str], kind: str, check: Check) -> str:
         value = found[0]
         if not check(value):
             return value
@@ -111,7 +111,7 @@ class Redactor:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in pieces that end with a line, or else with a word."""
+    """Split a text into pieces that end at a line break, or else at a space."""
     start = 0
     while len(text) - start > PIECE:
         cut = text.rfind("\n", start, start + PIECE)

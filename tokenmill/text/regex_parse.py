@@ -1,11 +1,11 @@
-"""Regular expressions of the kind that can be matched in linear time, read into a tree.
+"""Parser of regular expressions that can be matched in linear time.
 
     alternatives    a|b                repeats   * + ? {2} {2,} {2,5}
     groups          (...) (?:...)      classes   [a-z] [^"] \\d \\w \\s \\D \\W \\S
-    any character   .                  (?s) at the beginning: line breaks too; (?i): whatever the case
+    any character   .                  (?s) at the beginning: line breaks too; (?i): ignore case
 
-What looks back or around (\\1, (?=...), \\b, ^, $) is refused by name: it has no place in a stream, or no linear time.
-Greedy or lazy makes no difference where the first match to be complete is the one that counts.
+Back-references, lookaround and anchors (\\1, (?=...), \\b, ^, $) are refused by name: they have no meaning in a stream,
+or no linear-time matching. Greedy and lazy repeats are the same, because the first match to complete wins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmill.errors import InvalidRequest
 
 MAX_NESTING = 50
 MAX_REPEATS = 1000
-MAX_SIZE = 600  # characters of all patterns together, with repeats written out
+MAX_SIZE = 600  # characters of all patterns together, with repeats expanded
 
 Test = Callable[[str], bool]
 
@@ -51,7 +51,7 @@ class Either:
 
 @dataclass(frozen=True)
 class Repeat:
-    """`low` to `high` times; no `high`: as often as you like."""
+    """A part repeated `low` to `high` times; without `high`, without limit."""
 
     part: Node
     low: int
@@ -80,17 +80,17 @@ HEX_DIGITS = {"x": 2, "u": 4}
 class Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
-        self._place = 0
+        self._position = 0
         self._depth = 0
-        self._ignores_case = self._dot_takes_all = False
+        self._ignores_case = self._dot_matches_newline = False
 
     def parse(self) -> Node:
         self._flags()
         node = self._either()
-        if self._place < len(self._pattern):
-            self._refuse("has a ) too many")
+        if self._position < len(self._pattern):
+            self._refuse("has an unmatched )")
         if node.size > MAX_SIZE:
-            self._refuse(f"is too large: with its repeats written out more than {MAX_SIZE} characters")
+            self._refuse(f"is too large: more than {MAX_SIZE} characters with repeats expanded")
         return node
 
     # ── structure ──────────────────────────────────────────────────────────────────────────────────────
@@ -98,8 +98,8 @@ class Parser:
     def _flags(self) -> None:
         for flags in ("(?i)", "(?s)", "(?is)", "(?si)"):
             if self._pattern.startswith(flags):
-                self._ignores_case, self._dot_takes_all = "i" in flags, "s" in flags
-                self._place = len(flags)
+                self._ignores_case, self._dot_matches_newline = "i" in flags, "s" in flags
+                self._position = len(flags)
 
     def _either(self) -> Node:
         parts = [self._sequence()]
@@ -109,7 +109,7 @@ class Parser:
 
     def _sequence(self) -> Node:
         parts: list[Node] = []
-        while self._place < len(self._pattern) and self._pattern[self._place] not in "|)":
+        while self._position < len(self._pattern) and self._pattern[self._position] not in "|)":
             parts.append(self._repeated(self._atom()))
         return parts[0] if len(parts) == 1 else InOrder(parts)
 
@@ -119,8 +119,8 @@ class Parser:
             return part
         repeated = Repeat(part, *times)
         if repeated.size > MAX_SIZE:
-            self._refuse(f"is too large: with its repeats written out more than {MAX_SIZE} characters")
-        self._take("?")  # lazy: all the same here
+            self._refuse(f"is too large: more than {MAX_SIZE} characters with repeats expanded")
+        self._take("?")  # lazy: the same as greedy here
         if self._times() is not None:
             self._refuse("repeats a repeat, which is not supported")
         return repeated
@@ -129,25 +129,25 @@ class Parser:
         for sign, times in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._take(sign):
                 return times
-        end = self._pattern.find("}", self._place)
-        if not self._pattern.startswith("{", self._place) or end < 0:
+        end = self._pattern.find("}", self._position)
+        if not self._pattern.startswith("{", self._position) or end < 0:
             return None
-        low, comma, high = self._pattern[self._place + 1 : end].partition(",")
+        low, comma, high = self._pattern[self._position + 1 : end].partition(",")
         if not all(part == "" or part.isdecimal() for part in (low, high)) or not (low or high):
-            return None  # a brace like any other character
-        self._place = end + 1
-        least = int(low[:9] or 0)
-        most = (int(high[:9]) if high else None) if comma else least
-        if max(least, most or 0) > MAX_REPEATS or (most is not None and most < least):
+            return None  # a brace that is not a repeat is a plain character
+        self._position = end + 1
+        minimum = int(low[:9] or 0)
+        maximum = (int(high[:9]) if high else None) if comma else minimum
+        if max(minimum, maximum or 0) > MAX_REPEATS or (maximum is not None and maximum < minimum):
             self._refuse(f"has a repeat {{{low}{comma}{high}}} that is out of order or above {MAX_REPEATS}")
-        return least, most
+        return minimum, maximum
 
     def _group(self) -> Node:
         if self._take("?"):
-            if self._take("P<") and (end := self._pattern.find(">", self._place)) > 0:
-                self._place = end + 1
+            if self._take("P<") and (end := self._pattern.find(">", self._position)) > 0:
+                self._position = end + 1
             elif not self._take(":"):
-                self._refuse("looks around or sets flags inside, which is not supported")
+                self._refuse("has a lookaround or a flag group, which is not supported")
         self._depth += 1
         if self._depth > MAX_NESTING:
             self._refuse(f"is nested deeper than {MAX_NESTING}")
@@ -164,13 +164,13 @@ class Parser:
         if char == "(":
             return self._group()
         if char in "^$":
-            self._refuse(f"has {char}, which is not supported: a stop may stand anywhere")
+            self._refuse(f"has the anchor {char}, which is not supported: a stop may be anywhere in the text")
         if char in "*+?":
             self._refuse(f"has a {char} that repeats nothing")
         if char == "[":
             return Chars(self._class())
         if char == ".":
-            return Chars((lambda one: True) if self._dot_takes_all else (lambda one: one != "\n"))
+            return Chars((lambda one: True) if self._dot_matches_newline else (lambda one: one != "\n"))
         if char == "\\":
             escaped = self._escaped()
             return Chars(escaped if callable(escaped) else self._equals(escaped))
@@ -183,8 +183,8 @@ class Parser:
         if char in CONTROLS:
             return CONTROLS[char]
         if char in HEX_DIGITS:
-            digits = self._pattern[self._place : self._place + HEX_DIGITS[char]]
-            self._place += len(digits)
+            digits = self._pattern[self._position : self._position + HEX_DIGITS[char]]
+            self._position += len(digits)
             if len(digits) < HEX_DIGITS[char] or not all(one in "0123456789abcdefABCDEF" for one in digits):
                 self._refuse(f"has \\{char} without its {HEX_DIGITS[char]} digits")
             return chr(int(digits, 16))
@@ -196,10 +196,10 @@ class Parser:
         is_negated = self._take("^")
         tests: list[Test] = []
         is_first = True
-        while is_first or not self._pattern.startswith("]", self._place):
+        while is_first or not self._pattern.startswith("]", self._position):
             is_first = False
             tests.append(self._class_part())
-        self._place += 1
+        self._position += 1
         found = tuple(tests)
         return (
             (lambda one: not any(test(one) for test in found))
@@ -211,10 +211,10 @@ class Parser:
         low = self._class_char()
         if callable(low):
             return low
-        rest = self._pattern[self._place : self._place + 2]
+        rest = self._pattern[self._position : self._position + 2]
         if not rest.startswith("-") or rest in ("-", "-]"):
             return self._equals(low)
-        self._place += 1
+        self._position += 1
         high = self._class_char()
         if callable(high) or high < low:
             self._refuse("has a class with a range out of order")
@@ -233,15 +233,15 @@ class Parser:
         return lambda one: low <= one <= high or low <= one.lower() <= high or low <= one.upper() <= high
 
     def _next(self) -> str:
-        if self._place >= len(self._pattern):
-            self._refuse("ends in the middle")
-        self._place += 1
-        return self._pattern[self._place - 1]
+        if self._position >= len(self._pattern):
+            self._refuse("ends unexpectedly")
+        self._position += 1
+        return self._pattern[self._position - 1]
 
     def _take(self, text: str) -> bool:
-        is_there = self._pattern.startswith(text, self._place)
-        self._place += len(text) * is_there
-        return is_there
+        is_next = self._pattern.startswith(text, self._position)
+        self._position += len(text) * is_next
+        return is_next
 
     def _refuse(self, problem: str) -> NoReturn:
         raise InvalidRequest(f"stop_regex {self._pattern[:60]!r} {problem}", param="stop_regex")

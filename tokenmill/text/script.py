@@ -1,16 +1,16 @@
-"""Scripts: what a model without weights says, so that clients and everything between can be tested as a black box.
+"""Scripts: the answers of a model without weights, for black-box tests of clients and of the whole serving stack.
 
     tokenmill serve scripted:FILE --chat-template T.jinja
 
 A script is JSON: rules that choose an answer by the prompt, and the answers. `docs/scripted-model.md` describes it for
-users. All else of an engine is real: its process, scheduler, sampler, grammars, tokenizer and chat template.
+users. The rest of the engine is real: process, scheduler, sampler, grammars, tokenizer and chat template.
 
-    prompt ids ──► TokenizedScript.answer_to ──► ScriptAnswer ──► AnswerCursor: the next token, after what was sampled
+    prompt ids ──► TokenizedScript.answer_to ──► ScriptAnswer ──► AnswerCursor: the next token, given the sampled ones
 
-An answer is compared with what was sampled as *atoms*, bytes and control tokens, not as token ids: a grammar that
-forces text may cut it into other tokens than the tokenizer would. What is sampled need not be what the model proposes
-(a mask, a bias). A plain script loses its thread then and only wants to end; a stubborn one goes on proposing the rest
-of its text, so that a grammar has to bend it all the way.
+An answer is compared with the sampled tokens as *atoms* (bytes and control tokens), not as token ids, because a grammar
+that forces text may split it into other tokens than the tokenizer would. The sampled token may differ from the proposed
+one (a mask, a bias). A plain script then proposes only the end token; a stubborn one keeps proposing the rest of its
+text, so that a grammar has to force every token.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
 
 DEFAULT_CONTEXT = 131_072
 MAX_DELAY_S = 60.0
-HIDDEN_SIZE = 16  # of the vectors that stand in for hidden states, and so of embeddings
-FAIL = -1  # in place of a token: the model's logits are NaN there, so that the request fails
-LOST = -1  # in place of a position: something else was sampled than a plain script said
+HIDDEN_SIZE = 16  # width of the placeholder hidden states, and so of embeddings
+FAIL = -1  # instead of a token id: the model returns NaN logits, so that the request fails
+LOST = -1  # instead of a position: the sampled text differs from a plain script's answer
 
 
 @dataclass(frozen=True)
 class ScriptRule:
-    """One answer and the prompts it is for; a rule without conditions is for all."""
+    """One answer and the prompts it is for; a rule without conditions matches every prompt."""
 
     say: tuple[str | dict[str, Any], ...]
-    match: re.Pattern[str] | None = None  # found anywhere in the rendered prompt
-    turn: int | None = None  # which answer of the conversation it is, from 1
+    match: re.Pattern[str] | None = None  # searched for in the rendered prompt
+    turn: int | None = None  # number of this answer in the conversation, from 1
     is_stubborn: bool = False
-    repeats: bool = False  # says it again and again instead of ending
+    repeats: bool = False  # repeats the answer instead of ending
     delay_s: float = 0.0  # before the first token
     token_delay_s: float = 0.0  # before every other one
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script as its file says it."""
+    """The content of a script file."""
 
     rules: tuple[ScriptRule, ...]
-    tokenizer_source: Path | None = None  # a model whose tokenizer it has; None: bytes and the tokens below
+    tokenizer_source: Path | None = None  # a model whose tokenizer is used; None: bytes and the tokens below
     control_tokens: tuple[str, ...] = ()
-    added_tokens: tuple[str, ...] = ()  # tokens of their own that are part of the text, as <tool_call> is of Qwen's
+    added_tokens: tuple[str, ...] = ()  # single tokens that are part of the text, like Qwen's <tool_call>
     eos_token: str | None = None
     assistant_marker: str | None = None
     max_context: int = DEFAULT_CONTEXT
 
     def byte_tokenizer(self) -> Tokenizer:
-        """A vocabulary of bytes, with the script's own control tokens."""
+        """Return a tokenizer of bytes and the script's own control tokens."""
         return byte_tokenizer(self.control_tokens, self.added_tokens, eos_token=self.eos_token)
 
 
@@ -68,7 +68,7 @@ class Script:
 
 
 def read_script(path: Path) -> Script:
-    """Read a script; whatever is wrong with it is named with its place."""
+    """Read a script. An error names the field that is wrong."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -88,12 +88,12 @@ def read_script(path: Path) -> Script:
     if script.max_context < 1:
         fields.refuse("max_context must be at least 1")
     if script.tokenizer_source is not None and (script.control_tokens or script.added_tokens or script.eos_token):
-        fields.refuse("control_tokens, added_tokens and eos are those of the tokenizer it names")
+        fields.refuse("control_tokens, added_tokens and eos can't be given together with a tokenizer")
     return script
 
 
 class ScriptFields:
-    """The fields of one object of a script, taken one by one; what is left at the end is unknown."""
+    """The fields of one object of a script. Each is taken once; a field left at the end is unknown."""
 
     def __init__(self, values: Any, where: str) -> None:
         self.where = where
@@ -171,12 +171,12 @@ def _is_piece(piece: Any) -> bool:
     return False
 
 
-# ── saying it ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the answers as tokens ──────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class ScriptAnswer:
-    """The answer to one prompt: token ids, and the same as atoms with the atom at which each token begins."""
+    """A tokenized answer: its atoms, and the token id that begins at each token's first atom."""
 
     rule: ScriptRule
     atoms: tuple[int, ...]
@@ -184,7 +184,7 @@ class ScriptAnswer:
 
 
 class TokenizedScript:
-    """A script and the tokenizer it is said with."""
+    """A script with its answers tokenized."""
 
     def __init__(self, script: Script, tokenizer: Tokenizer, eos_token_id: int) -> None:
         self.tokenizer = tokenizer
@@ -192,14 +192,14 @@ class TokenizedScript:
         self._script = script
         self._control = frozenset(tokenizer.added_tokens.values())
         self._answers = [self._answer(rule) for rule in script.rules]
-        self._silence = ScriptAnswer(ScriptRule(("",)), (), {})  # to a prompt that no rule is for: it ends at once
+        self._empty_answer = ScriptAnswer(ScriptRule(("",)), (), {})  # for a prompt that no rule matches
 
     def answer_to(self, prompt_ids: Sequence[int]) -> ScriptAnswer:
         """Return the first answer whose rule matches this prompt."""
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        return next((answer for answer in self._answers if self._is_for(answer.rule, prompt)), self._silence)
+        return next((answer for answer in self._answers if self._matches(answer.rule, prompt)), self._empty_answer)
 
-    def _is_for(self, rule: ScriptRule, prompt: str) -> bool:
+    def _matches(self, rule: ScriptRule, prompt: str) -> bool:
         if rule.turn is not None and rule.turn != prompt.count(self._marker):
             return False
         return rule.match is None or rule.match.search(prompt) is not None
@@ -210,14 +210,14 @@ class TokenizedScript:
         if self._script.assistant_marker is not None:
             return self._script.assistant_marker
         template = ChatTemplate(self.tokenizer.chat_template or CHATML, self.tokenizer.special_tokens)
-        asked: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
-        with_marker, without = (template.render(asked, add_generation_prompt=wants) for wants in (True, False))
+        question: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+        with_marker, without = (template.render(question, add_generation_prompt=added) for added in (True, False))
         marker = with_marker.removeprefix(without).strip()
         if not marker or marker == with_marker.strip():
             raise InvalidConfig(
-                "this chat template does not show where the assistant begins, so turns can't be counted",
+                "this chat template does not show where the assistant's turn begins, so turns can't be counted",
                 param="model",
-                hint="say it in the script: assistant_marker",
+                hint="set assistant_marker in the script",
             )
         return marker
 
@@ -242,7 +242,7 @@ class TokenizedScript:
         return self.tokenizer.encode(str(piece), add_special_tokens=False)
 
     def _plain_ids(self, atoms: list[int]) -> list[int]:
-        """Tokens for bytes, none of them a token that stands beside the vocabulary proper."""
+        """Return tokens that spell these bytes, without using any added token."""
         ids = []
         while atoms:
             ids.append(self.token_for(atoms))
@@ -252,16 +252,16 @@ class TokenizedScript:
     def _require_known(self, ids: list[int]) -> None:
         for token_id in ids:
             if not 0 <= token_id < self.tokenizer.vocab_size:
-                raise InvalidConfig(f"the script says token {token_id}, which its tokenizer has not", param="model")
+                raise InvalidConfig(f"the script has token {token_id}, which its tokenizer lacks", param="model")
 
     def atoms_of(self, token_id: int) -> list[int]:
-        """The bytes of a token; a control token (and a failure) is one atom of its own."""
+        """Return the bytes of a token; a control token (or FAIL) is a single atom."""
         if token_id == FAIL:
             return [FAIL]
         return [256 + token_id] if token_id in self._control else list(self.tokenizer.token_bytes(token_id))
 
     def token_for(self, atoms: Sequence[int]) -> int:
-        """Return the longest token that begins these atoms."""
+        """Return the longest token that is a prefix of these atoms."""
         if atoms[0] == FAIL or atoms[0] >= 256:
             return atoms[0] if atoms[0] == FAIL else atoms[0] - 256
         for length in range(min(len(atoms), self._longest), 0, -1):
@@ -282,25 +282,25 @@ class TokenizedScript:
 
 
 class AnswerCursor:
-    """The answer of one sequence: what it has said so far and what it wants to say next."""
+    """Tracks how far one sequence has followed its scripted answer, and proposes its next token."""
 
     def __init__(self, script: TokenizedScript, answer: ScriptAnswer) -> None:
         self.answer = answer
         self._script = script
-        self._said: list[int] = []  # token ids of the answer
-        self._positions = [0]  # in the answer's atoms, after each of them
+        self._sampled: list[int] = []  # token ids
+        self._positions = [0]  # in the answer's atoms, after each sampled token
 
     def note_sampled(self, index: int, token_ids: Sequence[int]) -> None:
-        """Note that these tokens of the answer, from number `index` on, were sampled."""
+        """Record sampled tokens, the first of which has this index in the answer."""
         for offset, token_id in enumerate(token_ids, start=index):
-            if offset < len(self._said) and self._said[offset] == token_id:
+            if offset < len(self._sampled) and self._sampled[offset] == token_id:
                 continue
-            del self._said[offset:], self._positions[offset + 1 :]
-            self._said.append(token_id)
+            del self._sampled[offset:], self._positions[offset + 1 :]
+            self._sampled.append(token_id)
             self._positions.append(self._after(self._positions[-1], token_id))
 
     def next_token(self, index: int) -> int:
-        """Return token number `index` of the model's answer."""
+        """Return the token that the script proposes at this index of the answer."""
         position, atoms = self._positions[index], self.answer.atoms
         if position == LOST or not atoms:
             return self._script.eos_token_id
@@ -314,9 +314,9 @@ class AnswerCursor:
     def _after(self, position: int, token_id: int) -> int:
         if position == LOST:
             return LOST
-        atoms, heard = self.answer.atoms, self._script.atoms_of(token_id)
+        atoms, sampled = self.answer.atoms, self._script.atoms_of(token_id)
         if self.answer.rule.repeats and position == len(atoms):
             position = 0
-        if heard and list(atoms[position : position + len(heard)]) == heard:
-            return position + len(heard)
+        if sampled and list(atoms[position : position + len(sampled)]) == sampled:
+            return position + len(sampled)
         return position if self.answer.rule.is_stubborn else LOST

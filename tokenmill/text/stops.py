@@ -1,20 +1,20 @@
-"""Stop strings and stop regexes in a stream: text is sent as soon as it can't belong to a stop.
+"""Stop strings and stop regexes in a stream: text is sent as soon as it cannot be part of a stop.
 
     arrived   "... the end" + " of"        stop "end of story"
     sent      "... the "                   held back: "end of"
 
-Stop strings. What is held back is the longest suffix of the text that begins a stop string. One automaton (Aho and
-Corasick's) tracks that for all stop strings at once: each character moves it one step, nothing is read twice. Of
-several stop strings the one that begins first wins; of those that begin together, the shortest: it is complete first.
+Stop strings. The text held back is its longest suffix that begins a stop string. One Aho-Corasick automaton tracks that
+for all stop strings together: each character moves it one step, nothing is read twice. Of several stop strings the one
+that begins first wins; of those that begin together, the shortest, because it is complete first.
 
-Stop regexes. All patterns are one automaton (Thompson's), and all its states are followed at once, each with the
-position where its match began: a character costs at most one look at every state, whatever the pattern. Transitions
-are cached, so that ordinary text costs one look-up a character.
+Stop regexes. All patterns form one Thompson automaton. All its states are followed in parallel, each with the position
+where its match began, so a character costs at most one test per state, whatever the pattern. Transitions are cached, so
+ordinary text costs one lookup per character.
 
     text      ... 4 2 \\n              pattern  \\d+\\n
     threads   began at "4", at "2"     complete at "\\n": the one that began first wins
 
-`Stops` runs both: stop strings first, then stop regexes on what they let pass.
+`Stops` runs both: stop strings first, then stop regexes on the text that these let pass.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tokenmill.text.regex_parse import MAX_SIZE, Chars, Either, InOrder, Node, P
 
 
 class StopStrings:
+    """The search for stop strings in one stream. `include_stop`: the stop string itself is sent too."""
+
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         if any(not stop for stop in stops):
             raise InvalidRequest("a stop string is empty", param="stop")
@@ -38,7 +40,7 @@ class StopStrings:
         self._whole: list[str | None] = [None]  # state → the stop string that ends here, the longest if several
         for stop in stops:
             self._insert(stop)
-        self._fallback = self._linked()
+        self._fallback = self._fallback_states()
         self._state = 0
         self._held = ""
         self._found: tuple[int, str] | None = None  # start (from the end of sent text) and stop string
@@ -49,7 +51,8 @@ class StopStrings:
         return self._matched
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """What of the text may be sent now, and the stop string that was met, if any. After a match all is dropped."""
+        """Return the text that may be sent now, and the stop string found, if any. After a match all text is
+        dropped."""
         if self._matched is not None:
             return "", self._matched
         if len(self._next) == 1:
@@ -62,7 +65,7 @@ class StopStrings:
         return self._release(), None
 
     def flush(self) -> str:
-        """The text is over: what was held back, unless a stop string was met in it."""
+        """End the text: return what was held back, up to a stop string in it."""
         if self._matched is None and self._found is not None:
             return self._end()
         held, self._held, self._state = self._held, "", 0
@@ -81,7 +84,7 @@ class StopStrings:
             state = self._next[state][char]
         self._whole[state] = stop
 
-    def _linked(self) -> list[int]:
+    def _fallback_states(self) -> list[int]:
         """Return, for each state, the state of its longest proper suffix that is also a prefix of a stop string,
         breadth first."""
         fallback = [0] * len(self._next)
@@ -101,12 +104,12 @@ class StopStrings:
         return self._next[state].get(char, 0)
 
     def _advance(self, char: str, end: int) -> bool:
-        """Take one character; true once no stop string can begin before the first one found."""
+        """Process one character; return whether a stop was found and no other can still begin before it."""
         self._state = self._step(self._state, char, self._fallback)
         stop = self._whole[self._state]
         if stop is not None and (self._found is None or end - len(stop) < self._found[0]):
             self._found = (end - len(stop), stop)
-        # The automaton's own match begins at end - depth: the earliest place where one could still begin.
+        # The automaton's current match begins at end - depth, the earliest position where a stop could still begin.
         return self._found is not None and end - self._depth[self._state] >= self._found[0]
 
     def _end(self) -> str:
@@ -117,7 +120,7 @@ class StopStrings:
         return sent
 
     def _release(self) -> str:
-        """Everything before the automaton's current match can be part of no stop string."""
+        """Return the text before the automaton's current match: it cannot be part of a stop string."""
         keep = self._depth[self._state]
         if self._found is not None:
             return ""
@@ -125,19 +128,20 @@ class StopStrings:
         return sent
 
 
-MAX_MATCH = 1024  # characters: a match that grows longer is given up, and what it held back goes out
-MAX_REMEMBERED = 200_000  # states in remembered moves: some megabytes
-FIRST_BUDGET, BUDGET_PER_CHARACTER = 500_000, 40  # threads that a stream may follow, of all its characters together
+MAX_MATCH_CHARS = 1024  # a longer partial match is abandoned, and the text it held back is sent
+MAX_CACHED_STATES = 200_000  # in cached transitions: some megabytes
+# Thread steps that one stream may take: a fixed number and so many per character.
+BASE_STEPS, STEPS_PER_CHARACTER = 500_000, 40
 
 
 @dataclass
 class Automaton:
-    """States are numbers: one reads a character (`tests`), any number of others are reached without one (`free`)."""
+    """A nondeterministic automaton. A state is an index into `tests`, `then` and `free`."""
 
-    tests: list[Test | None] = field(default_factory=list)
-    then: list[int] = field(default_factory=list)  # where a read character leads
-    free: list[list[int]] = field(default_factory=list)
-    whole: dict[int, int] = field(default_factory=dict)  # state that completes a match -> which pattern's
+    tests: list[Test | None] = field(default_factory=list)  # of the character that leads on; None: reads none
+    then: list[int] = field(default_factory=list)  # the state after that character
+    free: list[list[int]] = field(default_factory=list)  # states reached without reading a character
+    whole: dict[int, int] = field(default_factory=dict)  # state that completes a match → index of its pattern
 
     def add(self, test: Test | None = None, then: int = -1, free: Sequence[int] = ()) -> int:
         self.tests.append(test)
@@ -146,7 +150,7 @@ class Automaton:
         return len(self.tests) - 1
 
     def build(self, node: Node, then: int) -> int:
-        """The state from which `node`, and then state `then`, is matched."""
+        """Return the state from which `node` is matched, followed by state `then`."""
         if isinstance(node, Chars):
             return self.add(node.test, then)
         if isinstance(node, InOrder):
@@ -169,7 +173,8 @@ class Automaton:
         return then
 
     def reach(self, state: int, seen: set[int]) -> list[int]:
-        """States not `seen` yet that `state` leads to without a character, and that read one or complete a match."""
+        """Return the states outside `seen` that `state` leads to without reading a character, and that read one or
+        complete a match. Adds all visited states to `seen`."""
         waiting, found = [state], []
         while waiting:
             state = waiting.pop()
@@ -184,8 +189,8 @@ class Automaton:
 
 @dataclass(frozen=True)
 class Move:
-    """The effect of a character on the threads: their new states, the thread each comes from (-1: a new one), and the
-    thread that completed a match, with the pattern's number."""
+    """The effect of a character on the threads: their new states, the thread each continues (-1: a new one), and the
+    thread that completed a match with the index of its pattern."""
 
     states: tuple[int, ...]
     sources: tuple[int, ...]
@@ -193,7 +198,7 @@ class Move:
 
 
 class StopPatterns:
-    """Compiled patterns; shared by all streams that look for them."""
+    """Compiled patterns, shared by all streams that use them."""
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self.patterns = patterns
@@ -201,32 +206,32 @@ class StopPatterns:
         if sum(tree.size for tree in trees) > MAX_SIZE:
             raise InvalidRequest(f"the stop_regex patterns together are larger than {MAX_SIZE}", param="stop_regex")
         automaton = Automaton()
-        begins = []
+        starts = []
         for number, tree in enumerate(trees):
             end = automaton.add()
             automaton.whole[end] = number
-            begins.append(automaton.build(tree, end))
+            starts.append(automaton.build(tree, end))
         self._automaton = automaton
         seen: set[int] = set()
-        self.beginning = tuple(state for begin in begins for state in automaton.reach(begin, seen))
-        for state in self.beginning:
+        self.initial = tuple(state for start in starts for state in automaton.reach(start, seen))
+        for state in self.initial:
             if state in automaton.whole:
                 empty = patterns[automaton.whole[state]]
                 raise InvalidRequest(f"stop_regex {empty[:60]!r} matches the empty text", param="stop_regex")
         self._moves: dict[tuple[tuple[int, ...], str], Move] = {}
-        self._num_remembered = 0  # states in them
+        self._num_cached_states = 0
 
     def move(self, states: tuple[int, ...], char: str) -> Move:
         known = self._moves.get((states, char))
         if known is None:
-            if self._num_remembered >= MAX_REMEMBERED:
+            if self._num_cached_states >= MAX_CACHED_STATES:
                 self._moves.clear()
-                self._num_remembered = 0
-            known = self._moves[states, char] = self._moved(states, char)
-            self._num_remembered += len(states) + 2 * len(known.states) + 8
+                self._num_cached_states = 0
+            known = self._moves[states, char] = self._compute_move(states, char)
+            self._num_cached_states += len(states) + 2 * len(known.states) + 8
         return known
 
-    def _moved(self, states: tuple[int, ...], char: str) -> Move:
+    def _compute_move(self, states: tuple[int, ...], char: str) -> Move:
         automaton, seen = self._automaton, set[int]()
         found: list[tuple[int, int]] = []  # (state, thread); the first thread to reach a state began first
         for thread, state in enumerate(states):
@@ -234,89 +239,91 @@ class StopPatterns:
             if test is not None and test(char):
                 found += [(reached, thread) for reached in automaton.reach(automaton.then[state], seen)]
         complete = [(thread, automaton.whole[state]) for state, thread in found if state in automaton.whole]
-        found += [(state, -1) for state in self.beginning if state not in seen]
+        found += [(state, -1) for state in self.initial if state not in seen]
         return Move(tuple(s for s, _ in found), tuple(t for _, t in found), min(complete, default=None))
 
 
 @lru_cache(maxsize=64)
 def stop_patterns(patterns: tuple[str, ...]) -> StopPatterns:
-    """Raises InvalidRequest where one of them can't be followed."""
+    """Compile patterns, or return them from a cache. Raises InvalidRequest for an unsupported pattern."""
     return StopPatterns(patterns)
 
 
 class StopRegexes:
-    """Stop patterns of one stream, with the interface of `StopStrings`: push, flush, matched."""
+    """The search for stop patterns in one stream, with the interface of `StopStrings`: push, flush, matched."""
 
     def __init__(self, patterns: StopPatterns, include_stop: bool = False) -> None:
         self._patterns = patterns
         self._include_stop = include_stop
         self._held = ""
-        self._states = patterns.beginning
-        self._begun = [0] * len(patterns.beginning)  # thread → the place in `_held` where it began
-        self._budget = FIRST_BUDGET
+        self._states = patterns.initial
+        self._starts = [0] * len(patterns.initial)  # thread → the position in `_held` where it began
+        self._steps_left = BASE_STEPS
         self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """What of the text may be sent now, and the pattern that was met, if any. After a match all is dropped."""
-        self._budget += BUDGET_PER_CHARACTER * len(text)
+        """Return the text that may be sent now, and the pattern that matched, if any. After a match all text is
+        dropped."""
+        self._steps_left += STEPS_PER_CHARACTER * len(text)
         if self.matched is not None:
             return "", self.matched
-        place = len(self._held)
+        position = len(self._held)
         self._held += text
-        while place < len(self._held):
-            move = self._patterns.move(self._states, self._held[place])
-            place += 1
+        while position < len(self._held):
+            move = self._patterns.move(self._states, self._held[position])
+            position += 1
             if move.match is not None:
-                return self._end(self._begun[move.match[0]], place, move.match[1]), self.matched
+                return self._end(self._starts[move.match[0]], position, move.match[1]), self.matched
             self._states = move.states
-            self._budget -= len(move.states)
-            if self._budget < 0:
-                raise InvalidRequest("stop_regex takes too long to look for in this answer", param="stop_regex")
-            self._begun = [place if source < 0 else self._begun[source] for source in move.sources]
-            if self._begun[0] < place - MAX_MATCH:  # threads stand in the order in which they began
-                self._give_up_before(place - MAX_MATCH, place)
+            self._steps_left -= len(move.states)
+            if self._steps_left < 0:
+                raise InvalidRequest("matching stop_regex takes too long in this answer", param="stop_regex")
+            self._starts = [position if source < 0 else self._starts[source] for source in move.sources]
+            if self._starts[0] < position - MAX_MATCH_CHARS:  # threads are in the order of their starts
+                self._abandon_before(position - MAX_MATCH_CHARS, position)
         return self._release(), None
 
     def flush(self) -> str:
-        """The text is over: what was held back."""
+        """End the text: return what was held back."""
         held, self._held = self._held, ""
-        self._states = self._patterns.beginning
-        self._begun = [0] * len(self._states)
+        self._states = self._patterns.initial
+        self._starts = [0] * len(self._states)
         return "" if self.matched is not None else held
 
-    def _end(self, begun: int, end: int, pattern: int) -> str:
+    def _end(self, start: int, end: int, pattern: int) -> str:
         self.matched = self._patterns.patterns[pattern]
-        sent = self._held[: end if self._include_stop else begun]
+        sent = self._held[: end if self._include_stop else start]
         self._held = ""
         return sent
 
-    def _give_up_before(self, oldest: int, place: int) -> None:
-        """Drop threads that began earlier, so that a match that begins here can win."""
-        old = sum(begun < oldest for begun in self._begun)
-        young = self._states[old:]
-        anew = tuple(state for state in self._patterns.beginning if state not in young)
-        self._states, self._begun = young + anew, self._begun[old:] + [place] * len(anew)
+    def _abandon_before(self, oldest: int, position: int) -> None:
+        """Drop threads that began before `oldest`, and start new ones at `position` for states that became free."""
+        num_old = sum(start < oldest for start in self._starts)
+        kept = self._states[num_old:]
+        new = tuple(state for state in self._patterns.initial if state not in kept)
+        self._states, self._starts = kept + new, self._starts[num_old:] + [position] * len(new)
 
     def _release(self) -> str:
-        keep = min(self._begun)
+        keep = min(self._starts)
         sent, self._held = self._held[:keep], self._held[keep:]
-        self._begun = [begun - keep for begun in self._begun]
+        self._starts = [start - keep for start in self._starts]
         return sent
 
 
 class Stops:
+    """The search for all stops of one stream, strings and regexes."""
+
     def __init__(self, strings: Sequence[str], regexes: Sequence[str], include_stop: bool = False) -> None:
         self._strings = StopStrings(strings, include_stop)
         self._regexes = StopRegexes(stop_patterns(tuple(regexes)), include_stop) if regexes else None
 
     @property
     def matched(self) -> str | None:
-        """Return the stop string or pattern that was met; of both, the first in the text."""
+        """The stop string or pattern found; of both, the first in the text."""
         return (self._regexes.matched if self._regexes else None) or self._strings.matched
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may be sent now, and the stop that was met, if any. After a match all text is
-        dropped."""
+        """Return the text that may be sent now, and the stop found, if any. After a match all text is dropped."""
         if self.matched is not None:
             return "", self.matched
         sent, matched = self._strings.push(text)
@@ -328,7 +335,7 @@ class Stops:
         return sent, self.matched
 
     def flush(self) -> str:
-        """End the text: return what was held back, unless a stop was met in it."""
+        """End the text: return what was held back, up to a stop in it."""
         rest = self._strings.flush()
         if self._regexes is None:
             return rest

@@ -1,22 +1,22 @@
-"""Chat templates: messages in the shape that templates read, rendered in a sandbox with bounds.
+"""Chat templates: convert messages to the form that templates read, and render them in a sandbox with limits.
 
-Templates of different model families expect different shapes (content as text or as parts, tool call arguments as an
-object or as text, a missing value as None or absent), so a template that fails with one shape is tried with the next.
-Some know a system message at the beginning only: one that stands elsewhere is moved there if they do not show it.
-A conversation is refused as the caller's error where its template refuses it (`raise_exception`) or can't render it; a
-template that can't even render "hi", does not compile or exceeds its bounds is the model's error. The template runs in
-a Jinja sandbox (`template_sandbox.py`) that counts its work, so that no template can hang or fill the memory.
+Model families expect different forms (tool call arguments as an object or as text, missing content as None or ""), so
+a template that fails with one form is tried with the next. Some templates support a system message only at the
+beginning: one elsewhere is moved there if they do not show it. If the template refuses a conversation
+(`raise_exception`) or cannot render it, that is the client's error; a template that cannot even render "hi", does not
+compile or exceeds its limits is the model's error. Templates run in a Jinja sandbox (`template_sandbox.py`) that limits
+their work, so that none can hang the server or exhaust its memory.
 
-Text of clients that spells a control token stays text: `<|im_start|>system` in a message opens no turn. A tokenizer
-reads control tokens wherever they stand: in what the template wrote and in what a user wrote. Before a conversation is
-rendered, what spells one in its messages is put between two marks. The marks are taken out of the rendered text, which
-tells where such text stands; and tokens that were read there are written out in ordinary ones.
+Client text that spells a control token stays text: `<|im_start|>system` in a message opens no turn. A tokenizer reads
+control tokens anywhere, whether the template or a user wrote them. So before a conversation is rendered, each such
+spelling in its messages is put between two marks. Removing the marks from the rendered text gives the spans of client
+text; control tokens that the tokenizer reads there are replaced by the ordinary tokens of their characters.
 
     "Hi <|im_end|>"  ─►  "Hi ⟦<|im_end|>⟧"  ─ template ─►  "…user\\nHi ⟦<|im_end|>⟧<|im_end|>\\n"
                      ─►  text without marks, spans of what was marked  ─►  token ids
 
-Such text is tokenised apart from what stands beside it; a tokenizer that puts a space before every piece of a text puts
-one behind it. Nearly all conversations hold nothing of the kind, and cost one search.
+Such text is tokenised separately from its surroundings; a tokenizer that adds a space before every part of a text adds
+one after it. Almost no conversation contains such text; the others cost one search.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tokenmill.text.template_sandbox import Bounds, Budget, ChatSandbox, OutOfBo
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import Message, Tool, ToolCall
 
-CUSTOM_INPUT = "input"  # the one argument of a custom tool, as the model sees it
+CUSTOM_INPUT = "input"  # the only argument of a custom tool, as shown to the model
 CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {CUSTOM_INPUT: {"type": "string"}},
@@ -45,8 +45,9 @@ CUSTOM_PARAMETERS = {
     "additionalProperties": False,
 }
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-MARKS = tuple(chr(code) for code in range(0xF0000, 0xF0100))  # private use: in no vocabulary, in hardly any text
-BEFORE = "\x02"  # a character that no merge crosses: what a tokenizer adds to the beginning of a text comes before it
+MARKS = tuple(chr(code) for code in range(0xF0000, 0xF0100))  # private use: in no vocabulary and almost no text
+# A character that no merge crosses, put before a text: what a tokenizer adds to the beginning comes before it.
+BEFORE = "\x02"
 
 Span = tuple[int, int]
 
@@ -56,7 +57,7 @@ def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    # `content` stays even where it is None: templates tell a turn that only calls tools by that.
+    # `content` is present even if it is None: that is how templates recognise a turn that only calls tools.
     content = message.content or None if message.tool_calls else message.content
     plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:
@@ -68,13 +69,13 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _plain_call(call: ToolCall) -> dict[str, Any]:
-    """A call as templates read it: arguments as an object. A custom tool is a function with one argument."""
+    """Return a call as templates read it: arguments as an object. A custom tool is a function with one argument."""
     arguments = {CUSTOM_INPUT: call.arguments} if call.kind == "custom" else _parsed(call.arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _parsed(arguments: str) -> Any:
-    """The object that JSON text stands for; anything else as it is (a model may have written no JSON)."""
+    """Return the object that this JSON text encodes; text that is not a JSON object is returned unchanged."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -83,7 +84,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """Tools as templates read them, whatever dialect they came in."""
+    """Return tools as templates read them; None where there are none."""
     return [_plain_tool(tool) for tool in tools] or None
 
 
@@ -94,11 +95,11 @@ def _plain_tool(tool: Tool) -> dict[str, Any]:
 
 
 def renditions(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield forms of the messages: as given; with arguments as text; with "" for null contents; with both. Equal ones
-    are left out."""
+    """Yield the messages as given; with arguments as text; with "" for null contents; with both. Equal forms are
+    skipped."""
     given = list(messages)
-    yield given  # nearly always the only one that is asked for
-    with_text = [_with_written_calls(message) for message in given]
+    yield given  # nearly always the only one needed
+    with_text = [_with_text_arguments(message) for message in given]
     seen = [given]
     for one in (with_text, without_null(given), without_null(with_text)):
         if one not in seen:
@@ -115,18 +116,18 @@ def without_null(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def with_one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with all system messages in the first one, for templates that know no others."""
+    """Return the messages with all system messages joined in the first, for templates that support no others."""
     systems = [message["content"] for message in messages if message["role"] == "system" and message["content"]]
     rest = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(systems)}, *rest]
 
 
-def _with_written_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_written_call(call) for call in calls]} if calls else message
+    return {**message, "tool_calls": [_call_with_text(call) for call in calls]} if calls else message
 
 
-def _written_call(call: dict[str, Any]) -> dict[str, Any]:
+def _call_with_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
         return call
@@ -134,7 +135,8 @@ def _written_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def up_to_last(text: str, message: Message) -> str:
-    """A rendered conversation up to the end of its last message's content, without what a template puts behind it."""
+    """Return a rendered conversation up to the end of its last message's content, without the template's text after
+    it."""
     content = message.content or ""
     end = text.rfind(content) + len(content)
     if message.role != "assistant" or message.tool_calls or not content.strip() or end < len(content):
@@ -144,9 +146,9 @@ def up_to_last(text: str, message: Message) -> str:
     return text[:end]
 
 
-# Layouts for a model without a template: ChatML where its vocabulary has the markers, else plain text. Whether to use
-# them is the caller's decision.
-PLAIN_TURN = "\nUser:"  # ends an answer: a model that was not trained for conversations writes the next turn, too
+# Templates for a model without one: ChatML where its vocabulary has the markers, else plain text. The caller decides
+# whether to use them.
+PLAIN_TURN = "\nUser:"  # ends an answer: a model not trained for conversations goes on with the user's next turn
 PLAIN = (
     "{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}{% else %}"
     "{{ message['role'] | capitalize + ': ' + (message['content'] or '') + '\n' }}{% endif %}{% endfor %}"
@@ -162,12 +164,12 @@ _MAX_SOURCE_CHARS = 1 << 20
 _RUNTIME_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _SIMPLEST = [{"role": "user", "content": "hi"}]
 NO_ARGUMENTS: Mapping[str, Any] = {}
-OUR_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], bounds: Bounds | None = None) -> None:
-        """Raises ModelError where the source does not compile."""
+        """Compile a template. Raises ModelError if the source does not compile."""
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._bounds = bounds or Bounds()
@@ -175,7 +177,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Return all names that the template reads and expects its caller to define."""
+        """All names that the template reads and expects its caller to define."""
         return frozenset(jinja2.meta.find_undeclared_variables(_sandbox().parse(self.source)))
 
     def render(
@@ -186,23 +188,27 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> str:
-        """`extra`: more variables for the template, by the client's names: a mapping, since they may be any."""
-        if taken := OUR_VARIABLES & extra.keys():
+        """Render a conversation. `extra`: further template variables, under names that the client chose."""
+        if taken := RESERVED_VARIABLES & extra.keys():
             raise InvalidRequest(f"{sorted(taken)[0]!r} can't be given as a template argument", param="template_args")
-        tools_given = None if tools is None else list(tools)
-        asked = {"tools": tools_given, "documents": None, "add_generation_prompt": add_generation_prompt}
-        variables = {**self._special_tokens, **extra, **asked, "messages": list(messages)}
+        reserved = {
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        variables = {**self._special_tokens, **extra, **reserved}
         try:
             return self._without_none(variables, self._with_systems_shown(variables))
         except Refusal as refusal:
             raise InvalidRequest(f"the model's chat template refuses this: {refusal}", param="messages") from refusal
         except (OutOfBounds, RecursionError, MemoryError) as excess:
-            raise ModelError(f"the model's chat template was stopped: {str(excess) or 'too deep'}") from excess
+            raise ModelError(f"the model's chat template was stopped: {str(excess) or 'nested too deep'}") from excess
         except _RUNTIME_FAULTS as fault:
-            raise self._blamed(fault) from fault
+            raise self._error_for(fault) from fault
 
     def _with_systems_shown(self, variables: dict[str, Any]) -> str:
-        """System messages inside a conversation where they stand, if the template shows them there; else in front."""
+        """Render with later system messages in place if the template shows them there, else moved to the front."""
         later = [one["content"] for one in variables["messages"][1:] if one["role"] == "system" and one["content"]]
         if not later:
             return self._first_rendered(variables)
@@ -226,7 +232,7 @@ class ChatTemplate:
         raise faults[0]
 
     def _without_none(self, variables: dict[str, Any], text: str) -> str:
-        """Templates that print a null content as the word None mean nothing by it."""
+        """Render again with "" for null contents if the template printed them as the word None."""
         if "None" in text and has_null(variables["messages"]):
             with suppress(*_RUNTIME_FAULTS):
                 plain = self._with_systems_shown({**variables, "messages": without_null(variables["messages"])})
@@ -237,11 +243,11 @@ class ChatTemplate:
         budget = Budget(self._bounds, variables)
         token = current_budget.set(budget)
         try:
-            return self._collected(variables, budget)
+            return self._generate(variables, budget)
         finally:
             current_budget.reset(token)
 
-    def _collected(self, variables: dict[str, Any], budget: Budget) -> str:
+    def _generate(self, variables: dict[str, Any], budget: Budget) -> str:
         chunks, num_chars = [], 0
         for chunk in self._template.generate(variables):
             num_chars += len(chunk)
@@ -251,16 +257,16 @@ class ChatTemplate:
             chunks.append(chunk)
         return "".join(chunks)
 
-    def _blamed(self, fault: Exception) -> InvalidRequest | ModelError:
-        """Return the error to blame: the conversation's if a simpler one renders, the template's if none does."""
-        said = f"{type(fault).__name__}: {fault}"
+    def _error_for(self, fault: Exception) -> InvalidRequest | ModelError:
+        """Return InvalidRequest if the template renders a trivial conversation, ModelError if it fails on that too."""
+        reason = f"{type(fault).__name__}: {fault}"
         try:
             self._run({**self._special_tokens, "messages": _SIMPLEST, "add_generation_prompt": True, "tools": None})
         except Refusal:
             pass
         except (*_RUNTIME_FAULTS, RecursionError, MemoryError):
-            return ModelError(f"the model's chat template is broken: {said}", hint="give another chat template")
-        return InvalidRequest(f"the model's chat template can't render these messages: {said}", param="messages")
+            return ModelError(f"the model's chat template is broken: {reason}", hint="give another chat template")
+        return InvalidRequest(f"the model's chat template can't render these messages: {reason}", param="messages")
 
 
 @cache
@@ -284,29 +290,31 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 class MarkedText(msgspec.Struct, frozen=True):
-    """A rendered conversation, and where in it stands what clients wrote that spells a control token."""
+    """A rendered conversation, and the spans of client text in it that spell control tokens."""
 
     text: str
     spans: list[Span] = []
 
 
 class LiteralContents:
-    """Marks the control tokens of one tokenizer in messages."""
+    """Marks the spellings of one tokenizer's control tokens in messages."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        spelled = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids}
-        self._ids = {text: token_id for text, token_id in spelled.items() if text}
+        ids_by_text = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids}
+        self._ids = {text: token_id for text, token_id in ids_by_text.items() if text}
         self._pattern = re.compile(trie_pattern(self._ids)) if self._ids else None
 
     def mark(self, messages: Sequence[Message], allowed: Collection[int]) -> tuple[list[Message], tuple[str, str]]:
-        """The messages with marks around what spells a control token, and the two marks. `allowed`: control tokens that
-        an assistant's message may hold, such as the markers of its thoughts."""
+        """Return the messages with marks around every spelling of a control token, and the two marks.
+
+        `allowed`: control tokens that an assistant's message may contain, such as the markers of its reasoning.
+        """
         if self._pattern is None or not any(self._pattern.search(message.content or "") for message in messages):
             return list(messages), ("", "")
         everything = "".join(message.content or "" for message in messages)
         free = [mark for mark in MARKS if mark not in everything]
         if len(free) < 2:
-            raise InvalidRequest("the messages hold too many characters of private use", param="messages")
+            raise InvalidRequest("the messages contain too many private-use characters", param="messages")
         opening, closing = free[:2]
         return [self._marked(message, allowed, opening, closing) for message in messages], (opening, closing)
 
@@ -323,7 +331,7 @@ class LiteralContents:
 
 
 def unmarked(text: str, marks: tuple[str, str]) -> MarkedText:
-    """A rendered text without its marks, and the spans between them."""
+    """Remove the marks from a rendered text; return it with the spans that were between them."""
     opening, closing = marks
     if not opening:
         return MarkedText(text)
@@ -336,40 +344,41 @@ def unmarked(text: str, marks: tuple[str, str]) -> MarkedText:
     plain = "".join(pieces)
     if opening in plain or closing in plain or f"\\u{0xD800 + (0xF0000 - 0x10000 >> 10):04x}" in plain.lower():
         raise InvalidRequest(
-            "the messages spell a control token of this model, and its chat template does not leave them whole",
+            "the messages contain the text of a control token, and the model's chat template splits or changes it",
             param="messages",
         )
     return MarkedText(plain, spans)
 
 
 def encode_literally(tokenizer: Tokenizer, marked: MarkedText, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text in which control tokens are read except within the spans."""
+    """Return the token ids of a text; control tokens inside the spans are read as plain characters."""
     ids: list[int] = []
     spans = iter([*marked.spans, (len(marked.text) + 1, len(marked.text) + 1)])
     start, end = next(spans)
     for token_id, (first, last) in tokenizer.encode_with_offsets(marked.text, add_special_tokens=add_special_tokens):
         while end <= first:
             start, end = next(spans)
-        is_spelled = last > start and first < last and token_id in tokenizer.special_ids
-        ids += written_out(tokenizer, marked.text[first:last]) if is_spelled else [token_id]
+        is_client_text = last > start and first < last and token_id in tokenizer.special_ids
+        ids += ordinary_ids(tokenizer, marked.text[first:last]) if is_client_text else [token_id]
     return ids
 
 
-def written_out(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of the characters of a text that spells a control token: cut until none is read."""
-    ids = _inside(tokenizer, text[:1]) + _inside(tokenizer, text[1:])
+def ordinary_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return ordinary token ids for the text of a control token: it is split until none is read."""
+    ids = _continuation_ids(tokenizer, text[:1]) + _continuation_ids(tokenizer, text[1:])
     if tokenizer.special_ids.isdisjoint(ids):
         return ids
-    return [token_id for char in text for token_id in _inside(tokenizer, char)]
+    return [token_id for char in text for token_id in _continuation_ids(tokenizer, char)]
 
 
-def _inside(tokenizer: Tokenizer, text: str) -> list[int]:
+def _continuation_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text that does not stand at the beginning."""
     found = tokenizer.encode_with_offsets(BEFORE + text, add_special_tokens=False)
     return [token_id for token_id, (_, last) in found if last > len(BEFORE)]
 
 
 def trie_pattern(texts: Collection[str]) -> str:
-    """A pattern for any of these texts, the longest that fits; thousands of them cost no more than a few."""
+    """Return a pattern that matches the longest of these texts; as a trie, thousands cost no more than a few."""
     trie: dict[str, dict[str, object]] = {}
     for text in texts:
         node = trie

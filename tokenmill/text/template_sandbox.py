@@ -1,21 +1,21 @@
-"""The Jinja environment that chat templates run in: as transformers sets it up, with bounds on time, on text and on the
-size of anything a template builds.
+"""The Jinja environment that chat templates run in: configured as in transformers, with limits on time, on text and on
+the size of every value that a template builds.
 
-A template is a program from a stranger. Jinja's sandbox keeps it from the machine, not from spending it: `"a" * 10**9`,
-a string that doubles in a loop, or three nested loops are all allowed there. So every place where a template can do
-work without end is made to pass a check:
+A chat template is untrusted code. Jinja's sandbox restricts what it can access but not what it can consume:
+`"a" * 10**9`, a string that doubles in a loop, or three nested loops are all allowed there. Every construct with
+unbounded cost therefore passes a check:
 
-    loops, macros, calls    `tick`: is there time left?       (a call put into the compiled loop body)
-    text written            `written`: counted as it is made, also inside macros
-    + * ** % ~, filters     refused when the result would be too large, before it is computed
-    comparisons, sorting    refused for lists that hold too much, shared references counted each time
+    loops, macros, calls    `tick`: is there time left?       (a call inserted into the compiled loop body)
+    text written            `written`: counted when it is produced, also inside macros
+    + * ** % ~, filters     refused before they are computed if the result would be too large
+    comparisons, sorting    refused for lists with too many items, shared references counted each time
 
-Where a size is asked of nested lists, counting stops at the bound, so shared references can't explode it. `ChatSandbox`
-ties the checks into Jinja: its operators, calls, filters (those that could make much of little, `indent`, `center`,
-`replace`, `join`, `tojson` …, are replaced), and, by a rewrite of the parsed template, its loops.
+Measuring a nested list stops at the limit, so shared references cannot make it exponential. `ChatSandbox` connects the
+checks to Jinja: its operators, calls, filters (those that can produce large results from small inputs, `indent`,
+`center`, `replace`, `join`, `tojson` …, are replaced), and, by rewriting the parsed template, its loops.
 
 As templates expect, blocks are trimmed, loops have `break` and `continue`, `tojson` writes plain JSON,
-`raise_exception` and `strftime_now` exist, and `{% generation %}` (a mark for training) is read and does nothing.
+`raise_exception` and `strftime_now` exist, and `{% generation %}` (a mark for training) is accepted and has no effect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_ITEMS = 1_000_000  # of any list a template builds
 MAX_COMPARED = 100_000  # items of lists that are compared, sorted or written as text
-MAX_PRETTY = 20_000  # characters and items laid out by `pprint`, which takes a tenth of a millisecond for each
+MAX_PRETTY = 20_000  # characters and items formatted by `pprint`, which takes 0.1 ms for each
 _MAX_INTEGER_BITS = 4096
 _MAX_WIDTH = 10_000  # of padding, indentation
 _WIDE_FORMAT = re.compile(r"\{[^{}]*\{|:[^{}]*\d{5}|%[^a-zA-Z%]*(\d{5}|\*)")
@@ -55,17 +55,17 @@ class Bounds:
 
 
 class OutOfBounds(TemplateError):
-    """The template was stopped."""
+    """The template exceeded a limit and was stopped."""
 
 
 class Budget:
-    """The time and size that one rendering has left. `given`: the variables of the rendering."""
+    """The time and text that one rendering has left. `variables`: those that the template is rendered with."""
 
-    def __init__(self, bounds: Bounds, given: Any = None) -> None:
+    def __init__(self, bounds: Bounds, variables: Any = None) -> None:
         self.bounds = bounds
-        self._given = given
+        self._variables = variables
         self._deadline_s = time.monotonic() + bounds.max_s
-        # Text passes through several hands on its way out (macro, call, output) and is counted in each.
+        # The same text passes several stages (macro, call, output) and is counted in each.
         self._chars_left = 8 * bounds.max_chars
 
     def tick(self) -> None:
@@ -78,9 +78,9 @@ class Budget:
             raise OutOfBounds(f"it wrote more than {self.bounds.max_chars} characters")
 
     @cached_property
-    def given_lists(self) -> frozenset[int]:
-        """The identities of all lists that the template was given, at any depth."""
-        found, waiting = set(), [self._given]
+    def input_lists(self) -> frozenset[int]:
+        """The identities of all lists in the template's variables, at any depth."""
+        found, waiting = set(), [self._variables]
         while waiting:
             value = waiting.pop()
             if isinstance(value, list):
@@ -91,27 +91,27 @@ class Budget:
         return frozenset(found)
 
 
-# Set around a rendering; absent while constants are folded at compile time.
+# Set during a rendering; None while Jinja folds constants at compile time.
 current_budget: ContextVar[Budget | None] = ContextVar("template_budget", default=None)
 _COMPILING = Bounds(max_chars=1 << 20)
 
 
 def tick(num_chars: int = 0) -> None:
-    """Called at the head of each loop body and macro, with the length of the fixed text inside."""
+    """Check the budget; called at the beginning of each loop body and macro, with the length of its fixed text."""
     budget = current_budget.get()
     if budget is not None:
         budget.tick()
         budget.wrote(num_chars)
 
 
-def was_given(value: list[Any]) -> bool:
-    """Return whether a list is part of what the caller gave, and not the template's own."""
+def is_input_list(value: list[Any]) -> bool:
+    """Return whether a list belongs to the template's variables, and was not made by the template itself."""
     budget = current_budget.get()
-    return budget is None or id(value) in budget.given_lists
+    return budget is None or id(value) in budget.input_lists
 
 
 def written(value: Any) -> Any:
-    """Passes every printed value through, counted."""
+    """Count a value that is printed, and return it."""
     budget = current_budget.get()
     if budget is not None:
         budget.wrote(size_of(value))
@@ -119,7 +119,7 @@ def written(value: Any) -> Any:
 
 
 def size_of(value: Any, limit: int | None = None) -> int:
-    """About how many characters a value has when written out; refused once that is over the bound."""
+    """Return about how many characters a value has as text; refuse a value that exceeds the limit."""
     if isinstance(value, str):
         return len(value)
     total, waiting = 0, [value]
@@ -137,8 +137,8 @@ def size_of(value: Any, limit: int | None = None) -> int:
 
 
 def sized(value: Any) -> Any:
-    """Passes a value on that is compared or sorted, unless it is a nest of lists with too much in it; texts may be of
-    any length."""
+    """Return a value that is compared or sorted; refuse one of nested lists with too many items. Strings may have any
+    length."""
     num_items, waiting = 0, [value] if isinstance(value, list | tuple | dict) else []
     while waiting:
         item = waiting.pop()
@@ -222,7 +222,7 @@ def check_replace(text: str, old: str, new: str) -> None:
 
 
 def joinable(items: Iterable[Any], separator: str) -> list[Any]:
-    """The items of a join, taken out of a possibly endless iterable, once they are known to fit."""
+    """Return the items of a join as a list, reading a possibly endless iterable only up to the limits."""
     taken = list(itertools.islice(items, MAX_ITEMS + 1))
     require_items(len(taken))
     require_chars(size_of(taken) + len(taken) * len(separator))
@@ -230,7 +230,7 @@ def joinable(items: Iterable[Any], separator: str) -> list[Any]:
 
 
 def check_method(method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Methods of strings that can make much out of little."""
+    """Refuse calls of string methods whose results would be too large."""
     method = getattr(method, "__wrapped__", method)  # the sandbox wraps str.format
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if not isinstance(text, str):
@@ -332,7 +332,7 @@ BOUNDED_FILTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Filters that compare what they are given, or write it as text.
+# Filters that compare their input or convert it to text.
 DEEP_FILTERS = frozenset(
     (
         *("capitalize", "dictsort", "e", "escape", "groupby", "lower", "max", "min", "sort", "striptags", "title"),
@@ -368,10 +368,9 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         return watched
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Allow a template to append to lists that it made itself, and to take from them; what it was given stays as it
-        is."""
+        """Allow `append` and `pop` on lists that the template made itself; its variables are never modified."""
         if attr in ("append", "pop") and type(obj) is list:
-            return not was_given(obj)
+            return not is_input_list(obj)
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -385,22 +384,22 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationMark(Extension):
-    """`{% generation %} ... {% endgeneration %}`: a scope of its own that writes what is inside."""
+    """`{% generation %} ... {% endgeneration %}`: a scope that prints its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(lineno)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(lineno)
 
-    def _inside(self, caller: Macro) -> str:
+    def _content(self, caller: Macro) -> str:
         return caller()
 
 
 class _Watch(NodeTransformer):
-    """Puts a tick at the head of every body that can run again, and `~` where its size is checked. Methods are named
-    after Jinja's nodes."""
+    """Inserts `tick` at the beginning of every loop, macro and call body, and size checks around `~`, comparisons and
+    filters. Methods are named after Jinja's nodes."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         return self._ticking(node)
@@ -452,7 +451,7 @@ def _concatenated(*parts: Any) -> str:
     return "".join([str(part) for part in parts])
 
 
-# ── what templates call ────────────────────────────────────────────────────────────────────────────────
+# ── functions for templates ────────────────────────────────────────────────────────────────────────────
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,27 +1,27 @@
 """The tokenizer: text to token ids and back, and the exact bytes of every token.
 
-`Spelling` says how a vocabulary writes bytes as text (byte-level BPE, SentencePiece, WordPiece); with it every token
-has exact bytes, which streaming, logprobs and grammars need. A vocabulary stores bytes in disguise:
+`Spelling` says how a vocabulary encodes bytes as text (byte-level BPE, SentencePiece, WordPiece). With it every token
+has exact bytes, which streaming, logprobs and grammars need:
 
-    byte-level BPE   "Ġcafé" is written with 256 printable stand-ins, one per byte  → b" caf\\xc3\\xa9"
-    SentencePiece    "▁caf" marks a space with U+2581, "<0xC3>" is one raw byte      → b" caf", b"\\xc3"
-    WordPiece        "cafe" opens a word, "##s" continues it                         → b" cafe", b"s"
+    byte-level BPE   "Ġcafé" is written with 256 printable characters, one per byte  → b" caf\\xc3\\xa9"
+    SentencePiece    "▁caf" marks a space with U+2581, "<0xC3>" is one raw byte       → b" caf", b"\\xc3"
+    WordPiece        "cafe" begins a word, "##s" continues it                         → b" cafe", b"s"
 
-Tokens are joined as bytes and read as UTF-8, so whole texts, streams and single tokens always agree; vocabularies whose
-decoder looks at neighbours have no spelling and are decoded by the library.
+Tokens are joined as bytes and decoded as UTF-8, so whole texts, streams and single tokens always agree. A vocabulary
+whose decoder depends on neighbouring tokens has no spelling; the library decodes it.
 
-`Tokenizer` wraps the `tokenizers` library with what a checkpoint says beside it: special tokens, end tokens, chat
-templates. `byte_tokenizer` is a vocabulary of 256 bytes for tests and models without one.
+`Tokenizer` wraps the `tokenizers` library and adds what a checkpoint's other files say: special tokens, end tokens,
+chat templates. `byte_tokenizer` makes a vocabulary of 256 bytes for tests and for models without a tokenizer.
 
-`IncrementalDetokenizer` turns token ids into text while they arrive, never half a character, at constant cost each:
+`IncrementalDetokenizer` decodes token ids as they arrive, never half a character, at constant cost per token:
 
     tokens   b"caf"   b"\\xc3"   b"\\xa9"   b"!"
     text     "caf"     ""        "é"       "!"
 
-Bytes that begin a character wait for its end; U+FFFD stands only for bytes that a following byte, or the end of
-the text, proves wrong. All that was sent, joined, is what `Tokenizer.decode` says of all ids at once. After a prompt
-the text goes on: a leading space then belongs to it, and a character that the prompt left half finished is completed,
-if anything follows. Without a prompt the text begins, and SentencePiece's unwritten first space is dropped.
+The first bytes of a character are held back until it is complete. U+FFFD replaces only bytes that a following byte, or
+the end of the text, proves invalid. The pieces joined equal `Tokenizer.decode` of all ids. With a prompt, the output
+continues the prompt's text: a leading space is kept, and a character that the prompt left incomplete is completed if
+any byte follows. Without a prompt, the leading space that SentencePiece adds to a text is dropped.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the most tokens that one can be spread over
-_CONTEXT = 6  # tokens that a neighbour-sensitive decoder sees before new ones
-_MOST_PENDING = 16  # tokens after which an unfinished character is taken for a broken one
+_MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character can be split into
+_NUM_CONTEXT_TOKENS = 6  # shown before new tokens to a decoder that depends on neighbours
+_MAX_PENDING_TOKENS = 16  # after so many tokens an incomplete character is treated as invalid
 
 
 def byte_alphabet() -> dict[int, str]:
-    """The printable stand-in of each byte, as GPT-2 chose them: printable Latin-1 stays, the rest moves to U+0100."""
+    """Return GPT-2's printable character for each byte: printable Latin-1 stays, the rest moves to U+0100 and above."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(printable)]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(moved)}
 
 
-# From stand-in to a Latin-1 character of the byte's value. Latin-1 characters that stand for nothing are
-# mapped out of Latin-1, so that encoding such a token fails instead of passing for a byte.
+# Printable character → the Latin-1 character of the byte's value. Latin-1 characters outside the alphabet are mapped
+# out of Latin-1, so that encoding such a token fails instead of producing a wrong byte.
 _STAND_INS = {code: "\ufffe" for code in range(256)} | {ord(char): chr(byte) for byte, char in byte_alphabet().items()}
 
 
 def byte_level_bytes(piece: str) -> bytes:
     try:
         return piece.translate(_STAND_INS).encode("latin-1")
-    except UnicodeEncodeError:  # not written in the alphabet at all: it is plain text
+    except UnicodeEncodeError:  # not in the byte alphabet: plain text
         return piece.encode("utf-8", "surrogatepass")
 
 
@@ -75,7 +75,10 @@ def wordpiece_bytes(piece: str) -> bytes:
 
 @dataclass(frozen=True)
 class Spelling:
-    """The rule by which pieces become bytes. `drops_first_space`: the first space of a whole text is not part of it."""
+    """The rule that converts a vocabulary's pieces to bytes.
+
+    `drops_first_space`: decoding a whole text drops its first space, which the tokenizer added.
+    """
 
     piece_bytes: Callable[[str], bytes]
     drops_first_space: bool = False
@@ -90,7 +93,7 @@ def sentencepiece(drops_first_space: bool) -> Spelling:
 
 
 def spelling_of_decoder(decoder: dict[str, Any] | None) -> Spelling | None:
-    """The spelling that a tokenizer.json decoder describes; None where it is not a matter of bytes per token."""
+    """Return the spelling that a tokenizer.json decoder describes; None where tokens have no bytes of their own."""
     steps = _flattened(decoder)
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -127,24 +130,24 @@ def _sentencepiece_with_strip(rest: list[dict[str, Any]]) -> Spelling | None:
     return sentencepiece(drops_first_space=True) if rest == [strip_one] else None
 
 
-_LONG_TEXT = 4096  # characters: tokenised without the GIL
+_MIN_LONG_CHARS = 4096  # texts of at least so many characters are tokenised without holding the GIL
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a vocabulary's file beside the vocabulary itself."""
+    """What a tokenizer's files say beside the vocabulary itself."""
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # every id that ends a generation
-    prefix_ids: tuple[int, ...] = ()  # put around a text by add_special_tokens, beside what the backend adds
+    prefix_ids: tuple[int, ...] = ()  # `add_special_tokens` puts these around a text, beside what the backend adds
     suffix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # "bos_token" → "<s>": what templates read
-    chat_templates: Mapping[str, str] = field(default_factory=dict)  # name → source; the usual one is "default"
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # name → source; the main one is "default"
 
 
 class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, spelling: Spelling | None, traits: Traits) -> None:
-        # A file may carry training-time limits; a server never cuts or pads a text silently.
+        # A file may contain training-time limits; a server must never truncate or pad a text silently.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -158,7 +161,7 @@ class Tokenizer:
         self._literal: tokenizers.Tokenizer | None = None
         self._literal_lock = threading.Lock()
 
-    # ── facts ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── properties of the vocabulary ───────────────────────────────────────────────────────────────────
 
     @property
     def vocab_size(self) -> int:
@@ -190,7 +193,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The tokens that stand beside the vocabulary proper, special or not: text → id."""
+        """Tokens added to the base vocabulary, special or not: text → id."""
         return {text: token_id for token_id, text in self._added_text.items()}
 
     def with_chat_template(self, source: str) -> Tokenizer:
@@ -198,39 +201,41 @@ class Tokenizer:
         return Tokenizer(self.backend, self.spelling, replace(self.traits, chat_templates={"default": source}))
 
     def token_id(self, text: str) -> int | None:
-        """The id of a token by the string its vocabulary stores, such as `<|im_end|>`."""
+        """Return the id of the token that the vocabulary stores as this string, such as `<|im_end|>`."""
         return self.backend.token_to_id(text)
 
     # ── text to ids ────────────────────────────────────────────────────────────────────────────────────
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Ids of a text. `parse_special=False` reads "<|im_end|>" in the text as the characters it is made of."""
-        reader, text = self._reader(parse_special), _sound(text)
-        if len(text) < _LONG_TEXT:
-            # `encode` would also keep track of offsets, a quarter of its time
-            ids: list[int] = reader.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Return the ids of a text. With `parse_special=False`, "<|im_end|>" in the text is read as plain characters,
+        not as the control token."""
+        backend, text = self._backend_for(parse_special), _without_surrogates(text)
+        if len(text) < _MIN_LONG_CHARS:
+            # `encode` would also track offsets, which takes a quarter of its time
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         else:
-            ids = _encode_long(reader, text, add_special_tokens)
-        return self._framed(ids) if add_special_tokens else ids
+            ids = _encode_long(backend, text, add_special_tokens)
+        return self._with_prefix_and_suffix(ids) if add_special_tokens else ids
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, tuple[int, int]]]:
-        """Ids of a text, each with the characters [first, last) that it stands for; none for what frames the text."""
-        (encoding,) = self.backend.encode_batch([_sound(text)], add_special_tokens=add_special_tokens)
+        """Return the ids of a text, each with its character range [first, last); the range of added special tokens is
+        empty."""
+        (encoding,) = self.backend.encode_batch([_without_surrogates(text)], add_special_tokens=add_special_tokens)
         found = list(zip(encoding.ids, encoding.offsets, strict=True))
         if not add_special_tokens:
             return found
         around = [[(token_id, (0, 0)) for token_id in ids] for ids in (self.traits.prefix_ids, self.traits.suffix_ids)]
         return [*around[0], *found, *around[1]]
 
-    def _framed(self, ids: list[int]) -> list[int]:
+    def _with_prefix_and_suffix(self, ids: list[int]) -> list[int]:
         prefix, suffix = self.traits.prefix_ids, self.traits.suffix_ids
         return [*prefix, *ids, *suffix] if prefix or suffix else ids
 
-    def _reader(self, parse_special: bool) -> tokenizers.Tokenizer:
-        return self.backend if parse_special or not self._special_ids else self._literal_reader()
+    def _backend_for(self, parse_special: bool) -> tokenizers.Tokenizer:
+        return self.backend if parse_special or not self._special_ids else self._literal_backend()
 
-    def _literal_reader(self) -> tokenizers.Tokenizer:
-        # A second backend, not a flag flipped on the first: encoding runs in many threads at once.
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        # A second backend rather than a flag set on the first: several threads encode concurrently.
         with self._literal_lock:
             if self._literal is None:
                 literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
@@ -239,8 +244,11 @@ class Tokenizer:
             return self._literal
 
     def read_literally(self) -> None:
-        """Read special tokens in every text as characters from now on, with this backend: a second one takes seconds to
-        make for a large vocabulary. For the only user of a tokenizer."""
+        """From now on, read special tokens in every text as plain characters.
+
+        This changes the main backend instead of making a second one, which takes seconds for a large vocabulary. Only
+        for a tokenizer that nothing else uses.
+        """
         with self._literal_lock:
             self.backend.encode_special_tokens = True
             self._literal = self.backend
@@ -248,16 +256,16 @@ class Tokenizer:
     # ── ids to text ────────────────────────────────────────────────────────────────────────────────────
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes a token adds to a text; none for an id beyond the vocabulary (padded embeddings)."""
+        """Return the exact bytes a token adds to a text; b"" for an id beyond the vocabulary (padded embeddings)."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._spelled(token_id)
+            known = self._bytes[token_id] = self._compute_bytes(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def _spelled(self, token_id: int) -> bytes:
+    def _compute_bytes(self, token_id: int) -> bytes:
         added = self._added_text.get(token_id)
         if added is not None:
             return added.encode()
@@ -278,18 +286,21 @@ class Tokenizer:
         return text[1:] if self.spelling.drops_first_space and text.startswith(" ") else text
 
 
-def _encode_long(reader: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Encode without the GIL, so that other threads go on: `encode` holds it from beginning to end, `encode_batch` does
-    not. Reading the ids and freeing the encoding hold it too, 20 ms each for half a million tokens."""
-    encodings = reader.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+def _encode_long(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Encode without holding the GIL, so that other threads can run.
+
+    `encode` holds the GIL throughout, `encode_batch` releases it. Reading the ids and freeing the encoding still need
+    it, 20 ms each for half a million tokens.
+    """
+    encodings = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids: list[int] = encodings[0].ids
-    time.sleep(0)  # lets the thread that waits for the GIL have it
+    time.sleep(0)  # let a waiting thread take the GIL
     encodings.clear()
     return ids
 
 
-def _sound(text: str) -> str:
-    """A lone surrogate (half of a badly cut escape) is not text; it becomes U+FFFD, as in any UTF-8 reader."""
+def _without_surrogates(text: str) -> str:
+    """Return the text with lone surrogates (halves of truncated escapes) replaced by U+FFFD, as UTF-8 decoders do."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -303,8 +314,11 @@ BOS_ID, EOS_ID = 256, 257
 def byte_tokenizer(
     control_tokens: Sequence[str] = (), added_tokens: Sequence[str] = (), *, eos_token: str | None = None
 ) -> Tokenizer:
-    """A vocabulary of bytes, a begin and an end token. `control_tokens` and `added_tokens` are tokens of their own too:
-    hidden in text, and part of it. `eos_token`: one that ends an answer, besides the usual end token."""
+    """Make a tokenizer whose vocabulary is the 256 bytes, a BOS and an EOS token.
+
+    `control_tokens` and `added_tokens` become single tokens as well; decoded text leaves out the former and contains
+    the latter. `eos_token`: another token that ends an answer, besides "</s>".
+    """
     vocab = {char: byte for byte, char in byte_alphabet().items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -322,7 +336,7 @@ def byte_tokenizer(
     return Tokenizer(backend, BYTE_LEVEL, traits)
 
 
-# ── ids to text while they arrive ──────────────────────────────────────────────────────────────────────
+# ── incremental detokenization ─────────────────────────────────────────────────────────────────────────
 
 
 class IncrementalDetokenizer:
@@ -333,13 +347,13 @@ class IncrementalDetokenizer:
         else:
             text = _WindowedText(tokenizer, prompt_ids, hidden)
         self.push: Callable[[Iterable[int]], str] = text.push
-        """The text that these ids complete; may be empty."""
+        """Return the text that these ids complete; may be empty."""
         self.finish: Callable[[], str] = text.finish
-        """The text is over: what still waited."""
+        """End the text: return what was held back."""
 
 
 class _SpelledText:
-    """Tokens are runs of bytes: a UTF-8 decoder holds back what is incomplete."""
+    """Decoding of tokens that have exact bytes: a UTF-8 decoder holds back an incomplete character."""
 
     def __init__(
         self, tokenizer: Tokenizer, spelling: Spelling, prompt_ids: Sequence[int], hidden: frozenset[int]
@@ -347,33 +361,33 @@ class _SpelledText:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._drop_space = spelling.drops_first_space and not prompt_ids
-        self._unfinished = _unfinished_character(self._joined(prompt_ids[-_LONGEST_CHARACTER:]))
-        self._is_prompts = True  # what is unfinished, all of it
+        self._incomplete = _incomplete_character(self._joined(prompt_ids[-_MAX_CHARACTER_BYTES:]))
+        self._is_from_prompt = True  # all bytes of `_incomplete` are the prompt's
 
     def push(self, ids: Iterable[int]) -> str:
         if joined := self._joined(ids):
-            self._is_prompts = False
-        return self._decoded(self._unfinished + joined)
+            self._is_from_prompt = False
+        return self._decode(self._incomplete + joined)
 
     def finish(self) -> str:
-        return "" if self._is_prompts else self._decoded(self._unfinished, is_final=True)
+        return "" if self._is_from_prompt else self._decode(self._incomplete, is_final=True)
 
-    def _decoded(self, waiting: bytes, is_final: bool = False) -> str:
-        text, num_read = codecs.utf_8_decode(waiting, "replace", is_final)
-        self._unfinished = waiting[num_read:]
-        return self._begun(text) if self._drop_space else text
+    def _decode(self, pending: bytes, is_final: bool = False) -> str:
+        text, num_read = codecs.utf_8_decode(pending, "replace", is_final)
+        self._incomplete = pending[num_read:]
+        return self._without_first_space(text) if self._drop_space else text
 
     def _joined(self, ids: Iterable[int]) -> bytes:
         return b"".join([self._tokenizer.token_bytes(token_id) for token_id in ids if token_id not in self._hidden])
 
-    def _begun(self, text: str) -> str:
+    def _without_first_space(self, text: str) -> str:
         self._drop_space = not text
         return text.removeprefix(" ")
 
 
-def _unfinished_character(tail: bytes) -> bytes:
-    """Return the bytes at the end that begin a character and do not finish it."""
-    for length in range(1, min(len(tail), _LONGEST_CHARACTER - 1) + 1):
+def _incomplete_character(tail: bytes) -> bytes:
+    """Return the bytes at the end that begin a UTF-8 character without completing it."""
+    for length in range(1, min(len(tail), _MAX_CHARACTER_BYTES - 1) + 1):
         lead = tail[-length]
         if lead >= 0xC0:
             needed = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
@@ -384,38 +398,38 @@ def _unfinished_character(tail: bytes) -> bytes:
 
 
 class _WindowedText:
-    """The decoder looks at neighbours: decode a few tokens of context with and without the new ones.
+    """Decoding by a library decoder that depends on neighbours: a few tokens of context, with and without the new ones.
 
-    ids:   ... [context | pending]     sent text ends with the context; pending ids wait for a finished character
+    ids:   ... [context | pending]     sent text ends with the context; pending ids wait for a complete character
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._context = self._shown(prompt_ids[-_CONTEXT:])
+        self._context = self._visible(prompt_ids[-_NUM_CONTEXT_TOKENS:])
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        return "".join([self._push_one(token_id) for token_id in self._shown(ids)])
+        return "".join([self._push_one(token_id) for token_id in self._visible(ids)])
 
     def finish(self) -> str:
         return self._send() if self._pending else ""
 
     def _push_one(self, token_id: int) -> str:
         self._pending.append(token_id)
-        text = self._decoded(self._context + self._pending)
-        is_unfinished = text.endswith("\ufffd") and len(self._pending) < _MOST_PENDING
-        return "" if is_unfinished else self._send()
+        text = self._decode(self._context + self._pending)
+        is_incomplete = text.endswith("\ufffd") and len(self._pending) < _MAX_PENDING_TOKENS
+        return "" if is_incomplete else self._send()
 
     def _send(self) -> str:
-        before = self._decoded(self._context)
-        after = self._decoded(self._context + self._pending)
-        self._context = (self._context + self._pending)[-_CONTEXT:]
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._pending)
+        self._context = (self._context + self._pending)[-_NUM_CONTEXT_TOKENS:]
         self._pending = []
         return after[len(before) :]
 
-    def _decoded(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _shown(self, ids: Iterable[int]) -> list[int]:
+    def _visible(self, ids: Iterable[int]) -> list[int]:
         return [token_id for token_id in ids if token_id not in self._hidden]

@@ -23,7 +23,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
 from tokenmill.server.openai.params import MAX_COUNT, MAX_SALT_LENGTH, parse_chat_params, parse_completion_params
 from tokenmill.server.openai.tools import parse_reasoning, parse_tool_choice, parse_tools
-from tokenmill.text.template import OUR_VARIABLES
+from tokenmill.text.template import RESERVED_VARIABLES
 from tokenmill.types import ChatRequest, EmbedRequest, Message, Pooling, PromptRequest, ToolCall
 
 MAX_MESSAGES = 8192
@@ -122,7 +122,7 @@ def _continues_last(fields: BodyFields, messages: list[Message]) -> bool:
 def template_args(fields: BodyFields) -> dict[str, Any]:
     given = fields.object("chat_template_kwargs")
     for name in given.values if given else ():
-        if name in OUR_VARIABLES:
+        if name in RESERVED_VARIABLES:
             refuse("chat_template_kwargs", f"must not hold {name}, which the request itself says")
     return given.values if given else {}
 

@@ -1,4 +1,4 @@
-"""Formats of tool calls and thinking: rows of data, with a reader, a grammar and their detection."""
+"""Tool-call and reasoning formats: a table of data, with a reader, a grammar and detection derived from it."""
 
 from tokenmill.text.speech.detect import call_format_names, detect_speech
 from tokenmill.text.speech.reader import SpeechReader

@@ -4,8 +4,8 @@
     tagged    <parameter=city>\\nParis\\n</parameter>\\n<parameter=days>\\n3\\n</parameter>\\n
     fields    city='Paris', days=3
 
-A JSON object with keywords beyond its properties (`anyOf`, `patternProperties` …) is left to llguidance, which keeps
-the order of the schema. Parameters that a tool does not declare are refused unless its schema allows them by name.
+A JSON object with further keywords (`anyOf`, `patternProperties` …) is left to llguidance, which keeps the schema's
+order of keys. Parameters that a tool does not declare are excluded unless its schema allows additional properties.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenmill.types import Tool
 _STRING = frozenset(("string",))
 _LABELS = {"integer": "number", "number": "number", "boolean": "boolean", "null": "null", "array": "array"}
 _FLEXIBLE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
-_SPELLINGS = {"boolean": '("true" | "false" | "True" | "False")', "null": '("null" | "None")'}  # templates write both
+_LITERALS = {"boolean": '("true" | "false" | "True" | "False")', "null": '("null" | "None")'}  # templates write both
 _MAX_DEPTH = 12
 _NO_TOOL = Tool(name="")  # for values inside an argument
 _NARROWING = frozenset(("enum", "const", "not", "anyOf", "oneOf", "allOf", "$ref"))
@@ -51,7 +51,7 @@ class ArgumentRules:
         members = [partial(self._argument, tool, name, value, schema) for name, value in properties.items()]
         extra = None
         beyond = schema.get("additionalProperties", not schema.get("properties") and "properties" not in schema)
-        if beyond is not False and self._row.values != "nested":  # a name that stands twice can't be left open
+        if beyond is not False and self._row.values != "nested":  # there the name occurs twice and must be fixed
             extra = partial(self._free_argument, list(properties), beyond, schema)
         return self._rules.members(members, len(required), self._row.arg_join, extra)
 
@@ -70,8 +70,8 @@ class ArgumentRules:
 
     def _json_argument(self, tool: Tool, name: str, value: Any, root: Mapping[str, Any], before: str) -> str:
         grammar = _input_grammar(tool, name)
-        said = f'"\\"" {grammar} "\\""' if grammar else json_value(_input_schema(tool, name, value), root)
-        return f"{quoted(before + to_json(name) + ': ')} {said}"
+        written = f'"\\"" {grammar} "\\""' if grammar else json_value(_input_schema(tool, name, value), root)
+        return f"{quoted(before + to_json(name) + ': ')} {written}"
 
     # ── one argument of a tagged call, or one field ──────────────────────────────────────────────────────
 
@@ -84,7 +84,7 @@ class ArgumentRules:
         if grammar:
             return self._filled(before, name, "string", f"{grammar} {self._rules.fixed(self._after_value(name))}")
         options = self._options(value, root, self._after_value(name))
-        return " | ".join(self._filled(before, name, label, said) for label, said in options)
+        return " | ".join(self._filled(before, name, label, written) for label, written in options)
 
     def _field_value(self, value: Any, root: Mapping[str, Any], grammar: str) -> str:
         if not grammar:
@@ -93,14 +93,14 @@ class ArgumentRules:
         return f"{quote} {grammar} {quote}"
 
     def _free_argument(self, names: list[str], value: Any, root: Mapping[str, Any], before: str) -> str:
-        """Return an argument of any name beyond the given ones."""
+        """Return the right-hand side for an argument whose name is none of the given ones."""
         taken = "|".join(map(regex_of, names))
         key = self._rules.add("KEY", f"/{_FREE_KEY}/ & ~/({taken})/" if taken else f"/{_FREE_KEY}/")
         if self._row.values in ("python", "gemma"):
-            said = NotationRules(self._rules, self._row.values, root).value(value)
-            return self._filled(before, None, "", said, key)
+            written = NotationRules(self._rules, self._row.values, root).value(value)
+            return self._filled(before, None, "", written, key)
         options = self._options(value, root, self._after_value(""))
-        return " | ".join(self._filled(before, None, label, said, key) for label, said in options)
+        return " | ".join(self._filled(before, None, label, written, key) for label, written in options)
 
     def _filled(self, before: str, name: str | None, label: str, value: str, key: str = "") -> str:
         """Return an argument with its slots filled; `value` includes the text after the value."""
@@ -123,7 +123,7 @@ class ArgumentRules:
         return "".join(piece if isinstance(piece, str) else name for piece in after)
 
     def _options(self, schema: Any, root: Mapping[str, Any], closer: str) -> Iterator[tuple[str, str]]:
-        """Yield the ways to write a value: its JSON type as the format names it, and the value with its end."""
+        """Yield the ways to write a value: the format's name of its JSON type, and the value with the text after it."""
         for option in _branches(schema, root):
             types = allowed_types(option, root)
             if types == _STRING:
@@ -146,8 +146,8 @@ class ArgumentRules:
         elif self._row.values == "nested" and allowed_types(schema, root) & {"array", "object"}:
             value = self._nested(schema, root)
         else:
-            given = schema.get("type") if isinstance(schema, Mapping) and not _NARROWING & schema.keys() else None
-            value = _SPELLINGS.get(str(given)) or json_value(schema, root)
+            kind = schema.get("type") if isinstance(schema, Mapping) and not _NARROWING & schema.keys() else None
+            value = _LITERALS.get(str(kind)) or json_value(schema, root)
         return f"{value} {self._rules.fixed(closer)}"
 
     def _nested(self, schema: Any, root: Mapping[str, Any]) -> str:
@@ -157,7 +157,7 @@ class ArgumentRules:
         types = allowed_types(schema, root)
         self._depth += 1
         if self._depth > _MAX_DEPTH or not isinstance(schema, Mapping) or len(types) != 1 or _NARROWING & schema.keys():
-            refuse("a list or an object of mixed or endless schemas can't be enforced in this model's tool calls")
+            refuse("a list or object with a mixed or recursive schema can't be enforced in this model's tool calls")
         if types == {"array"}:
             require_handled(schema, "array")
             item = self._rules.add("item", self._argument(_NO_TOOL, "item", schema.get("items", True), root, ""))
@@ -183,7 +183,7 @@ class ArgumentRules:
             wrapped = f"{quoted(CDATA[0])} {self._rules.until(body, CDATA[1] + closer)}"
             plain = self._rules.until(rf"{body} & /[^<&\n]*/", closer)
             return f"({wrapped} | {plain})"
-        # The reader takes a closing tag for the end where another argument or the end of the call follows it.
+        # For the reader, a closing tag ends the value if another argument or the end of the call follows it.
         return self._rules.until(f"{body} & ~/(?s:.*){self._value_end}(?s:.*)/", closer)
 
     @property
@@ -195,15 +195,15 @@ class ArgumentRules:
 
     def _require_writable(self, name: str) -> None:
         pieces = self._row.arg_pieces
-        place = next(place for place, piece in enumerate(pieces) if isinstance(piece, Slot) and piece.name == "key")
-        following = str(pieces[place + 1]).strip()[:1]
+        key_index = next(n for n, piece in enumerate(pieces) if isinstance(piece, Slot) and piece.name == "key")
+        following = str(pieces[key_index + 1]).strip()[:1]
         is_bare = self._row.values in ("python", "gemma")
         if not re.fullmatch(r"[^\s:=,{}\[\]()\"'<>]+" if is_bare else r"[^\n]+", name) or following in name:
             refuse(f"the property {name!r} can't be written in this model's tool calls")
 
 
 def _input_grammar(tool: Tool, name: str) -> str:
-    """Return the right-hand side for the input of a custom tool with a Lark grammar of its own."""
+    """Return the right-hand side for the input of a custom tool that has a Lark grammar; "" for other arguments."""
     grammar = tool.input_grammar
     if tool.kind != "custom" or grammar is None or name != "input" or grammar.kind != "lark":
         return ""
@@ -211,7 +211,7 @@ def _input_grammar(tool: Tool, name: str) -> str:
 
 
 def _input_schema(tool: Tool, name: str, value: Any) -> Any:
-    """Return the schema of a parameter; that of a custom tool's input with the regex it must match."""
+    """Return the schema of a parameter; for the input of a custom tool with a regex, a string that matches it."""
     grammar = tool.input_grammar
     if tool.kind != "custom" or grammar is None or name != "input" or grammar.kind != "regex":
         return value
@@ -219,7 +219,7 @@ def _input_schema(tool: Tool, name: str, value: Any) -> Any:
 
 
 def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return parameters that are only a reference to a definition as that definition."""
+    """Return the definition that parameters refer to, if they are a `$ref`; otherwise the parameters."""
     if isinstance(schema.get("$ref"), str):
         found = resolve(schema["$ref"], schema)
         if isinstance(found, Mapping):
@@ -229,7 +229,7 @@ def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _properties(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return all properties, the required ones first, and the names of those."""
+    """Return all properties, the required ones first, and the names of the required ones."""
     declared = schema.get("properties") or {}
     required = list(dict.fromkeys(name for name in schema.get("required") or [] if isinstance(name, str)))
     names = [*required, *(name for name in declared if name not in required)]
@@ -237,7 +237,7 @@ def _properties(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _branches(schema: Any, root: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield alternatives of a schema, each of which is always a string or never one."""
+    """Split a schema into alternatives that allow either only strings or no strings."""
     types = allowed_types(schema, root)
     if not types & _STRING:
         yield schema

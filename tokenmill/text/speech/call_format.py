@@ -3,10 +3,10 @@
     CallFormat("qwen3-coder", call="<tool_call>\\n<function=§name>\\n§args</function>\\n</tool_call>", join="\\n",
                arg="<parameter=§key>\\n§value\\n</parameter>\\n", values="raw")
 
-A row holds texts with slots (§name, §args …). From that one description come three things: the writer (`write`, here),
-which says byte for byte what the family's chat template writes; the reader (`reader.py`); and the grammar
-(`grammar.py`). The writer is what identifies a row: a template's format is the row that reproduces what the template
-itself writes (`detect.py`).
+A row contains texts with slots (§name, §args …). Three things derive from it: the writer (`write`, here), which
+reproduces byte for byte what the family's chat template writes; the reader (`reader.py`); and the grammar
+(`grammar.py`). The writer identifies a row: a template's format is the row that reproduces what the template itself
+writes (`detect.py`).
 
 Slots of `call`: §name, §args, §id, §index. Slots of `arg`, one argument: §key, §value, §type (its JSON type),
 §is_string (true or false). Without `arg` the arguments are one JSON object.
@@ -37,7 +37,7 @@ _JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", l
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a row's text that differs from call to call."""
+    """A part of a row's text that differs between calls."""
 
     name: str
 
@@ -48,7 +48,7 @@ Pieces = tuple[str | Slot, ...]
 def pieces(text: str) -> Pieces:
     """Return the fixed texts and slots of a row's text in order; no fixed text is empty."""
     parts = _SLOT.split(text)
-    found: list[str | Slot] = [Slot(part) if place % 2 else part for place, part in enumerate(parts)]
+    found: list[str | Slot] = [Slot(part) if index % 2 else part for index, part in enumerate(parts)]
     return tuple(piece for piece in found if piece)
 
 
@@ -62,18 +62,18 @@ class CallFormat:
     section: tuple[str, str] = ("", "")  # around all calls
     arg: str | None = None  # one argument; None: the arguments are a JSON object
     arg_join: str = ""
-    # raw: strings as they are, others in JSON; raw_python: lists and objects in Python; nested: those as arguments in
-    # the argument, the items of a list with the key `item`
+    # raw: strings without quotes, others in JSON; raw_python: lists and objects in Python; nested: lists and objects as
+    # arguments inside the argument, the items of a list with the key `item`
     values: Values = "json"
-    has_cdata: bool = False  # strings with `<`, `&` or a line break stand in a CDATA block
+    has_cdata: bool = False  # strings with `<`, `&` or a line break are put into a CDATA block
     first_index: int = 0
     ids: Ids = "call"
     header: str = ""  # before each call, in formats made of messages: read as a header, not as part of the call
-    prompt: str = ""  # where prompts end with the beginning of a call: that text
-    args_indent: tuple[int, int] | None = None  # JSON arguments over several lines: indent of a level, of all lines
-    also_opens: tuple[str, ...] = ()  # other texts that models of this format begin a call with
-    mentions: tuple[str, ...] = ()  # what templates say that have this format and write no calls; else its markers
-    ignored: tuple[str, ...] = ()  # markers around an answer that are no part of it
+    prompt: str = ""  # the beginning of a call that prompts end with
+    args_indent: tuple[int, int] | None = None  # JSON arguments over several lines: indent per level, of all lines
+    also_opens: tuple[str, ...] = ()  # other texts with which models of this format begin a call
+    mentions: tuple[str, ...] = ()  # texts in templates of this format that write no calls; (): its markers
+    ignored: tuple[str, ...] = ()  # markers around an answer that are not part of its text
 
     @cached_property
     def call_pieces(self) -> Pieces:
@@ -85,19 +85,19 @@ class CallFormat:
 
     @cached_property
     def object_keys(self) -> ObjectKeys | None:
-        """Return the keys of a call that is one JSON object; None for all other shapes."""
+        """The keys of a call that is one JSON object; None for all other shapes."""
         return _object_keys(self.call) if self.arg is None else None
 
     @property
     def strings_are_raw(self) -> bool:
-        """Return whether a string argument stands in the text without quotes and escapes."""
+        """Return whether a string argument is written without quotes and escapes."""
         return self.values in ("raw", "raw_python", "nested", "gemma")
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Return the calls as a model of this family writes them."""
-        written = [self._written(call, place + self.first_index) for place, call in enumerate(calls)]
+        written = [self._written(call, index) for index, call in enumerate(calls, start=self.first_index)]
         return self.section[0] + self.join.join(written) + self.section[1]
 
     def _written(self, call: ToolCall, index: int) -> str:
@@ -138,7 +138,7 @@ class CallFormat:
     # ── ids ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def new_id(self, name: str, index: int) -> str:
-        """Return an id for a call that came without one, of the form that the family's template accepts back."""
+        """Return an id for a call without one, in the form that the family's template accepts in the history."""
         match self.ids:
             case "functions":
                 return f"functions.{name}:{index}"
@@ -147,11 +147,11 @@ class CallFormat:
             case "call":
                 return "call_" + "".join(secrets.choice(_ALPHANUMERIC) for _ in range(24))
 
-    def history_id(self, given: str) -> str:
-        """Return a client's id as the template wants it: the same id always becomes the same."""
-        if self.ids != "nine" or (len(given) == 9 and given.isascii() and given.isalnum()):
-            return given
-        number = int.from_bytes(given.encode("utf-8", "replace"), "big") % (62**9 - 57)
+    def history_id(self, call_id: str) -> str:
+        """Return a client's call id in the form that the template accepts; the mapping is deterministic."""
+        if self.ids != "nine" or (len(call_id) == 9 and call_id.isascii() and call_id.isalnum()):
+            return call_id
+        number = int.from_bytes(call_id.encode("utf-8", "replace"), "big") % (62**9 - 57)
         digits = ""
         for _ in range(9):
             number, digit = divmod(number, 62)

@@ -1,11 +1,11 @@
 """Reading calls: from the text after an opening marker to a call's start, its arguments in JSON, and its end.
 
-Two shapes cover all formats. An object: the call is one JSON object with name and arguments in any order. A sequence:
-fixed texts and slots in the order of the row, the arguments as a JSON object, as tagged values (`tagged_reader.py`), or
+Two shapes cover all formats. Object: the call is one JSON object with name and arguments in any order. Sequence: fixed
+texts and slots in the order of the row, with the arguments as a JSON object, as tagged values (`tagged_reader.py`), or
 as fields in brackets (Python's and Gemma's notation, `transcode.py`).
 
-What is not as expected stays on the tape. Before the call is announced that is all of its text, so that nothing of it
-is lost; afterwards it is what follows the last thing that was understood.
+Text that does not match stays on the tape: before the call is announced, all of its text, so that none is lost;
+afterwards, the text after the last part that matched.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tokenmill.types import Tool
 
 _NAME_KEYS = frozenset(("name", "tool_name"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
-_OTHER_KEYS = frozenset(("id", "tool_call_id", "type", "index"))  # a call's own, which say nothing new
-_MAX_SLOT = 256
+_OTHER_KEYS = frozenset(("id", "tool_call_id", "type", "index"))  # further keys of a call, which are skipped
+_MAX_SLOT_CHARS = 256
 _NOT_DIGIT = re.compile("[^0-9]")
 _SLOT_END_CHARS = r"\s<>{}\[\]()\"'`,;=\ud800-\udfff"
 
 
 class CallSink(Protocol):
-    """Takes a call as it is read."""
+    """Receives a call while it is read."""
 
     def start_call(self, name: str, call_id: str | None) -> None: ...
     def add_arguments(self, fragment: str) -> None: ...
@@ -41,7 +41,7 @@ class CallSink(Protocol):
 
 
 class CallReader:
-    """Reads the calls of one answer. Raises Mismatch before a call was announced, never after."""
+    """Reads the calls of one answer. Raises Mismatch only before a call was announced."""
 
     def __init__(self, reading: Reading, tools: Mapping[str, Tool], tape: Tape, sink: CallSink) -> None:
         self._reading = reading
@@ -51,13 +51,13 @@ class CallReader:
         self._tail = self._tail_left = reading.tail
         self._tail_marker = opening_marker(self._tail) if self._tail.strip() else ""
         opening = str(reading.arg_pieces[0]).strip() if reading.arg_pieces else ""
-        if self._tail_marker and opening.startswith(self._tail_marker):  # arguments begin with the same marker
+        if self._tail_marker and opening.startswith(self._tail_marker):  # ambiguous: use the whole closing text
             self._tail_marker = self._tail.strip()
         self._tagged = TaggedReader(reading, tape, self._tail_marker, sink.add_arguments)
         self._is_announced = False
 
     def read_calls(self, entry: Entry) -> Steps:
-        """Read all calls that follow an opening marker; what does not fit after the first stays on the tape."""
+        """Read all calls that follow an opening marker; after the first, text that does not match stays on the tape."""
         if not (yield from self._tape.attempt(self._first_call(entry))):
             raise Mismatch
         while (yield from self._tape.attempt(self._next_call(entry.next_head))):
@@ -68,7 +68,7 @@ class CallReader:
             yield from self._tape.attempt(self._expect_end(entry.closer))
 
     def read_message(self, name: str) -> Steps:
-        """Read a message that is the arguments of a call, whose name its header gave."""
+        """Read a message that contains the arguments of the call that its header named."""
         self._is_announced = False
         if (yield from self._tape.skip_space()) in self._reading.message_ends:
             self._announce(name, None)
@@ -96,7 +96,7 @@ class CallReader:
         yield from self._read_object() if self._reading.object_keys is not None else self._read_sequence()
         yield from self._tape.attempt(self._expect_end(self._tail_left))
 
-    # ── what the sink hears ──────────────────────────────────────────────────────────────────────────────
+    # ── output to the sink ───────────────────────────────────────────────────────────────────────────────
 
     def _announce(self, name: str | None, call_id: str | None) -> None:
         if name is None or name not in self._tools:
@@ -111,7 +111,7 @@ class CallReader:
         self._sink.end_call()
 
     def _stream_arguments(self, transcoder: Transcoder) -> Steps:
-        """Pass on the arguments of an announced call, completed if they break off, and end the call."""
+        """Pass on the arguments of an announced call, completed if they are truncated, and end the call."""
         try:
             yield from stream_value(self._tape, transcoder, self._sink.add_arguments)
         except Mismatch:
@@ -165,7 +165,7 @@ class CallReader:
             yield from self._other_member(key)
 
     def _rest_of_object(self) -> Steps:
-        """Read what stands in a call's object after its arguments."""
+        """Read the members of a call's object after its arguments."""
         tape = self._tape
         while (char := (yield from tape.skip_space())) != "}":
             if char == ",":
@@ -178,16 +178,16 @@ class CallReader:
         tape.take_to(tape.position + 1)
 
     def _other_member(self, key: str) -> Steps:
-        """Skip an id, an index or a type of a call that has one of ours already."""
+        """Skip an id, an index or a type of a call."""
         if key not in _OTHER_KEYS:
             raise Mismatch
         if (yield from self._tape.peek()) == '"':
             yield from self._string()
-        elif not (yield from self._tape.run(_NOT_DIGIT, _MAX_SLOT)):
+        elif not (yield from self._tape.run(_NOT_DIGIT, _MAX_SLOT_CHARS)):
             raise Mismatch
 
     def _early_arguments(self, char: str) -> Generator[None, None, str]:
-        """Read arguments that come before the name, or as text in a JSON string, or are null."""
+        """Read arguments that come before the name, are encoded in a JSON string, or are null."""
         if char not in '{"n':
             raise Mismatch
         output: list[str] = []
@@ -205,7 +205,7 @@ class CallReader:
         output: list[str] = []
         yield from stream_value(self._tape, Transcoder(JSON), output.append)
         text: str = json.loads("".join(output))
-        if len(text) > _MAX_SLOT:
+        if len(text) > _MAX_SLOT_CHARS:
             raise Mismatch
         return text
 
@@ -215,15 +215,15 @@ class CallReader:
         name: str | None = None
         call_id: str | None = None
         pieces = self._reading.call_pieces
-        for place, piece in enumerate(pieces):
+        for index, piece in enumerate(pieces):
             if isinstance(piece, str):
-                if place:
+                if index:
                     yield from self._tape.expect(squeezed(piece))
                 continue
             if piece.name == "args":
                 yield from self._read_arguments(name, call_id)
                 return
-            filled = yield from self._slot(piece, pieces[place + 1])
+            filled = yield from self._slot(piece, pieces[index + 1])
             if piece.name == "name":
                 name = filled
             elif piece.name == "id":
@@ -234,7 +234,7 @@ class CallReader:
     def _slot(self, slot: Slot, following: str | Slot) -> Generator[None, None, str]:
         yield from self._tape.skip_space()
         stop = _slot_end(squeezed(following)[:1] if isinstance(following, str) else "")
-        filled = yield from self._tape.run(stop, _MAX_SLOT)
+        filled = yield from self._tape.run(stop, _MAX_SLOT_CHARS)
         if (slot.name == "name" and filled not in self._tools) or (slot.name == "index" and not filled.isdigit()):
             raise Mismatch
         return filled
@@ -279,7 +279,8 @@ class _Found:
 
 
 def stream_value(tape: Tape, transcoder: Transcoder, emit: Callable[[str], None]) -> Steps:
-    """Translate a value from the tape to its end; where it breaks off, raise Mismatch, and leave the rest."""
+    """Translate a value from the tape to its end; if it does not continue as a value, raise Mismatch and leave the
+    rest."""
     while True:
         tape.take_to(transcoder.feed(tape.text, tape.position))
         if output := transcoder.take_output():
@@ -291,7 +292,7 @@ def stream_value(tape: Tape, transcoder: Transcoder, emit: Callable[[str], None]
         try:
             yield from tape.more()
         except End:
-            if transcoder.is_holding:  # a number or a word, which only now is known to be over
+            if transcoder.is_holding:  # a number or a word that ends with the text
                 rest = tape.text[tape.position :]
                 tape.take_to(tape.position + min(len(rest), transcoder.feed(rest + " ", 0)))
                 emit(transcoder.take_output())

@@ -1,11 +1,11 @@
-"""Detection of a model's formats of calls and thoughts, proved with its own chat template.
+"""Detection of a model's tool-call and reasoning formats, verified with its own chat template.
 
-The template is asked to write a conversation with two calls (one, where it refuses two). The format is the row whose
-writer says the same, byte for byte. So no model names are known here, and no setting is needed; a template that no
-row reproduces has no format by proof.
+The template renders a conversation with two calls (one, if it refuses two). The format is the row whose writer produces
+the same text, byte for byte. So detection needs neither model names nor a setting; if no row reproduces what a template
+writes, its format is not proved.
 
-Templates that show the model how to call, but write no calls themselves, mention the opening marker: the first row with
-that marker is taken. Others get the fallback, and the system message must describe the tools (`speech.system_text`).
+Templates that show the model how to call but write no calls themselves mention the opening marker: the first row with
+that marker is used. Others get the fallback, and the system message must describe the tools (`speech.system_text`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def call_format_names() -> list[str]:
 
 
 def detect_speech(template: ChatTemplate, tokenizer: Tokenizer, override: str | None = None) -> Speech:
-    """Return how a model with this template and vocabulary speaks. `override`: the name of a row, or "none"."""
+    """Return the formats of a model with this template and vocabulary. `override`: a row's name, "none" or "auto"."""
     proof = _prove_calls(template)
     calls: CallFormat | None = proof.row if proof else _mentioned(template.source)
     is_proved = proof is not None
@@ -96,7 +96,7 @@ def _message(role: str, content: str | None, **more: Any) -> dict[str, Any]:
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[dict[str, Any]], **more: Any) -> str:
-    """Return what the template writes from the user's question on; nothing where it refuses."""
+    """Return what the template writes after the user's question; "" if it refuses the conversation."""
     variables = {"functions": "", "datetime": "", **more}  # some templates fail where these are missing
     ask = bool(variables.pop("ask", False))
     try:
@@ -145,11 +145,11 @@ def _prove_calls(template: ChatTemplate) -> _Proof | None:
 
 
 def _reproducing(text: str, calls: Sequence[ToolCall]) -> CallFormat | None:
-    """Return the row whose writing of the calls stands in the text; of several, the one that explains most of it."""
+    """Return the row whose rendering of the calls occurs in the text; of several, the one with the longest."""
     if _NAMES[0] not in text:
         return None
     written = [(row.write(calls), row) for row in CALL_FORMATS]
-    fitting = [(len(said), row) for said, row in written if said in text]
+    fitting = [(len(rendering), row) for rendering, row in written if rendering in text]
     if not fitting:
         return None
     longest = max(length for length, _ in fitting)
@@ -159,12 +159,12 @@ def _reproducing(text: str, calls: Sequence[ToolCall]) -> CallFormat | None:
 def _lead(template: ChatTemplate, row: CallFormat, calls: Sequence[ToolCall], called: list[dict[str, Any]]) -> str:
     messages = [_message("user", _QUESTION), _message("assistant", _TEXT, tool_calls=called)]
     before, found, _ = _rendered(template, messages).partition(row.write(calls))
-    _, said, lead = before.rpartition(_TEXT)
-    return lead if found and said and not lead.strip() else ""
+    _, answer_text, lead = before.rpartition(_TEXT)
+    return lead if found and answer_text and not lead.strip() else ""
 
 
 def _mentioned(source: str) -> CallFormat:
-    """Return the first row whose markers the template mentions; the fallback where there is none."""
+    """Return the first row whose markers the template mentions, else the fallback."""
     for row in CALL_FORMATS:
         markers = row.mentions or _outer_markers(row)
         if markers and all(marker in source for marker in markers):
@@ -182,15 +182,15 @@ def _outer_markers(row: CallFormat) -> list[str]:
 
 
 def _find_thinking(template: ChatTemplate) -> ThinkingFormat | None:
-    """Return the row that the template writes thoughts with, ends its prompts with, or at least mentions."""
+    """Return the row with which the template writes reasoning, ends its prompts, or which it at least mentions."""
     written = list(_thoughts_written(template))
     for row in _thinking_rows(template.source):
         opener, closer = re.escape(row.opener.strip()), re.escape(row.closer.strip())
         if any(re.search(rf"{opener}\s*{re.escape(_THOUGHT)}\s*{closer}", text) for text in written):
             return row
-    asked = [_rendered(template, [_message("user", _QUESTION)], ask=True, **on) for on in _THINKING_ON]
+    prompts = [_rendered(template, [_message("user", _QUESTION)], ask=True, **on) for on in _THINKING_ON]
     for row in _thinking_rows(template.source):
-        if any(row.is_open_at_end(text) for text in asked):
+        if any(row.is_open_at_end(text) for text in prompts):
             return row
     mentioned = (row for row in _thinking_rows(template.source) if row.opener.strip() in template.source)
     return next((row for row in mentioned if row.closer.strip() in template.source), None)

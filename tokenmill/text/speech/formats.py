@@ -1,7 +1,7 @@
 """The tool-call formats of all model families, one row each.
 
-Families that write alike share a row. The order matters only for templates that write no calls themselves: of the rows
-whose opening marker such a template mentions, the first is taken (`detect.py`). CONTRIBUTING says how to add a row.
+Families with the same format share a row. The order matters only for templates that write no calls themselves: of the
+rows whose opening marker such a template mentions, the first is used (`detect.py`). CONTRIBUTING says how to add a row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The grammar of an answer: text, thinking and calls of a model, as Lark text for llguidance.
+"""The grammar of an answer: text, reasoning and tool calls of a model, as Lark text for llguidance.
 
     auto       (text calls)* text      once an opening marker is written, a valid call must follow
-    required   calls                   after thinking, where the model thinks
-    none       the answer's own grammar, after thinking
+    required   calls                   after reasoning, if the model reasons
+    none       the answer's own grammar, after reasoning
 
-Fixed texts come from the format's row, names and arguments from the tools (`argument_rules.py`). Whatever the grammar
-allows, the reader reads as calls of known tools with arguments that follow their schemas.
+Fixed texts come from the format's row, names and arguments from the tools (`argument_rules.py`). The reader reads every
+call that the grammar allows as a call of a known tool with arguments that follow its schema.
 """
 
 from __future__ import annotations
@@ -90,12 +90,13 @@ class AnswerGrammar:
         text = self._text([*openers, *others])
         body = f"{segment}* {text}" if self._choice.parallel else f"({segment} | {text})"
         if primer and row.prompt == primer:
-            said = rules.fixed(row.ignored[0][len(primer) :])
-            return rules.add("either", f"{self._calls(skipped=primer)} | {said} {body}")
+            rest = rules.fixed(row.ignored[0][len(primer) :])
+            return rules.add("either", f"{self._calls(skipped=primer)} | {rest} {body}")
         return rules.add("either", f"{self._bare()} | {body}") if reading.object_keys else body
 
     def _named_segments(self, row: CallFormat) -> tuple[list[str], str]:
-        """Return, for a marker that text may contain too (`>>>`), what opens calls of each tool, and such calls."""
+        """Return, for a marker that text may contain too (`>>>`), the texts that open a call of each tool, and the rule
+        for text and such a call."""
         openers = [f"{row.prompt}{tool.name}\n" for tool in self._tools]
         calls = [
             self._rules.until(self._text_body(()), opener) + " " + self._call(row.call_pieces, tool, opener)
@@ -104,18 +105,18 @@ class AnswerGrammar:
         return openers, self._rules.add("segment", " | ".join(calls))
 
     def _text(self, excluded: Sequence[str]) -> str:
-        """Return any text without the given markers; control tokens around an answer may stand in it."""
+        """Return any text without the given markers; it may contain control tokens that surround an answer."""
         text = self._rules.add("TEXT", self._text_body(excluded))
         marked = self._marked(excluded)
         return self._rules.add("text", f"{marked} {text}") if marked else text
 
     def _marked(self, excluded: Sequence[str]) -> str:
-        """Return texts that end with a control token around an answer, any number of them."""
+        """Return any number of texts that each end with a control token that surrounds an answer."""
         text, marks = self._rules.add("TEXT", self._text_body(excluded)), self._ignored()
         return self._rules.add("marked", f"{text} {marks}") + "*" if marks else ""
 
     def _text_body(self, excluded: Sequence[str]) -> str:
-        """Return a terminal for text that holds none of the given markers, and does not begin like a bare call."""
+        """Return a terminal for text that contains none of the given markers, and does not begin like a bare call."""
         body = without(map(regex_of, excluded))
         names = "|".join(regex_of(tool.name) for tool in self._tools)
         bare = self._reading.bare_entries
@@ -145,7 +146,7 @@ class AnswerGrammar:
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _bare(self) -> str:
-        """Return a call without its markers, at the beginning of an answer: some models forget them."""
+        """Return a call without its markers, at the beginning of an answer: some models leave them out."""
         keys = self._reading.object_keys
         assert keys is not None
         if not keys.head and self._row and not self._row.section[0]:
@@ -154,7 +155,7 @@ class AnswerGrammar:
         return self._rules.add("bare", f'{call} | "```json\\n" {call} "\\n```"')
 
     def _calls(self, skipped: str = "") -> str:
-        """Return all calls of an answer, with their section; `skipped`: what was written of them already."""
+        """Return all calls of an answer with their section; `skipped`: the part of them that is already written."""
         row, rules = self._row, self._rules
         assert row is not None
         opening, closing = row.section
@@ -201,20 +202,20 @@ class AnswerGrammar:
     ) -> str:
         """Return messages up to one that ends the answer: a call, or text for the user."""
         rules = self._rules
-        say, begin = rules.fixed(channels.message), rules.fixed(channels.prompt)
+        message, begin = rules.fixed(channels.message), rules.fixed(channels.prompt)
         body = without(regex_of(one) for one in (*self._openers(), *channels.ends, *channels.begins))
         text = rules.add("TEXT", body)
         ended = rules.until(body, channels.ends[0] + channels.prompt)
-        thought = rules.add("thought", f"{rules.fixed(channels.thought_header)} {say} {ended}")
+        thought = rules.add("thought", f"{rules.fixed(channels.thought_header)} {message} {ended}")
         last = []
         if self._tools and self._choice.mode != "none":
             last.append(self._message_calls(channels))
         if self._choice.mode != "required" or not self._tools:
-            said = answer if answer is not None else text
-            last += [f"{rules.fixed(header)} {say} {said}" for header in channels.text_headers[:1]]
+            content = answer if answer is not None else text
+            last += [f"{rules.fixed(header)} {message} {content}" for header in channels.text_headers[:1]]
         is_forced = self._choice.mode == "required" and bool(self._tools)
-        headers = () if is_forced else channels.text_headers[1:]  # else text for the user could go on for ever
-        asides = [f"{rules.fixed(header)} {say} {ended}" for header in headers]
+        headers = () if is_forced else channels.text_headers[1:]  # or text messages could delay the call forever
+        asides = [f"{rules.fixed(header)} {message} {ended}" for header in headers]
         before = rules.add("aside", " | ".join([*([thought] if may_think or is_thinking else []), *asides]) or '""')
         start = [] if primer else [begin]
         if is_thinking:

@@ -1,7 +1,7 @@
-"""Pieces of Lark text for llguidance: named rules, fixed texts with control tokens, regexes, JSON schemas.
+"""Building blocks of Lark grammars for llguidance: named rules, fixed texts with control tokens, regexes, JSON schemas.
 
-A control token is written by its id (`<[151657]>`), since no text matches it. Rules with the same right-hand side get
-the same name, so that shared parts are compiled once.
+A control token is written as its id (`<[151657]>`), because no text matches it. Rules with the same right-hand side
+share one name, so that shared parts are compiled once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WHITE = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def refuse(problem: str) -> NoReturn:
-    """Raise for what a tool asks and its model's format can't be held to."""
+    """Refuse a tool definition that can't be enforced in the model's format."""
     raise InvalidRequest(problem, param="tools")
 
 
@@ -46,7 +46,7 @@ def regex_of(text: str) -> str:
 
 
 def slashed(regex: str) -> str:
-    """Return a regex as it stands between slashes."""
+    """Return a regex with its slashes escaped, to be put between slashes."""
     return re.sub(r"\\.|/", lambda found: r"\/" if found.group() == "/" else found.group(), regex, flags=re.DOTALL)
 
 
@@ -58,21 +58,21 @@ def without(texts: Iterable[str]) -> str:
 
 def json_value(schema: Any, root: Any = None) -> str:
     """Return the right-hand side for a JSON value of a schema; `root` holds the definitions that it refers to."""
-    found: dict[str, Any] = {"not": {}} if schema is False else {}
+    written: dict[str, Any] = {"not": {}} if schema is False else {}
     if isinstance(schema, Mapping):
-        found = without_annotations(schema)
-    if isinstance(root, Mapping) and "$ref" in str(found):
-        found |= without_annotations({key: root[key] for key in ("$defs", "definitions") if key in root})
-    given = root.get("x-guidance") if isinstance(root, Mapping) else None
-    found["x-guidance"] = found.get("x-guidance") or given or LAYOUT
-    return f"%json {json.dumps(found, ensure_ascii=False)}"
+        written = without_annotations(schema)
+    if isinstance(root, Mapping) and "$ref" in str(written):
+        written |= without_annotations({key: root[key] for key in ("$defs", "definitions") if key in root})
+    root_layout = root.get("x-guidance") if isinstance(root, Mapping) else None
+    written["x-guidance"] = written.get("x-guidance") or root_layout or LAYOUT
+    return f"%json {json.dumps(written, ensure_ascii=False)}"
 
 
 Member = Callable[[str], str]  # the text before a member → its right-hand side
 
 
 def without_annotations(schema: Any) -> Any:
-    """Return a schema without what only people read, which would make a grammar many times as long."""
+    """Return a schema without descriptions and other annotations, which would make a grammar many times as long."""
     if not isinstance(schema, Mapping):
         return schema
     kept: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def without_annotations(schema: Any) -> Any:
 
 
 class LarkRules:
-    """Collects rules. `control`: texts of control tokens and their ids."""
+    """Collects the rules of a grammar. `control`: texts of control tokens and their ids."""
 
     def __init__(self, control: Mapping[str, int]) -> None:
         self._control = control
@@ -103,14 +103,14 @@ class LarkRules:
         )
 
     def split(self, text: str) -> list[str]:
-        """Return the control tokens and the texts between them."""
+        """Split a text into control tokens and the texts between them."""
         return [part for part in (self._split.split(text) if self._split else [text]) if part]
 
     def is_control(self, part: str) -> bool:
         return part in self._control
 
     def add(self, prefix: str, body: str, option: str = "") -> str:
-        """Return the name of a rule (of a terminal where the prefix is in capitals) with this right-hand side."""
+        """Return the name of a rule with this right-hand side; a prefix in capitals makes it a terminal."""
         key = f"{prefix}{option}: {body}"
         if key not in self._names:
             self._names[key] = name = f"{prefix}{len(self._names)}"
@@ -118,7 +118,7 @@ class LarkRules:
         return self._names[key]
 
     def reserve(self, prefix: str) -> str:
-        """Return a name for a rule that is defined later, since it refers to itself."""
+        """Return a name for a recursive rule, which is defined later."""
         name = f"{prefix}{len(self._names)}"
         self._names[f"{name} reserved"] = name
         return name
@@ -127,11 +127,12 @@ class LarkRules:
         self._lines.append(f"{name}: {body}")
 
     def until(self, body: str, closer: str) -> str:
-        """Return the right-hand side of any text of a terminal up to the first closer, and the closer."""
+        """Return the right-hand side for text that matches the terminal `body` up to the first closer, and the
+        closer."""
         parts = self.split(closer)
         before = "" if self.is_control(parts[0]) else parts[0]
         if len(parts) == 1 and before:
-            if body != ANY_TEXT:  # a body too short to end here must not go on past a closer
+            if body != ANY_TEXT:  # a body that may not end yet must not continue past a closer
                 body = f"{body} & ~/(?s:.*){regex_of(before)}(?s:.*)/"
             return self.add("until", f"{self.add('BODY', body)} {quoted(before)}", "[lazy]")
         text = self.add("BODY", body)
@@ -142,10 +143,10 @@ class LarkRules:
     def members(self, members: Sequence[Member], num_required: int, separator: str, extra: Member | None) -> str:
         """Return the right-hand side of members in any order, each at most once, the first `num_required` always.
 
-        A member is a function of the text before it, for two fixed texts of which one begins the other can't follow
-        the same place: the separator is part of the member's own text. One bit of a rule's parameter says of each
-        member that it was written. `extra`: a member that may come any number of times. More than 64 members come in
-        the given order.
+        A member is a function of the separator text before it, which becomes part of the member's own text: two
+        alternatives of which one text is a prefix of the other can't follow the same position. One bit of the rule's
+        parameter records for each member that it was written. `extra`: a member that may occur any number of times.
+        More than 64 members are allowed in the given order only.
         """
         if not members:
             some = f"({self.add('member', extra(''))} {self.add('member', extra(separator))}*)?" if extra else ""
@@ -170,7 +171,7 @@ class LarkRules:
         optional = [f"{name}?" for name in rest[num_required:]]
         if num_required:
             return " ".join([firsts[0], *rest[1:num_required], *optional])
-        options = [" ".join([first, *optional[place + 1 :]]) for place, first in enumerate(firsts)]
+        options = [" ".join([first, *optional[index + 1 :]]) for index, first in enumerate(firsts)]
         return "(" + " | ".join(self.add("ordered", option) for option in options) + ")?"
 
     def text(self, start: str) -> str:

@@ -1,9 +1,9 @@
-"""Markers in a stream of text: control tokens as single characters, and search that holds back half a marker.
+"""Markers in a stream of text: control tokens as single characters, and a search that holds back partial markers.
 
 A vocabulary may have a marker such as `<tool_call>` as one token. Then only that token is the marker, and the same
-characters written in other tokens are text: a file that a model quotes can't end a call. For the reader each such token
-is one character that no text contains (a lone surrogate, which is not valid Unicode), in the text of the answer and in
-the texts of a format alike. So reading by token id and reading by text are one thing.
+characters in other tokens are text: a file that a model quotes cannot end a call. The reader represents each such token
+by one character that no text contains (a lone surrogate, which is not valid Unicode), both in the answer and in the
+texts of a format. So markers found by token id and by text are handled by the same code.
 
     vocabulary has <tool_call>     answer  … \\ud800 \\n{"name": …     format  \\ud800 + "\\n" + …
 """
@@ -30,18 +30,18 @@ class ControlAlphabet:
         self._chars = re.compile("[\ud800-\udfff]")
 
     def encode(self, text: str) -> str:
-        """Return a text of a format with its control tokens as characters."""
+        """Replace the control tokens in a format's text by their characters."""
         return self._texts.sub(lambda found: self._char_of_text[found.group()], text) if self._texts else text
 
     def decode(self, text: str) -> str:
-        """Return a text of an answer with what its control tokens say."""
+        """Replace the characters of control tokens in an answer's text by the tokens' texts."""
         if self._texts is None or not self._chars.search(text):
             return text
         return self._chars.sub(lambda found: self._text_of_char.get(found.group(), found.group()), text)
 
 
 class MarkerSearch:
-    """Search for the first of several markers; of those that begin at one place, the longest."""
+    """Search for the first of several markers; of those that begin at the same position, the longest."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         self.markers = sorted({marker for marker in markers if marker}, key=len, reverse=True)
@@ -54,7 +54,7 @@ class MarkerSearch:
         return self._pattern.search(text, start) if self._pattern else None
 
     def num_held(self, text: str, start: int) -> int:
-        """Return how many characters at the end of the text may be the beginning of a marker."""
+        """Return the number of characters at the end of the text that may begin a marker."""
         tail = max(start, len(text) - self._longest + 1)
         if self._first is None or not self._first.search(text, tail):
             return 0
@@ -62,12 +62,12 @@ class MarkerSearch:
 
 
 def squeezed(text: str) -> str:
-    """Return the text without white space, which differs between answers of one format."""
+    """Return the text without white space, which may differ between answers of one format."""
     return "".join(text.split())
 
 
 def opening_marker(text: str) -> str:
-    """Return the first marker of a text: one control token, one tag, or all of a text that begins with words.
+    """Return the first marker of a text: one control token, one tag, or the whole text if it begins with a word.
 
     "<tool_call>\\n{" → "<tool_call>"    "[TOOL_CALLS][" → "[TOOL_CALLS]"    "Action:\\n```json" → itself
     """

@@ -1,18 +1,18 @@
-"""The reader: what a model says, piece by piece → text, thoughts and calls.
+"""The reader: splits a model's streamed answer into text, reasoning and tool calls.
 
-It is total. Whatever is not a call is text: an opening marker that no call follows, an unknown tool, a call cut short
-before its name is known. No character is lost; only markers, and white space next to them, are not passed on. Each
-character is looked at a fixed number of times, and only what may be the beginning of a marker is held back.
+It accepts any answer. What is not a call is text: an opening marker that no call follows, an unknown tool, a call that
+is truncated before its name is known. No character is lost; only markers, and white space next to them, are left out.
+Each character is processed a fixed number of times, and only text that may begin a marker is held back.
 
-A call is announced (`CallStart`) when its name is known to be one of the tools and its arguments begin. Until then the
-text is kept, and becomes text again where it turns out not to be a call. From then on the call stands: arguments that
-break off are completed to valid JSON, and what follows them is text.
+A call is announced (`CallStart`) when its name is known to be one of the tools and its arguments begin. Until then its
+text is kept, and is returned as text if it turns out not to be a call. After that the call is final: truncated
+arguments are completed to valid JSON, and what follows them is text.
 
-The machine is one generator per answer: it runs until the text it has is used up, and goes on where it stood when more
-arrives. So an answer in one piece and an answer in single characters are the same.
+The state machine is one generator per answer: it runs until its input is used up, and resumes there when more arrives.
+So the result does not depend on how the answer is split into pieces.
 
-How calls may differ from what the format writes: white space between its fixed texts, other spacing and order of keys
-in JSON objects, a missing closing marker or section. Never inside values.
+Calls may differ from the format in white space between its fixed texts, in spacing and order of keys in JSON objects,
+and by a missing closing marker or section, but not inside values.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_HEADER = 512
 
 
 class SpeechReader:
-    """The reader of one answer. `is_thinking` says what the next character is, as far as is known."""
+    """The reader of one answer. `is_thinking`: the next character is part of a think section, as far as is known."""
 
     def __init__(
         self, reading: Reading, tools: Sequence[Tool], *, starts_thinking: bool = False, primer: str = ""
     ) -> None:
-        """`primer`: the end of the prompt, where it is the beginning of a marker that the answer completes."""
+        """`primer`: the end of the prompt, if it is the beginning of a marker that the answer completes."""
         self.control_ids = frozenset(reading.alphabet.char_of_id)
         self._reading = reading
         self._tape = Tape()
@@ -53,18 +53,18 @@ class SpeechReader:
         return self._output.is_thinking
 
     def push(self, text: str) -> list[Part]:
-        """Take more text; return what can be told of it."""
+        """Process more text; return the parts that are certain so far."""
         if text:
             self._tape.add(text)
             self._advance()
         return self._output.take()
 
     def push_control(self, token_id: int) -> list[Part]:
-        """Take a control token, one of `control_ids`."""
+        """Process a control token, one of `control_ids`; return the parts that are certain so far."""
         return self.push(self._reading.alphabet.char_of_id[token_id])
 
     def finish(self) -> list[Part]:
-        """End the answer: return the rest, with calls completed and ended."""
+        """End the answer: return the remaining parts, with open calls completed."""
         if not self._tape.is_over:
             self._tape.is_over = True
             self._advance()
@@ -73,7 +73,7 @@ class SpeechReader:
     def _advance(self) -> None:
         next(self._steps, None)
 
-    # ── the modes: text, thought ─────────────────────────────────────────────────────────────────────────
+    # ── text and reasoning ───────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> Steps:
         yield
@@ -81,20 +81,20 @@ class SpeechReader:
             while True:
                 yield from self._thought() if self.is_thinking else self._text()
         except End:
-            self._say(self._tape.rest())
+            self._emit(self._tape.rest())
             self._output.finish()
 
-    def _say(self, text: str) -> None:
-        if self._num_primed:  # the prompt's own text, where it turned out to begin no marker
+    def _emit(self, text: str) -> None:
+        if self._num_primed:  # the primer, which belongs to the prompt, turned out to begin no marker
             primed = min(self._num_primed, len(text))
             text, self._num_primed = text[primed:], self._num_primed - primed
         if self._output.is_thinking:
-            self._output.think(text)
+            self._output.add_thought(text)
         else:
-            self._output.say(text)
+            self._output.add_text(text)
 
     def _text(self) -> Steps:
-        """Pass on text up to the first marker, and act on it."""
+        """Pass on text up to the first marker, and process the marker."""
         tape, reading = self._tape, self._reading
         while True:
             is_fresh = self._output.is_fresh
@@ -104,23 +104,23 @@ class SpeechReader:
             found = markers.find(tape.text, tape.position)
             if is_fresh and (found is None or found.start() > tape.position):
                 if markers.num_held(tape.text, tape.position) != len(tape.text) - tape.position:
-                    self._say(tape.take_to(tape.position + 1))  # text begins
+                    self._emit(tape.take_to(tape.position + 1))  # text begins
                     continue
                 found = None
             if found is None:
-                self._say(tape.take_to(len(tape.text) - markers.num_held(tape.text, tape.position)))
+                self._emit(tape.take_to(len(tape.text) - markers.num_held(tape.text, tape.position)))
                 yield from tape.more()
                 continue
-            self._say(tape.take_to(found.start()))
+            self._emit(tape.take_to(found.start()))
             yield from self._marker(found.group())
             return
 
     def _skip_first_space(self) -> Steps:
-        """Keep white space at the beginning of a text: it belongs to what follows, if that is text."""
+        """Hold back white space at the beginning of a text: it is part of the text only if text follows."""
         tape = self._tape
         while True:
             first = _NOT_SPACE.search(tape.text, tape.position)
-            self._say(tape.take_to(first.start() if first else len(tape.text)))
+            self._emit(tape.take_to(first.start() if first else len(tape.text)))
             if first:
                 return
             yield from tape.more()
@@ -141,16 +141,16 @@ class SpeechReader:
             yield from self._call(entry, marker)
 
     def _call(self, entry: Entry | None, marker: str) -> Steps:
-        """Read calls after their opening marker; where there are none, the marker is text."""
+        """Read the calls after an opening marker; if there are none, the marker is text."""
         tape = self._tape
         if entry is None or self._calls is None:
-            self._say(tape.take_to(tape.position + len(marker)))
+            self._emit(tape.take_to(tape.position + len(marker)))
             return
         lead = tape.take_to(tape.position + len(marker) - len(entry.opener)) if entry.opener else ""
         try:
             yield from self._calls.read_calls(entry)
         except Mismatch:
-            self._say(lead + tape.take_to(tape.position + max(1, len(entry.opener))))
+            self._emit(lead + tape.take_to(tape.position + max(1, len(entry.opener))))
 
     def _begin_thought(self) -> None:
         self._output.break_text()
@@ -161,16 +161,16 @@ class SpeechReader:
         self._output.is_thinking = False
 
     def _thought(self) -> Steps:
-        """Pass on thoughts up to the closing marker, or to a call: some models do not close their thinking first."""
+        """Pass on reasoning up to the closing marker or a call: some models do not close their reasoning first."""
         tape, reading = self._tape, self._reading
         while True:
             markers = reading.thought_markers
             found = markers.find(tape.text, tape.position)
             if found is None:
-                self._say(tape.take_to(len(tape.text) - markers.num_held(tape.text, tape.position)))
+                self._emit(tape.take_to(len(tape.text) - markers.num_held(tape.text, tape.position)))
                 yield from tape.more()
                 continue
-            self._say(tape.take_to(found.start()))
+            self._emit(tape.take_to(found.start()))
             marker = found.group()
             if marker.lstrip("\n") == reading.think_closer or marker in reading.message_ends:
                 tape.take_to(tape.position + len(marker))
@@ -184,11 +184,11 @@ class SpeechReader:
     # ── answers made of messages with headers ────────────────────────────────────────────────────────────
 
     def _message(self) -> Steps:
-        """Read a header, and turn to what it announces: a thought, a call's arguments, or text."""
+        """Read a header, and switch to what it announces: reasoning, a call's arguments, or text."""
         tape, channels = self._tape, self._reading.channels
         assert channels is not None
         if not (yield from tape.attempt(self._headed_message())):
-            self._say(tape.take_to(tape.position + 1))
+            self._emit(tape.take_to(tape.position + 1))
 
     def _headed_message(self) -> Steps:
         tape, reading = self._tape, self._reading
@@ -213,17 +213,17 @@ class SpeechReader:
 
 
 class PartWriter:
-    """Collects the parts of an answer, and decides on white space.
+    """Collects the parts of an answer, and decides which white space is kept.
 
-    White space before any text, after a call or after a thought waits for text to follow; where a call or the end
-    follows instead, it is dropped. A line break that a thought begins or ends with belongs to its markers.
+    White space at the beginning, after a call or after reasoning is held back until text follows; if a call or the end
+    follows instead, it is dropped. A line break at the beginning or end of reasoning belongs to the markers.
     """
 
     def __init__(self, reading: Reading) -> None:
         self.is_thinking = False
         self.is_fresh = True  # no text since the beginning, the last call or the last thought
         self._reading = reading
-        self._pending: list[str] = []  # white space
+        self._pending: list[str] = []  # white space held back
         self._drops_line_breaks = False
         self._chunks: list[str] = []  # of the last part
         self._kind: type[TextPart | ThoughtPart | CallArguments] | None = None
@@ -231,20 +231,20 @@ class PartWriter:
         self._index = -1
         self._has_output = False
 
-    def say(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         if self.is_fresh:
-            text = self._begun(text)
+            text = self._with_pending_space(text)
         if text:
             self._add(TextPart, self._reading.alphabet.decode(text))
 
-    def think(self, text: str) -> None:
+    def add_thought(self, text: str) -> None:
         if self.is_fresh:
-            text = self._begun(text)
+            text = self._with_pending_space(text)
         if text:
             self._add(ThoughtPart, self._reading.alphabet.decode(text))
 
-    def _begun(self, text: str) -> str:
-        """Return the text with the white space that waited for it; nothing where it is white space itself."""
+    def _with_pending_space(self, text: str) -> str:
+        """Return the text with the white space held back before it; hold it back too if it is only white space."""
         first = _NOT_SPACE.search(text)
         if first is None:
             self._pending.append(text)
@@ -259,7 +259,7 @@ class PartWriter:
         return space + text[first.start() :]
 
     def break_text(self) -> None:
-        """Something else than text follows or went before: white space around it is no text."""
+        """Mark a boundary between text and something else: white space around it is dropped."""
         self._pending.clear()
         self.is_fresh = True
 
@@ -285,13 +285,13 @@ class PartWriter:
         self._parts.append(CallEnd(self._index))
 
     def finish(self) -> None:
-        """End the answer. White space is returned only where there is nothing else."""
+        """End the answer. White space held back is kept only if the answer contains nothing else."""
         if not self._has_output and self._pending and not self.is_thinking:
             self._add(TextPart, "".join(self._pending))
             self._pending.clear()
 
     def take(self) -> list[Part]:
-        """Return the parts since the last call."""
+        """Return the parts added since this was last called."""
         self._close()
         parts, self._parts = self._parts, []
         return parts

@@ -1,4 +1,4 @@
-"""A format made ready for reading: its texts in the alphabet of the answer, and the markers to look for.
+"""A format prepared for reading: its texts with control tokens as characters, and the markers to search for.
 
 Made once for each model and shared by the readers of all answers.
 """
@@ -23,14 +23,14 @@ class Entry:
     """A marker that begins calls, and the rest of the fixed text that must follow it: of the section, of the call."""
 
     opener: str
-    section_rest: str | None  # None: the section's own opening text is missing, or there is none
+    section_rest: str | None  # None: the section's opening text is missing, or the format has no section
     head_rest: str
-    next_head: str = ""  # what begins another call
-    closer: str = ""  # may stand after all calls
+    next_head: str = ""  # begins each further call
+    closer: str = ""  # may follow all calls
 
 
 class Reading:
-    """A format made ready for reading: its texts in the alphabet of the answer. Shared by all readers of a model."""
+    """A format prepared for reading: its texts with control tokens as characters. Shared by all readers of a model."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Reading:
         control: Mapping[str, int],
         lead: str = "",
     ) -> None:
-        """`lead`: what the template writes between an answer's text and its calls."""
+        """`lead`: white space that the template writes between an answer's text and its calls."""
         self.control = control
         self.alphabet = ControlAlphabet(control)
         self.calls = calls
@@ -87,7 +87,7 @@ class Reading:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Markers that begin calls anywhere. Where one of them is a control token, texts are not among them: a file
+        """Markers that begin calls anywhere in an answer. If any of them is a control token, only those count: a file
         that a model quotes must not become a call."""
         if not any(map(self._has_control, self._all_entries)):
             return self._all_entries
@@ -107,7 +107,7 @@ class Reading:
             opener = section if are_alike else opening_marker(section)
             if self._is_marker(opener):
                 found.append(Entry(opener, squeezed(section[len(opener) :]), squeezed(head), squeezed(head)))
-        while head:  # a call may begin with its second marker, where the model left out the first
+        while head:  # a call may begin with its second marker if the model left out the first
             opener = head.split()[0] if are_alike else opening_marker(head)
             whole, head = squeezed(head), head[len(opener) :].lstrip()
             if self._is_marker(opener):
@@ -118,7 +118,7 @@ class Reading:
         return tuple(found)
 
     def _is_marker(self, text: str) -> bool:
-        """Return whether a text says by itself that a call begins; a bracket alone does not."""
+        """Return whether a text is specific enough to begin a call; a bracket alone is not."""
         return len(text) > 2 or self.is_control(text)
 
     @property
@@ -128,12 +128,12 @@ class Reading:
 
     @property
     def has_index_ids(self) -> bool:
-        """Return whether a call's name and index are its id, which its template wants back."""
+        """Return whether a call's id is made of its name and index, as its template expects in the history."""
         return self.calls is not None and self.calls.ids == "functions"
 
     @property
     def key_mark(self) -> str:
-        """Return the text between a field's key and its value."""
+        """The text between a field's key and its value."""
         return "=" if self.calls is not None and self.calls.values == "python" else ":"
 
     def entry_of(self, marker: str) -> Entry | None:
@@ -141,7 +141,7 @@ class Reading:
 
     @cached_property
     def bare_entries(self) -> dict[str, Entry]:
-        """Calls without their own marker, which count at the very beginning of an answer only."""
+        """Beginnings of calls without their own marker, which are recognised only at the beginning of an answer."""
         if self.calls is None:
             return {}
         found = {entry.opener: entry for entry in self._all_entries if entry not in self.entries}
@@ -153,7 +153,7 @@ class Reading:
 
     @cached_property
     def text_markers(self) -> MarkerSearch:
-        """Return the markers to look for in text that has begun."""
+        """The markers to search for after text has begun."""
         openers = [entry.opener for entry in self.entries]
         led = [self.lead + opener for opener in openers if self.lead]
         control = [text for text in (self.think_opener, *self.ignored) if self.is_control(text)]
@@ -161,9 +161,9 @@ class Reading:
 
     @cached_property
     def first_markers(self) -> MarkerSearch:
-        """Return the markers to look for before text has begun."""
-        ours = [*self.text_markers.markers, self.think_opener, *self.ignored]
-        return MarkerSearch([*(marker.strip() for marker in ours), *self.bare_entries])
+        """The markers to search for before text has begun."""
+        markers = [*self.text_markers.markers, self.think_opener, *self.ignored]
+        return MarkerSearch([*(marker.strip() for marker in markers), *self.bare_entries])
 
     @cached_property
     def thought_markers(self) -> MarkerSearch:

@@ -1,6 +1,6 @@
 """The JSON types that a schema allows, for formats that write strings without quotes.
 
-In `<parameter=zip>\\n01234\\n</parameter>` only the tool's schema says whether 01234 is text or a number.
+In `<parameter=zip>\\n01234\\n</parameter>` only the tool's schema shows whether 01234 is a string or a number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def allowed_types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
 
 
 def resolve(ref: str, root: Any) -> Any:
-    """Return the schema that a local reference (`#/$defs/x`) names; None where there is none."""
+    """Return the schema that a local reference (`#/$defs/x`) names; None if it does not exist."""
     found = root
     if not ref.startswith("#"):
         return None

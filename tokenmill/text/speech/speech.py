@@ -1,7 +1,8 @@
-"""One model's formats of tool calls and thinking, and which of their markers are control tokens.
+"""A model's tool-call and reasoning formats, and which of their markers are control tokens.
 
-Found once per model (`detect.py`). From it come the reader of an answer, the grammar that keeps an answer to valid
-calls, and what the input side needs: whether a prompt ends inside a think section, ids that the template accepts.
+Detected once per model (`detect.py`). It provides the reader of an answer, the grammar that restricts an answer to
+valid calls, and what the input side needs: whether a prompt ends inside a think section, call ids that the template
+accepts.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ START = SpeechStart()
 
 @dataclass(frozen=True)
 class Speech:
-    """The formats of one model. `lead`: what its template writes between an answer's text and its calls."""
+    """The formats of one model. `lead`: white space that its template writes between an answer's text and its calls."""
 
     calls: CallFormat | None = None
     thinking: ThinkingFormat | None = None
     control: Mapping[str, int] = field(default_factory=dict)  # markers that are tokens of the vocabulary
     lead: str = ""
     arguments_as: Literal["object", "text"] = "object"  # of a call in the history, for the template
-    describes_tools: bool = True  # the template tells the model about the tools; else `system_text` must
-    is_proved: bool = False  # the template itself writes calls as `calls` does
+    describes_tools: bool = True  # the template shows the tools to the model; otherwise `system_text` must
+    is_proved: bool = False  # the template itself writes calls in the format `calls`
 
     @property
     def channels(self) -> ChannelFormat | None:
@@ -49,7 +50,7 @@ class Speech:
 
     @cached_property
     def reading(self) -> Reading:
-        """The formats ready for reading, with calls."""
+        """The formats prepared for reading, with calls."""
         return self._reading(self.calls)
 
     @cached_property
@@ -93,15 +94,15 @@ class Speech:
         return built.text(is_thinking=start.is_thinking, may_think=may_think, primer=start.primer, answer=answer)
 
     def system_text(self, tools: Sequence[Tool]) -> str:
-        """Return what a system message must say about the tools where the chat template says nothing of them."""
-        assert self.calls is not None, "a model without a call format is told of no tools"
+        """Return the description of the tools for a system message, for a chat template that does not show them."""
+        assert self.calls is not None, "tools are described only to models with a call format"
         lines = [to_json({"type": "function", "function": _described(tool)}) for tool in tools]
         example = self.calls.write([ToolCall(id="", name="function-name", arguments='{"argument": "value"}')])
         return _SYSTEM_TEXT.format(tools="\n".join(lines), example=example)
 
-    def history_id(self, given: str) -> str:
-        """Return a call's id in the history as the template wants it."""
-        return self.calls.history_id(given) if self.calls else given
+    def history_id(self, call_id: str) -> str:
+        """Return the id of an earlier call in the form that the template accepts."""
+        return self.calls.history_id(call_id) if self.calls else call_id
 
 
 _SYSTEM_TEXT = """\

@@ -1,11 +1,12 @@
-"""Reading tagged arguments, each between markers of its own, into a JSON object.
+"""Reading tagged arguments, each between its own markers, into a JSON object.
 
     <parameter=city>\\nSão Paulo\\n</parameter>     <arg_key>city</arg_key><arg_value>São Paulo</arg_value>
 
-A string stands there without quotes, other values as JSON (or as Python literals); the tool's schema says which, unless
-the format does. One line break around a value belongs to the format where its row writes one, the rest to the value.
+Strings are written without quotes, other values as JSON (or as Python literals); unless the format names the type, the
+tool's schema decides. One line break around a value belongs to the format if its row has one; others are part of the
+value.
 
-A closing tag inside a value is told apart by what follows it: only another argument, or the end of the call, can follow
+A closing tag inside a value is recognised by what follows it: only another argument or the end of the call can follow
 the end of a value.
 """
 
@@ -26,7 +27,7 @@ from tokenmill.text.speech.transcode import JSON, Notation, Transcoder, escaped,
 
 _STRING = frozenset(("string",))
 _CONTAINERS = frozenset(("array", "object"))
-_MAX_KEY = 256
+_MAX_KEY_CHARS = 256
 _MAX_SPACE_AFTER_CLOSER = 64
 _CONTROL = re.compile("[\ud800-\udfff]")
 _SPACES = re.compile(r"[ \t\r\n]*")
@@ -36,7 +37,7 @@ class TaggedReader:
     """Reads the arguments of one call after another; `call_end` is the marker that ends a call."""
 
     def __init__(self, reading: Reading, tape: Tape, call_end: str, emit: Callable[[str], None]) -> None:
-        self.has_ended = False  # the marker that ends the call was read
+        self.has_ended = False  # `call_end` was read
         self._tape = tape
         self._emit = emit
         self._notation = reading.notation
@@ -45,10 +46,10 @@ class TaggedReader:
         self._is_nested = reading.calls is not None and reading.calls.values == "nested"
         self._opening = str(self._pieces[0]).strip() if self._pieces else ""
         self._call_end = call_end
-        self._end = call_end  # what may follow an argument beside another one
+        self._end = call_end  # may follow an argument instead of another one
         self._closer = ""  # of the argument that is being read
         self._key = ""
-        self._label: str | None = None  # what the format itself says of the value's type
+        self._label: str | None = None  # the value's type, if the format names it
 
     def read_head(self) -> Steps:
         """Read the beginning of the next argument up to its value, or the end of the arguments."""
@@ -78,7 +79,7 @@ class TaggedReader:
         return "".join(piece if isinstance(piece, str) else key for piece in after)
 
     def _read_slot(self, slot: Slot, following: str) -> Steps:
-        filled = yield from self._tape.run(_key_end(squeezed(following)[:1]), _MAX_KEY)
+        filled = yield from self._tape.run(_key_end(squeezed(following)[:1]), _MAX_KEY_CHARS)
         if slot.name == "key":
             self._key = filled.strip()
         elif slot.name == "is_string" and filled in ("true", "false"):
@@ -89,7 +90,7 @@ class TaggedReader:
             raise Mismatch
 
     def read(self, parameters: Mapping[str, Any]) -> Steps:
-        """Pass on all arguments, the first head read already; what does not fit stays on the tape."""
+        """Pass on all arguments; the first head is already read. Text that does not match stays on the tape."""
         before = "{"
         try:
             while not self.has_ended:
@@ -132,7 +133,7 @@ class TaggedReader:
         return tape.text.startswith(opening, tape.position) and not tape.text.startswith(opening + "/", tape.position)
 
     def _read_nested(self, begun: str, schema: Any, root: Mapping[str, Any], types: frozenset[str]) -> Steps:
-        """Read a list or an object whose items are arguments themselves."""
+        """Read a list or an object whose items are written as arguments."""
         closer, outer_end = self._closer, self._end
         close = ""
         self._emit(begun)
@@ -185,7 +186,7 @@ class TaggedReader:
             raise Mismatch
 
     def _read_other(self, begun: str, types: frozenset[str]) -> Steps:
-        """Read a value that is short, or may be a string or not: only its end shows what it is."""
+        """Read a value that is a scalar or may be a string: its type is known only at its end."""
         collected: list[str] = []
         try:
             yield from self._read_raw(collected.append)
@@ -193,7 +194,7 @@ class TaggedReader:
             self._emit(begun + _as_json("".join(collected), types, self._notation))
 
     def _read_raw(self, emit: Callable[[str], None]) -> Steps:
-        """Pass on a value as it stands, up to its closing tag, and read that."""
+        """Pass on a value unchanged up to its closing tag, and read the tag."""
         tape, core = self._tape, self._closer.strip()
         wraps = self._closer.startswith("\n")
         if self._has_cdata and (yield from self._begins_with(CDATA[0])):
@@ -223,7 +224,7 @@ class TaggedReader:
                 raise
 
     def _begins_with(self, opener: str) -> Generator[None, None, bool]:
-        """Read a fixed text if it stands next."""
+        """Read a fixed text if it is next; return whether it was."""
         tape = self._tape
         while len(tape.text) - tape.position < len(opener) and opener.startswith(tape.text[tape.position :]):
             try:
@@ -235,7 +236,7 @@ class TaggedReader:
         return found
 
     def _is_value_end(self, position: int) -> bool | None:
-        """Return whether a value ends before this position; None: more text must show it."""
+        """Return whether a value ends before this position; None: more text is needed to decide."""
         text = self._tape.text
         spaces = _SPACES.match(text, position)
         assert spaces is not None
@@ -261,7 +262,7 @@ def _schema_of(key: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _inner_schema(schema: Any, root: Mapping[str, Any], key: str | None) -> Any:
-    """Return the schema of a property, or of the items of a list where there is no key."""
+    """Return the schema of a property; without a key, that of a list's items."""
     if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
         schema = resolve(schema["$ref"], root)
     if not isinstance(schema, Mapping):
@@ -270,7 +271,7 @@ def _inner_schema(schema: Any, root: Mapping[str, Any], key: str | None) -> Any:
 
 
 def _as_json(text: str, types: frozenset[str], notation: Notation) -> str:
-    """Return a value as it stands where it is JSON of an allowed type, else as a string."""
+    """Return a value unchanged if it is JSON of an allowed type, else as a string."""
     stripped = text.strip()
     for one in (JSON, notation):
         transcoder = Transcoder(one)
@@ -285,5 +286,5 @@ def _as_json(text: str, types: frozenset[str], notation: Notation) -> str:
 def _type_written(written: str) -> str:
     try:
         return type_of(json.loads(written))
-    except (ValueError, RecursionError):  # a number of too many digits, lists too deep
+    except (ValueError, RecursionError):  # a number with too many digits, or lists nested too deep
         return {"[": "array", "{": "object"}.get(written[0], "number")

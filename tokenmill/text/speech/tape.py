@@ -1,7 +1,7 @@
-"""Text that arrives piece by piece, for readers written as generators: they wait by `yield from tape.more()`.
+"""Input text that arrives in pieces, for readers written as generators: they wait by `yield from tape.more()`.
 
-A reader may try something and go back (`attempt`): from its beginning on, what is taken is kept, and put back where the
-text is not what was tried. `commit` makes going back impossible, and forgets what was kept.
+A reader can be tried and rolled back (`attempt`): the text it takes is remembered, and put back if it does not match.
+`commit` makes the attempt final and forgets that text.
 """
 
 from __future__ import annotations
@@ -19,70 +19,71 @@ class Mismatch(Exception):
 
 
 class End(Exception):
-    """The text is over."""
+    """The text has ended."""
 
 
 class Tape:
-    """A reader over growing text; `text[position:]` is not read yet."""
+    """A cursor over growing text; `text[position:]` is still unread."""
 
     def __init__(self) -> None:
         self.text = ""
         self.position = 0
         self.is_over = False
-        self._kept: list[str] | None = None
+        self._taken: list[str] | None = None  # since `attempt` began
 
     def add(self, text: str) -> None:
         self.text = self.text[self.position :] + text if self.position < len(self.text) else text
         self.position = 0
 
     def more(self) -> Steps:
-        """Wait for more text; raise End where none will come."""
+        """Wait for more text; raise End if the text has ended."""
         if self.is_over:
             raise End
         yield
 
     def take_to(self, position: int) -> str:
-        """Return the text up to a position, and go there."""
+        """Return the text up to a position, and move there."""
         taken = self.text[self.position : position]
         self.position = position
-        if self._kept is not None and taken:
-            self._kept.append(taken)
+        if self._taken is not None and taken:
+            self._taken.append(taken)
         return taken
 
     def rest(self) -> str:
-        """Return all that is not read yet, and go to its end."""
+        """Return all unread text, and move to its end."""
         return self.take_to(len(self.text))
 
-    # ── going back ───────────────────────────────────────────────────────────────────────────────────────
+    # ── attempts ─────────────────────────────────────────────────────────────────────────────────────────
 
     def attempt(self, steps: Steps) -> Generator[None, None, bool]:
-        """Run a reader; where the text is not what it expects, put back what it took, and return False."""
-        self._kept = []
+        """Run a reader; if the text does not match, put back what it took, and return False."""
+        self._taken = []
         try:
             yield from steps
         except (Mismatch, End):
-            if self._kept is None:
+            if self._taken is None:
                 raise
-            self.text = "".join(self._kept) + self.text[self.position :]
+            self.text = "".join(self._taken) + self.text[self.position :]
             self.position = 0
             return False
         finally:
-            self._kept = None
+            self._taken = None
         return True
 
     def commit(self) -> None:
-        self._kept = None
+        """Make the current attempt final: a later mismatch no longer puts text back."""
+        self._taken = None
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def peek(self) -> Generator[None, None, str]:
-        """Return the next character, which stays."""
+        """Return the next character without taking it."""
         while self.position == len(self.text):
             yield from self.more()
         return self.text[self.position]
 
     def skip_space(self) -> Generator[None, None, str]:
-        """Skip white space, and return the character after it, which stays."""
+        """Skip white space, and return the character after it without taking that."""
         while True:
             spaces = _SPACES.match(self.text, self.position)
             assert spaces is not None
@@ -91,34 +92,34 @@ class Tape:
                 return self.text[self.position]
             yield from self.more()
 
-    def expect(self, wanted: str) -> Steps:
-        """Read a fixed text given without white space, which may stand anywhere in it."""
-        for char in wanted:
+    def expect(self, fixed: str) -> Steps:
+        """Read a fixed text, ignoring white space in the input; `fixed` itself contains none."""
+        for char in fixed:
             if (yield from self.skip_space()) != char:
                 raise Mismatch
             self.take_to(self.position + 1)
 
     def choose(self, options: Sequence[str]) -> Generator[None, None, int]:
-        """Read one of several fixed texts, as `expect` does; return which. Of two that begin alike, the next character
-        decides."""
-        length, open_ones = 0, [place for place, option in enumerate(options) if option]
+        """Read one of several fixed texts, as `expect` does; return its index. If one is a prefix of another, the next
+        character decides."""
+        length, candidates = 0, [index for index, option in enumerate(options) if option]
         while True:
             char = yield from self.skip_space()
-            open_ones = [place for place in open_ones if options[place][length] == char]
-            if not open_ones:
+            candidates = [index for index in candidates if options[index][length] == char]
+            if not candidates:
                 raise Mismatch
             self.take_to(self.position + 1)
             length += 1
-            whole = next((place for place in open_ones if len(options[place]) == length), None)
-            if whole is None:
+            complete = next((index for index in candidates if len(options[index]) == length), None)
+            if complete is None:
                 continue
-            longer = [place for place in open_ones if len(options[place]) > length]
-            if not longer or (yield from self.skip_space()) not in {options[place][length] for place in longer}:
-                return whole
-            open_ones = longer
+            longer = [index for index in candidates if len(options[index]) > length]
+            if not longer or (yield from self.skip_space()) not in {options[index][length] for index in longer}:
+                return complete
+            candidates = longer
 
     def run(self, stop: re.Pattern[str], max_length: int) -> Generator[None, None, str]:
-        """Read up to a character that matches `stop`, which stays."""
+        """Read up to a character that matches `stop`, without taking that."""
         taken = ""
         while True:
             found = stop.search(self.text, self.position)
@@ -129,16 +130,16 @@ class Tape:
                 return taken
             yield from self.more()
 
-    def until(self, wanted: str, max_length: int) -> Generator[None, None, str]:
-        """Read up to a fixed text and past it; return what stands before."""
+    def until(self, fixed: str, max_length: int) -> Generator[None, None, str]:
+        """Read up to and including a fixed text; return the text before it."""
         num_searched = 0
         while True:
-            found = self.text.find(wanted, self.position + num_searched)
+            found = self.text.find(fixed, self.position + num_searched)
             if found >= 0:
                 taken = self.take_to(found)
-                self.take_to(found + len(wanted))
+                self.take_to(found + len(fixed))
                 return taken
             if len(self.text) - self.position > max_length:
                 raise Mismatch
-            num_searched = max(0, len(self.text) - self.position - len(wanted) + 1)
+            num_searched = max(0, len(self.text) - self.position - len(fixed) + 1)
             yield from self.more()

@@ -1,10 +1,10 @@
-"""Thinking markers of model families, one row each.
+"""Reasoning markers of model families, one row each.
 
     tags       <think> … </think> answer          the model opens the section, or the prompt ends with the opener
     channels   <|channel|>analysis<|message|> … <|end|><|start|>assistant<|channel|>final<|message|> answer
 
-Tags are read as they stand. Channels are messages with a header that says what the message is: thinking, text, or the
-arguments of a call.
+Tags enclose the reasoning. With channels, an answer consists of messages whose headers say what each one is: reasoning,
+text, or the arguments of a call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """One row: the markers of a think section, and markers around the answer that are no part of it."""
+    """One row: the markers of a think section, and markers around the answer that are not part of its text."""
 
     name: str
     opener: str
     closer: str
     ignored: tuple[str, ...] = ()
-    mention: str = ""  # what a template says that has this row and not another with the same markers
+    mention: str = ""  # text in templates of this row, to tell it from another row with the same markers
 
     def is_open_at_end(self, prompt: str) -> bool:
         """Return whether the prompt ends with an open think section."""
@@ -39,8 +39,8 @@ class ChannelFormat:
     thought: str  # regex on the header
     text: str  # regex on the header
     call: str  # regex on the header; group 1 is the tool's name
-    prompt: str  # what the prompt ends with: the beginning of a header
-    # For the grammar, the rest of each kind of header; of those of text, the first ends the answer.
+    prompt: str  # the end of the prompt, which is the beginning of a header
+    # For the grammar: the rest of each kind of header. A message with the first of `text_headers` ends the answer.
     thought_header: str
     text_headers: tuple[str, ...]
     call_headers: tuple[str, ...]
@@ -52,7 +52,7 @@ class ChannelFormat:
         return re.fullmatch(self.text, header) is not None
 
     def called(self, header: str) -> str | None:
-        """Return the name of the tool whose arguments the message is."""
+        """Return the name of the tool whose arguments the message contains; None for other messages."""
         found = re.fullmatch(self.call, header)
         return found.group(1) if found else None
 

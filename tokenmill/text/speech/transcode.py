@@ -1,12 +1,12 @@
 """Incremental translation of one value into JSON text: from JSON itself, Python literals, and Gemma's notation.
 
-    JSON      {"city": "S\\u00e3o", "n": 3}     passed on as it stands: escapes, number forms, order and spacing of keys
+    JSON      {"city": "S\\u00e3o", "n": 3}     passed on unchanged: escapes, number forms, order and spacing of keys
     Python    city='São', n=3, on=True         → {"city": "São", "n": 3, "on": true}
     Gemma     city:<|"|>São<|"|>,n:3           → {"city": "São", "n": 3}
 
-Whatever has been written is a prefix of valid JSON, and `complete` closes it at any moment. To that end a comma, white
-space, a number or a word waits until what follows shows that it stays. Text that can't continue the value stops the
-translation. Slips that leave no doubt are mended: a raw line break in a string, `True`, one comma too many.
+The output is always a prefix of valid JSON, and `complete` closes it at any time. A comma, white space, a number or a
+word is therefore held back until the next character confirms it. Text that cannot continue the value stops the
+translation. Unambiguous mistakes are corrected: a raw line break in a string, `True`, a trailing comma.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _OCTAL_RUN = re.compile(r"[0-7]{1,3}")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
 _HEX_LENGTHS = {"x": 2, "u": 4, "U": 8}
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
-_MAX_HELD = 4096  # characters of a number, a word or a bare key
+_MAX_HELD_CHARS = 4096  # of a number, a word or a bare key
 
 
 def escaped(text: str) -> str:
-    """Return the text as it stands between the quotes of a JSON string."""
+    """Return the text escaped for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 @dataclass(frozen=True)
 class Notation:
-    """The notation of values in a language."""
+    """The syntax of values in one language."""
 
-    quotes: tuple[str, ...] = ('"',)  # what begins a string, and ends it
-    escapes: str = "json"  # "json", "python", or "none": what stands in a string is meant literally
+    quotes: tuple[str, ...] = ('"',)  # each begins a string and ends it
+    escapes: str = "json"  # "json", "python", or "none": the content of a string is literal
     has_bare_keys: bool = False
-    is_json: bool = True  # separators and white space are passed on as they stand
+    is_json: bool = True  # separators and white space are passed on unchanged
 
 
 JSON = Notation()
@@ -52,7 +52,7 @@ GEMMA = Notation(quotes=('<|"|>',), escapes="none", has_bare_keys=True, is_json=
 
 @dataclass
 class Container:
-    """An open object or list: the text that closes it here, and the bracket that closes it in JSON."""
+    """An open object or list: the text that closes it in the input, and the bracket that closes it in JSON."""
 
     close: str
     json_close: str
@@ -67,12 +67,12 @@ class Transcoder:
     """Translates one value into JSON, incrementally. `take_output` returns what was written since the last call."""
 
     def __init__(self, notation: Notation, fields_end: str = "", key_mark: str = ":") -> None:
-        """`fields_end`: the value is an object whose opening bracket was read before; this closes it."""
+        """`fields_end`: the text that closes an object whose opening bracket was read before; "" for other values."""
         self.is_done = False
         self.has_failed = False
         self._notation = notation
         self._output: list[str] = []
-        self._lag: list[str] = []  # separators and white space that are written when something follows them
+        self._lag: list[str] = []  # separators and white space, written when something follows them
         self._stack: list[Container] = []
         self._quote = ""
         self._is_key = False
@@ -83,7 +83,7 @@ class Transcoder:
 
     @property
     def is_holding(self) -> bool:
-        """Return whether a number, a word or a bare key waits for what follows it."""
+        """Return whether a number, a word or a bare key is held back until the next character."""
         return self._state == self._held_run
 
     def take_output(self) -> str:
@@ -92,8 +92,8 @@ class Transcoder:
         return output
 
     def feed(self, text: str, position: int) -> int:
-        """Translate from a position on; return where the translation stands. What it left needs more text, or is not
-        part of the value (`is_done`, `has_failed`)."""
+        """Translate text from a position on; return the position reached. The rest needs more text, or is not part of
+        the value (`is_done`, `has_failed`)."""
         while position < len(text) and not self.is_done:
             state = self._state
             reached = state(text, position)
@@ -103,7 +103,7 @@ class Transcoder:
         return position
 
     def complete(self) -> str:
-        """Return what makes the text written so far valid JSON."""
+        """Return the text that completes the output so far to valid JSON."""
         closing = ""
         if self._state == self._string:
             closing = '"'
@@ -120,7 +120,7 @@ class Transcoder:
         self.is_done = True
         return closing
 
-    # ── states: each takes the text and a position, and returns how far it came ──────────────────────────
+    # ── states: each takes the text and a position, and returns the position it reached ──────────────────
 
     def _value(self, text: str, position: int) -> int:
         position = self._space(text, position)
@@ -203,10 +203,10 @@ class Transcoder:
         return position + len(inside)
 
     def _held_run(self, text: str, position: int) -> int:
-        """Read a number, a word or a bare key, which stays unread until what follows shows that it is over."""
+        """Read a number, a word or a bare key; it stays unread until a following character shows that it has ended."""
         run = self._run.match(text, position)
         assert run is not None
-        if run.end() - position > _MAX_HELD:
+        if run.end() - position > _MAX_HELD_CHARS:
             return self._fail(position)
         if run.end() == len(text):
             return position
@@ -292,7 +292,7 @@ class Transcoder:
                 return position + 6
             if len(digits) < 4 and (not digits or _HEX.match(digits)) and position + 2 + len(digits) == len(text):
                 return position
-        self._output.append("\\\\")  # no escape of JSON: the backslash is meant literally
+        self._output.append("\\\\")  # not a JSON escape: the backslash is literal
         return position + 1
 
     def _python_escape(self, text: str, position: int) -> int:
@@ -338,7 +338,7 @@ def _scalar(text: str) -> str | None:
         return text
     if text in WORDS:
         return WORDS[text]
-    for read in (int, float):  # 007, 1_000, .5: numbers of Python or of common sense
+    for read in (int, float):  # 007, 1_000, .5: numbers that are valid in Python or obvious
         try:
             return json.dumps(read(text), allow_nan=False)
         except ValueError:
@@ -351,7 +351,7 @@ def _character(code: int) -> str:
 
 
 def overlap(text: str, start: int, marker: str) -> int:
-    """Return the length of the longest end of the text, from `start` on, that is a proper beginning of the marker."""
+    """Return the length of the longest suffix of `text[start:]` that is a proper prefix of the marker."""
     for length in range(min(len(marker) - 1, len(text) - start), 0, -1):
         if marker.startswith(text[len(text) - length :]):
             return length

@@ -1,7 +1,7 @@
-"""Grammar of values in notations other than JSON: strings as they stand, Python literals, Gemma's notation.
+"""Grammar of values in notations other than JSON: unquoted strings, Python literals, Gemma's notation.
 
-What a schema asks is either in the grammar or refused by name. Numbers are written alike in all notations, so their
-bounds are left to the JSON schema itself.
+Every constraint of a schema is either in the grammar or refused by name. Numbers are written alike in all notations, so
+llguidance enforces their bounds from the JSON schema.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FORMATS = {
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
     "email": r"[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@[A-Za-z0-9\-]+(\.[A-Za-z0-9\-]+)+",
 }
-_BESIDE = ANNOTATIONS | {"$schema", "$id", "$defs", "definitions", "x-guidance", "type", "nullable"}
+_NEUTRAL = ANNOTATIONS | {"$schema", "$id", "$defs", "definitions", "x-guidance", "type", "nullable"}
 _HANDLED = {
     "string": frozenset(("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType")),
     "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format")),
@@ -55,12 +55,12 @@ PLAIN_STRING = "[^'\\\\\\n\\r]"  # inside single quotes, without escapes
 
 
 def string_body(schema: Mapping[str, Any], characters: str = "(?s:.)") -> str:
-    """Return a terminal for the text of a string of a schema."""
+    """Return a terminal for the content of a string with this schema."""
     require_handled(schema, "string")
     parts = []
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if least or most is not None:
-        parts.append(f"/{characters}{{{int(least)},{'' if most is None else int(most)}}}/")
+    minimum, maximum = schema.get("minLength", 0), schema.get("maxLength")
+    if minimum or maximum is not None:
+        parts.append(f"/{characters}{{{int(minimum)},{'' if maximum is None else int(maximum)}}}/")
     if "pattern" in schema:
         parts.append(f"/{_unanchored(str(schema['pattern']))}/")
     if "format" in schema:
@@ -86,14 +86,14 @@ def _unanchored(pattern: str) -> str:
 
 
 def require_handled(schema: Mapping[str, Any], kind: str) -> None:
-    """Refuse a keyword that would have to be ignored."""
+    """Refuse a keyword that the grammar would otherwise ignore."""
     for key in schema:
         if key in _CONSTRAINTS and key not in _HANDLED[kind] and _concerns(key, kind):
             refuse(f"the keyword {key!r} of a tool's parameters can't be enforced in this model's tool calls")
 
 
 def _concerns(key: str, kind: str) -> bool:
-    """Return whether a keyword says something about values of this type."""
+    """Return whether a keyword constrains values of this type."""
     others = {name for name, keys in _HANDLED.items() if key in keys}
     return not others or kind in others
 
@@ -121,7 +121,7 @@ class NotationRules:
 
     def _expression(self, schema: Any) -> str:
         if schema is False:
-            refuse("a parameter's schema is false: nothing satisfies it")
+            refuse("a parameter's schema is false: no value satisfies it")
         if not isinstance(schema, Mapping):
             schema = {}
         if isinstance(schema.get("$ref"), str):
@@ -140,19 +140,19 @@ class NotationRules:
         if ref not in self._of_ref:
             found = resolve(ref, self._root)
             if found is None:
-                refuse(f"the reference {ref!r} in a tool's parameters leads nowhere")
+                refuse(f"the reference {ref!r} in a tool's parameters does not exist")
             self._of_ref[ref] = name = self._rules.reserve("ref")
             self._rules.define(name, self._expression(found))
         return self._of_ref[ref]
 
     def _combined(self, key: str, schema: Mapping[str, Any]) -> str:
         options = schema[key]
-        beside = set(schema) - _BESIDE - {key}
-        if beside or (key == "allOf" and len(options) != 1):
+        others = set(schema) - _NEUTRAL - {key}
+        if others or (key == "allOf" and len(options) != 1):
             refuse(f"{key!r} of a tool's parameters beside other keywords can't be enforced in this model's tool calls")
         if key == "oneOf":
             kinds = [allowed_types(option, self._root) for option in options]
-            if any(one & other for place, one in enumerate(kinds) for other in kinds[:place]):
+            if any(one & other for index, one in enumerate(kinds) for other in kinds[:index]):
                 refuse("the branches of 'oneOf' are not known to exclude each other; 'anyOf' can be enforced")
         return " | ".join(self.value(option) for option in options)
 
@@ -179,19 +179,19 @@ class NotationRules:
         if {"minLength", "maxLength", "pattern", "format"} & schema.keys():
             body = self._rules.add("BODY", string_body(schema, PLAIN_STRING))
             return self._rules.add("QUOTED", f'"\'" {body} "\'"')
-        # Escapes that may be wrong (\\x, \\u, octal numbers) are left out.
+        # Escapes that can be invalid (\\x, \\u, octal numbers) are excluded.
         escape = r"\\[^\nuUxN0-7]"
         return self._rules.add("QUOTED", rf"/'([^'\\\n]|{escape})*'/ | /\"([^\"\\\n]|{escape})*\"/")
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self.value(schema.get("items", True))
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        minimum, maximum = int(schema.get("minItems", 0)), schema.get("maxItems")
         opening, closing, comma = quoted("["), quoted("]"), quoted(self._separator)
-        if most is not None and int(most) < max(1, least):
+        if maximum is not None and int(maximum) < max(1, minimum):
             return f"{opening} {closing}"
-        rest = f"({comma} {item}){{{max(0, least - 1)},{'' if most is None else int(most) - 1}}}"
+        rest = f"({comma} {item}){{{max(0, minimum - 1)},{'' if maximum is None else int(maximum) - 1}}}"
         inner = f"{item} {rest}"
-        return f"{opening} {inner} {closing}" if least else f"{opening} ({inner})? {closing}"
+        return f"{opening} {inner} {closing}" if minimum else f"{opening} ({inner})? {closing}"
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         properties = schema.get("properties") or {}
@@ -224,5 +224,5 @@ class NotationRules:
 
 
 def is_plain_object(schema: Mapping[str, Any]) -> bool:
-    """Return whether an object's schema says nothing beyond its properties, required ones and additional ones."""
-    return not set(schema) - _BESIDE - _HANDLED["object"]
+    """Return whether an object's schema has no constraints but `properties`, `required` and `additionalProperties`."""
+    return not set(schema) - _NEUTRAL - _HANDLED["object"]

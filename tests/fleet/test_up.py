@@ -13,8 +13,9 @@ import pytest
 
 from tests.support.server_process import free_port, running
 from tokenmill import SamplingParams
-from tokenmill.cli import main
-from tokenmill.cli.up import PlannedGroup, in_order
+from tokenmill.arch.unproven import VARIABLE
+from tokenmill.cli import main, up
+from tokenmill.cli.up import PlannedGroup, in_order, plan_groups
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.config.cluster import ClusterConfig, GroupConfig, read_cluster, replica_range
 from tokenmill.errors import InvalidConfig
@@ -89,6 +90,12 @@ def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, message: str
         read_cluster(written(tmp_path, text))
 
 
+@pytest.mark.parametrize("text", ["model = 3\n", 'model = ["x"]\n', "slo = 5\n"])
+def test_short_forms_that_are_no_text_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main(["up", str(written(tmp_path, text)), "--dry-run", "--virtual", "h200x8"]) == 2
+    assert "must be text" in capsys.readouterr().err
+
+
 def test_ranges() -> None:
     assert replica_range(3) == replica_range("3") == (3, 3)
     assert replica_range("0..4") == (0, 4)
@@ -156,6 +163,61 @@ def test_a_dry_run_shows_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "[[group]]" in capsys.readouterr().err
     assert main(["up", str(path), "--dry-run", "--virtual", "h2000x8"]) == 2
     assert "unknown device" in capsys.readouterr().err
+
+
+def test_groups_leave_devices_to_those_behind_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first group would carry most with all eight, and the second needs some."""
+    text = f'model = "{LARGE}"\n[[group]]\nrole = "prefill"\n[[group]]\nrole = "decode"\n'
+    assert main(["up", str(written(tmp_path, text)), "--dry-run", "--virtual", "h200x8"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("Taken: 1 replica of tp 4") == 2, shown
+    text = f'model = "{LARGE}"\n[[group]]\nreplicas = 2\n[[group]]\ntp = 4\nreplicas = 2\n'
+    assert main(["up", str(written(tmp_path, text)), "--dry-run", "--virtual", "h200x8"]) == 2
+    assert "no topology does what is asked" in capsys.readouterr().err, "eight are taken by the second group"
+
+
+def test_of_several_gpus_only_what_has_been_run_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    small = known_model("meta-llama/Llama-3.1-8B-Instruct")
+    assert small is not None
+    monkeypatch.setattr(up, "devices_of", lambda *_: (small, *named_devices("h200x8")))
+    cluster = read_cluster(written(tmp_path, f'model = "{small.name}"\n'))
+    (planned,) = plan_groups(cluster, EngineConfig(ModelConfig(model=small.name)), "")
+    assert planned.engine.parallel.tp == 1 and "gpu_ranks" in capsys.readouterr().out
+    monkeypatch.setenv(VARIABLE, "gpu_ranks")
+    (planned,) = plan_groups(cluster, EngineConfig(ModelConfig(model=small.name)), "")
+    assert planned.engine.parallel.tp > 1 and "gpu_ranks" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[cache]\nkv_disk_gb = -3\n", "kv_disk_gb must be between"),
+        ("[parallel]\nep = true\n", "tp is 1"),
+        ("[[group]]\ntp = 1\n[parallel]\ndp_attention = true\n", "tp is 1"),
+        ("[[group]]\ntp = 1\npp = 7\n", "no replica of 7 ranks"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_would(
+    tmp_path: Path, stories_dir: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = written(tmp_path, f'model = "{stories_dir}"\n[load]\ninput_len = 64\noutput_len = 600\n{text}')
+    assert main(["up", str(path), "--dry-run", "--threads", "2"]) == 2
+    assert message in capsys.readouterr().err
+    path = written(tmp_path, f'model = "{stories_dir}"\n[load]\ninput_len = 64\noutput_len = 600\n')
+    assert main(["up", str(path), "--dry-run", "--threads", "2"]) == 0
+    assert "Note: a context of 664 tokens is more than the model's 512." in capsys.readouterr().out
+
+
+def test_virtual_devices_say_what_they_do_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, f'model = "{LARGE}"\n[cache]\nkv_disk_gb = 5\n[parallel]\nep = true\n')
+    assert main(["up", str(path), "--dry-run", "--virtual", "h200x8"]) == 0
+    assert "Virtual devices do without kv_disk_gb, ep." in capsys.readouterr().out
+    key = '[hosts]\nlisten = "127.0.0.1:0"\nkey_file = "k"\n'
+    assert main(["up", str(written(tmp_path, f'model = "{LARGE}"\n{key}')), "--dry-run", "--virtual", "h200x8"]) == 2
+    assert "no other machine can join" in capsys.readouterr().err
 
 
 def test_a_topology_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from tokenmill.arch.unproven import VARIABLE, is_chosen
 from tokenmill.cli import flags
 from tokenmill.cli.flags import Count, Switch
 from tokenmill.cli.output import print_table
 from tokenmill.config import EngineConfig
 from tokenmill.config.cluster import ClusterConfig, GroupConfig, HostsConfig, read_cluster
 from tokenmill.config.server import ServerConfig
+from tokenmill.engine.resolve import require_ranges
 from tokenmill.engine.roles import Role, read_roles
 from tokenmill.engine.startup.core_prestart import take_core
 from tokenmill.errors import InvalidConfig
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
     from tokenmill.planner.plan import Question
     from tokenmill.planner.topologies import Topology
     from tokenmill.server.engine_source import StartEngine
+
+VIRTUALLY_UNUSED = {
+    "cache": ("kv_disk", "kv_disk_gb", "kv_host_gb", "kv_transfer"),
+    "parallel": ("ep", "expert_loads", "expert_copies", "dp_attention", "lanes", "link", "rank_gpus", "stages_at"),
+}
 
 
 @dataclass(frozen=True)
@@ -92,12 +99,16 @@ def command(
     read_roles(",".join(group.role for group in found.groups), len(found.groups))
     base = engine.config(None)
     refuse_idle_settings(server, base, virtual, found)
+    require_ranges(base)
     if search:
         if len(found.groups) > 1 or take:
             raise InvalidConfig("--search is for one group, and chooses itself", param="search")
         take = search_topologies(cluster, found, base, virtual, search_trials)
     planned = plan_groups(found, base, virtual, take)
+    if virtual and (without := settings_without_effect(base)):
+        print(f"Virtual devices do without {', '.join(without)}.\n", flush=True)
     if dry_run:
+        require_computable(planned, base, virtual)
         return 0
     if virtual:
         return run_virtual(found, planned, server)
@@ -112,8 +123,40 @@ def refuse_idle_settings(server: ServerConfig, base: EngineConfig, virtual: str,
     for name in ("tp", "pp"):
         if getattr(base.parallel, name) != 1:
             raise InvalidConfig("the file's [[group]] says how many ranks a replica has", param=name)
-    if virtual and (is_scripted(base.model.model) or cluster.hosts.listen or cluster.hosts.ray):
-        raise InvalidConfig("--virtual is for a real model on virtual devices of its own", param="virtual")
+    if virtual and is_scripted(base.model.model):
+        raise InvalidConfig(
+            "--virtual plans how long a model would compute; a scripted model does not", param="virtual"
+        )
+    if virtual and (cluster.hosts.listen or cluster.hosts.ray):
+        raise InvalidConfig(
+            "--virtual starts all replicas in this process, so no other machine can join", param="virtual",
+            hint="try it with a file without [hosts]",
+        )  # fmt: skip
+
+
+def settings_without_effect(base: EngineConfig) -> list[str]:
+    """Name the settings that a virtual device has nothing for, of those that were given."""
+    usual = EngineConfig()
+    return [
+        name
+        for section, names in VIRTUALLY_UNUSED.items()
+        for name in names
+        if getattr(getattr(base, section), name) != getattr(getattr(usual, section), name)
+    ]
+
+
+def require_computable(planned: Sequence[PlannedGroup], base: EngineConfig, virtual: str) -> None:
+    """Refuse settings that a replica would refuse when it starts on this machine."""
+    if virtual or is_scripted(base.model.model):
+        return
+    from tokenmill.arch.read import read_spec
+    from tokenmill.cli import session
+    from tokenmill.engine.resolve import resolve_model_config
+
+    path = session.fetch(base.model.model).path
+    for one in planned:
+        if one.topology is not None:  # else its replicas run on other machines
+            resolve_model_config(one.engine, read_spec(path), path)
 
 
 # ── planning ─────────────────────────────────────────────────────────────────────────────────────────
@@ -135,16 +178,31 @@ def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str, take: 
 
     model, device, number = devices_of(base, virtual)
     question = asked_question(cluster, base, device)
+    if not virtual and not device.is_cpu and not is_chosen("gpu_ranks"):
+        print(f"A replica has one GPU: several have not been run yet ({VARIABLE}=gpu_ranks plans them too).")
+
+    def found_on(group: GroupConfig, num_devices: int) -> list[Topology]:
+        return topologies_of(group, cluster, base, virtual, model, device, num_devices)
+
     planned, left = [], number
-    for group in cluster.groups:
-        found = topologies_of(group, cluster, base, virtual, model, device, left)
-        print(f"{model.name} on {left} × {device.name}, {question.input_len} + {question.output_len} tokens a request:")
+    for index, group in enumerate(cluster.groups):
+        later = [] if device.is_cpu else cluster.groups[index + 1 :]  # the replicas of a processor share it
+        own = max(1, left - sum(fewest_devices(found_on(one, number)) for one in later))
+        found = found_on(group, own)
+        print(f"{model.name} on {own} × {device.name}, {question.input_len} + {question.output_len} tokens a request:")
         print_table(TITLES, rows(found))
         chosen = found[0] if not take else named_topology(take, found)
-        print(f"Taken: {f'{take}, not by the plan' if take else reason(found)}.\n", flush=True)
+        print(f"Taken: {f'{take}, not by the plan' if take else reason(found)}.")
+        print("".join(f"Note: {warning}.\n" for warning in chosen.plan.warnings()), flush=True)
         planned.append(PlannedGroup(group, engine_of(base, chosen, number, is_virtual=bool(virtual)), chosen))
         left -= 0 if device.is_cpu else chosen.num_replicas * chosen.num_ranks
     return planned
+
+
+def fewest_devices(found: Sequence[Topology]) -> int:
+    """Return the number of devices that a group can't do without."""
+    able = [one for one in found if one.plan.memory.fits] or found
+    return min(max(1, one.asked.least) * one.num_ranks for one in able)
 
 
 def devices_of(base: EngineConfig, virtual: str) -> tuple[PlannedModel, PlanDevice, int]:
@@ -177,7 +235,8 @@ def topologies_of(
     here = cluster.most if virtual else cluster.num_local
     most = here if device.is_cpu else min(here, group.most)
     requests_s = cluster.load.requests_s if len(cluster.groups) == 1 else None
-    asked = Asked(min(group.least, most), most, group.tp, group.pp, requests_s)
+    has_one_gpu = group.tp is None and not (virtual or device.is_cpu or is_chosen("gpu_ranks"))
+    asked = Asked(min(group.least, most), most, 1 if has_one_gpu else group.tp, group.pp, requests_s)
     return topologies(model, device, num_devices, asked_question(cluster, base, device), asked)
 
 

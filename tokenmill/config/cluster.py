@@ -128,6 +128,8 @@ def settings_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str):
             del found[short]
             found[section] = {**found.get(section, {}), short: value}
+        elif value is not None and not isinstance(value, dict):
+            raise InvalidConfig(f"{short} must be text, got {value!r}", param=short, hint=f'write {short} = "..."')
     return found
 
 

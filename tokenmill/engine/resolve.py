@@ -119,7 +119,7 @@ def resolve(
     stored: StoredWeights,
     backends: Sequence[Backend] = BACKENDS,
 ) -> Resolved:
-    _require_ranges(config)
+    require_ranges(config)
     reasons: list[str] = []
     device = choose_device(config.ops, machine, backends)
     backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
@@ -193,7 +193,8 @@ def require_usable_tiers(config: EngineConfig, spec: ModelSpec, device: str) -> 
         raise InvalidConfig(problem, param="kv_host_gb", hint="on a CPU give the pool more blocks, or use --kv-disk")
 
 
-def _require_ranges(config: EngineConfig) -> None:
+def require_ranges(config: EngineConfig) -> None:
+    """Refuse numbers outside of what a setting can be."""
     for name, value, low, high in (
         ("max_context", config.model.max_context, 1, 2**31),
         ("block_size", config.cache.block_size, 1, 1024),

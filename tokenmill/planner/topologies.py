@@ -140,8 +140,9 @@ def topologies(
         for num_replicas, tp, share in _candidates(model, device, num_devices, asked)
     ]
     if not found:
-        tp = "" if asked.tp is None else f" of {asked.tp * asked.pp} ranks"
-        raise InvalidConfig(f"no replica{tp} can be put on {num_devices} × {device.name}", param="tp")
+        least = (asked.tp or 1) * asked.pp
+        ranks = f" of {'' if asked.tp else 'at least '}{counted(least, 'rank')}" if least > 1 else ""
+        raise InvalidConfig(f"no replica{ranks} can be put on {num_devices} × {device.name}", param="tp")
     return sorted(found, key=lambda one: one.order)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,12 @@ def test_a_process_that_was_killed_while_it_waited_is_not_taken() -> None:
     dead = CoreProcess(["-c", "pass"])
     dead.wait()
     assert SpareCore(dead).take(fast_start=True) is None and not Path(dead.folder).exists()
+
+
+def test_a_process_that_was_stopped_while_it_waited_is_not_taken() -> None:
+    stopped = waiting()
+    assert not stopped.is_stopped()
+    os.kill(stopped.process_id, signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped.process_id, os.WSTOPPED | os.WNOWAIT)
+    assert SpareCore(stopped).take(fast_start=True) is None and not Path(stopped.folder).exists()
+    assert stopped.has_ended()

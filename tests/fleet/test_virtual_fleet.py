@@ -9,10 +9,13 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from tokenmill import AsyncEngine, SamplingParams
+from tokenmill.engine.core_supervisor import GIVEN_UP_S, STALLED_S
+from tokenmill.engine.messages import Failed
 from tokenmill.engine.replicas import MOST_DEATHS
 from tokenmill.errors import InvalidRequest, RequestFailed
 from tokenmill.fleet.router import PrefixRouter
@@ -207,6 +210,41 @@ def test_a_request_that_kills_cores_dies_alone_and_others_go_on() -> None:
         found = await others
         assert engine.stats().restarts == expected == MOST_DEATHS
         assert all(tokens for tokens, _ in found)
+        await engine.close()
+
+    run_virtually(scenario())
+
+
+def stand_still(client: Any) -> None:
+    """Let a virtual core say nothing more until it is killed."""
+    loop, receive = asyncio.get_running_loop(), client._receive
+    since_s = loop.time()
+    client.silent_s = lambda: loop.time() - since_s
+    client._receive = lambda message: receive(message) if isinstance(message, Failed) else None
+
+
+def test_a_request_that_hangs_cores_dies_alone_and_others_go_on() -> None:
+    async def scenario() -> None:
+        engine = virtual_engine(DEVICE, 3, PrefixRouter(3))
+        await engine.open()
+        others = asyncio.create_task(sixty_streams(engine))
+        await asyncio.sleep(0.3)
+        poison = asyncio.create_task(ask(engine, [7] * 100, "poison", max_tokens=500))
+        hung: set[object] = set()
+        while not poison.done():
+            await asyncio.sleep(0.001)
+            for replica in engine._replicas.all:
+                client = replica.supervisor._client
+                has_poison = any(run.request.request_id == "poison" for run in replica.runs.values())
+                if has_poison and client not in hung and engine.num_generated("poison") >= 20:
+                    hung.add(client)
+                    stand_still(client)
+        with pytest.raises(RequestFailed, match="have died"):
+            await poison
+        assert len(hung) == MOST_DEATHS
+        found = await others
+        assert all(tokens for tokens, _ in found)
+        assert STALLED_S < longest_gap_s(found) < GIVEN_UP_S, "they do not wait for the cores that hang"
         await engine.close()
 
     run_virtually(scenario())

@@ -74,6 +74,26 @@ def test_streams_of_a_killed_engine_go_on_in_the_other(process: ServerProcess) -
     values = metric_values(process.http.get("/metrics").text)
     assert values["tokenmill_resumed_requests_total"] >= 1
     assert values["tokenmill_engine_restarts_total"] == 1
+    assert "replica 0: the engine process ended with signal SIGKILL; starting it again" in process.output()
+
+
+def test_streams_of_a_stopped_engine_go_on_in_the_other(process: ServerProcess) -> None:
+    """Long before it is given up; and it works again when it comes back."""
+    until(lambda: all(one["state"] == "ready" for one in replicas(process)))
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        texts = [pool.submit(streamed, process, number) for number in range(NUM_STREAMS)]
+        until(lambda: sum(one["requests"] for one in replicas(process)) == NUM_STREAMS)
+        before = replicas(process)
+        assert before[0]["requests"], "it has some of them"
+        os.kill(before[0]["engine_pid"], signal.SIGSTOP)
+        try:
+            assert {one.result(timeout=60) for one in texts} == {SAID}
+            assert replicas(process)[0]["state"] == "stalled" and not replicas(process)[0]["requests"]
+        finally:
+            os.kill(before[0]["engine_pid"], signal.SIGCONT)
+    until(lambda: replicas(process)[0]["state"] == "ready")
+    assert replicas(process)[0]["engine_pid"] == before[0]["engine_pid"]
+    assert streamed(process, 0) == SAID
 
 
 def test_all_engines_are_started_anew_while_streams_go_on(process: ServerProcess) -> None:

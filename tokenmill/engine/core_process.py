@@ -62,8 +62,18 @@ class CoreProcess:
     def folder(self) -> str:
         return self._folder.name
 
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
     def has_ended(self) -> bool:
         return self._process.poll() is not None
+
+    def is_stopped(self) -> bool:
+        """Tell whether a signal has stopped it (SIGSTOP), so that it would not answer."""
+        if self.has_ended():
+            return False
+        return os.waitid(os.P_PID, self.process_id, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self) -> str:
         """Wait until it has ended; how, in words."""

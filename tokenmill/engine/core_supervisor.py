@@ -1,9 +1,10 @@
 """The supervisor of a core: starts it, knows its health, starts it again after a death.
 
-A core that gives no sign of life for some seconds is stalled: its requests wait, and go on if it comes back; after 40
-seconds it is killed. A core that dies is started again, at once if it had answered anything since its last start, and
-after ever longer pauses otherwise; one that dies again and again before it answers is given up. Where there is no
-memory, no descriptor or no disk for a process, that is tried again until there is.
+A core that gives no sign of life for some seconds is stalled: its requests go to other cores where there are some, else
+they wait and go on if it comes back; after 40 seconds it is killed. A core that dies is started again, at once if it
+had answered anything since its last start, and after ever longer pauses otherwise; one that dies again and again
+before it answers is given up. Where there is no memory, no descriptor or no disk for a process, that is tried again
+until there is.
 
 A fleet that grows and shrinks stops cores that it does not need, and opens them again later.
 """
@@ -44,7 +45,10 @@ class CoreSupervisor:
         on_ready: Callable[[CoreInfo], None],
         on_outputs: Callable[[Outputs | AdapterRead], None],
         on_death: Callable[[TokenmillError], None],
+        on_stall: Callable[[], None],
+        label: str = "",
     ) -> None:
+        """`label`: what its lines in the log begin with, where there are several cores."""
         self.health = Health("stopped", "it was not started yet")
         self.info: CoreInfo | None = None
         self.is_given_up = False  # it is dead, and not started again
@@ -52,7 +56,8 @@ class CoreSupervisor:
         self.is_stopped = True
         self.num_restarts = 0
         self._make_client = make_client
-        self._on_ready, self._on_outputs, self._on_death = on_ready, on_outputs, on_death
+        self._label = label
+        self._on_ready, self._on_outputs, self._on_death, self._on_stall = on_ready, on_outputs, on_death, on_stall
         self._client: CoreClient | None = None
         self._first_ready: asyncio.Future[None] | None = None
         self._restart: asyncio.Task[None] | None = None
@@ -157,12 +162,13 @@ class CoreSupervisor:
     def _judge_silence(self, client: CoreClient, silent_s: float) -> None:
         if self.health.state == "ready" and silent_s > STALLED_S:
             self.health = Health("stalled", f"the engine gives no sign of life for {silent_s:.0f} s")
-            log.warning("%s; requests wait, new ones are refused", self.health.detail)
+            log.warning("%s%s; requests wait, or go to other engine processes", self._label, self.health.detail)
+            self._on_stall()
         elif self.health.state == "stalled" and silent_s <= STALLED_S:
             self.health = Health("ready")
-            log.warning("the engine is alive again")
+            log.warning("%sthe engine is alive again", self._label)
         elif self.health.state == "stalled" and silent_s > GIVEN_UP_S:
-            log.error("%s: it is killed", self.health.detail)
+            log.error("%sthe engine gives no sign of life for %.0f s: it is killed", self._label, silent_s)
             client.kill()
 
     def _core_died(self, failure: Failed) -> None:
@@ -187,13 +193,14 @@ class CoreSupervisor:
         self._deaths = [] if self._has_answered else [*recent, now]
         if len(self._deaths) <= MAX_RESTARTS:
             self.num_restarts += 1
-            log.error("%s; starting it again", why)
+            log.error("%s%s; starting it again", self._label, why)
             return
         self.is_given_up = True
         times = f"{len(self._deaths)} times in {RESTART_WINDOW_S:.0f} s"
         self.health = Health("dead", f"the engine died {times} without an answer", is_given_up=True)
         log.error(
-            "%s; %s: it is not started again. Stop this server, fix the cause, and start it again",
+            "%s%s; %s: it is not started again. Stop this server, fix the cause, and start it again",
+            self._label,
             why,
             self.health.detail,
         )
@@ -220,5 +227,5 @@ class CoreSupervisor:
             except OSError as problem:
                 why = f"the engine could not be started again: {problem.strerror or problem}"
                 delay_s = min(MAX_RESTART_DELAY_S, max(FIRST_RESTART_DELAY_S, 2 * delay_s))
-                log.error("%s; trying again in %.1f s", why, delay_s)
+                log.error("%s%s; trying again in %.1f s", self._label, why, delay_s)
                 self.health = Health("dead", why)

@@ -108,11 +108,13 @@ class CoreListener(Protocol):
 
     def note_death(self, replica: Replica, error: TokenmillError) -> None: ...
 
+    def note_stall(self, replica: Replica) -> None: ...
+
 
 class Replica:
     """One core of a model."""
 
-    def __init__(self, index: int, make_client: MakeClient, listener: CoreListener) -> None:
+    def __init__(self, index: int, make_client: MakeClient, listener: CoreListener, label: str = "") -> None:
         self.index = index
         self.runs: dict[str, RequestRun] = {}
         self.adapters: dict[str, str] = {}  # digests of those that are loaded, by name
@@ -133,6 +135,8 @@ class Replica:
             lambda info: listener.note_ready(self, info),
             lambda message: listener.note_message(self, message),
             lambda error: listener.note_death(self, error),
+            lambda: listener.note_stall(self),
+            label,
         )
         self._earlier = EngineStats()  # totals of the cores before this one
 

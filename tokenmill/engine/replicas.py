@@ -98,7 +98,8 @@ class Replicas:
         """`makers`: one for each core. `deliver` and `fail` are told what comes of a request, the others what comes of
         a core. `router`: None only where there is one core. `roles`: of each core, by default any."""
         assert router is not None or len(makers) == 1
-        self.all = [Replica(index, make_client, self) for index, make_client in enumerate(makers)]
+        labels = [f"replica {index}: " if len(makers) > 1 else "" for index in range(len(makers))]
+        self.all = [Replica(index, make_client, self, labels[index]) for index, make_client in enumerate(makers)]
         for replica, role in zip(self.all, roles, strict=False):
             replica.role = role
         self._has_roles = any(replica.role != "any" for replica in self.all)
@@ -347,10 +348,13 @@ class Replicas:
         able = [one for one in self.all if one.is_ready and one.probation is None and not one.is_kept_free]
         if run.request.adapter:
             able = [replica for replica in able if run.request.adapter in replica.adapters.values()]
+        is_coming = any(not one.is_ready and not one.supervisor.is_given_up for one in self.all)
+        others_wait = any(one.replica is None and not one.is_suspect for one in self._parked)
+        if is_coming and len(able) == 1 and others_wait:
+            return None  # the only core is theirs until another one is there
         for replica in able:
             if not replica.runs:
                 return Route(replica, "suspect", len(run.request.prompt_token_ids))
-        is_coming = any(not one.is_ready and not one.supervisor.is_given_up for one in self.all)
         if able and not is_coming and not any(replica.is_reserved for replica in self.all):
             min(able, key=lambda replica: len(replica.runs)).is_reserved = True
         return None
@@ -409,19 +413,35 @@ class Replicas:
             self._parked.append(run)
         self.place_parked()
 
+    def note_stall(self, replica: Replica) -> None:
+        """Move the requests of a core that gives no sign of life to others that can take them. A stall counts like a
+        death: a request that makes cores hang is found in the same way. What the core still computes of them, if it
+        comes back, is aborted."""
+        probation, replica.probation = replica.probation, None
+        for run in list(replica.runs.values()):
+            if run is probation or any(self.can_take(other, run.request) for other in self.all):
+                self.withdraw(run, replica, tell_core=True)
+                self._resume(run, replica.health.detail)
+        self.place_parked()
+
     def note_death(self, replica: Replica, error: TokenmillError) -> None:
         self._on_death(replica, error)
         preparations, runs = list(replica.preparations.values()), replica.forget_core()
         for run in runs:
             self._moves.forget(run)
-            run.note_death()
-            self._moves.note_moved(run)
             if replica.supervisor.is_closed:
                 self._fail(run, error)
-            elif run.num_deaths >= MOST_DEATHS:
-                deaths = f"{run.num_deaths} engine processes that computed this request have died"
-                self._fail(run, RequestFailed(f"{deaths}, the last one with nothing else to do: {error.message}"))
             else:
-                self._parked.append(run)
+                self._resume(run, error.message)
         self._moves.forget_all(preparations)
         self.place_parked()
+
+    def _resume(self, run: RequestRun, why: str) -> None:
+        """Let a request wait for another core than the one that has died or hung, or fail where too many have."""
+        run.note_death()
+        self._moves.note_moved(run)
+        if run.num_deaths >= MOST_DEATHS:
+            deaths = f"{run.num_deaths} engine processes that computed this request have died"
+            self._fail(run, RequestFailed(f"{deaths}, the last one with nothing else to do: {why}"))
+        else:
+            self._parked.append(run)

@@ -27,7 +27,7 @@ class SpareCore:
             if self._waiting is None or not fast_start:
                 return None
             waiting, self._waiting = self._waiting, None
-        if waiting.has_ended():  # something killed it while it waited
+        if waiting.has_ended() or waiting.is_stopped():  # by someone else, while it waited
             waiting.kill()
             return None
         return waiting

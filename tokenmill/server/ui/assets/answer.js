@@ -97,8 +97,9 @@ export class MessageView {
   }
 
   figures() {
-    const { stats, finish } = this.node;
+    const { stats, finish, error } = this.node;
     const found = [];
+    if (!finish && !error) found.push("interrupted"); // the page was left
     if (finish === "stopped") found.push("stopped");
     if (finish === "length") found.push("cut at the token limit");
     if (stats?.completion) found.push(`${shortNumber(stats.completion)} tokens`);
@@ -118,7 +119,7 @@ export class MessageView {
   updateCalls({ answered, isLast }, isLive) {
     const results = answered?.results;
     const calls = this.node.calls || [];
-    const isOpen = !isLive && isLast && calls.length > 0 && this.node.finish !== "stopped" && !this.node.error;
+    const isOpen = !isLive && isLast && calls.length > 0 && !["", "stopped"].includes(this.node.finish) && !this.node.error;
     for (const call of calls) this.updateCall(call, results?.[call.id], isOpen, isLive);
     this.send?.remove();
     this.send = null;

@@ -9,6 +9,7 @@ import { allConversations, getConversation, keepConversation, removeConversation
 import { SettingsPanel, wrongSettings } from "./settings.js";
 import { readLogprobs } from "./tokens.js";
 
+const NEW_CHAT = "#/chat"; // the address of a conversation without messages
 const LAST_SETTINGS = "tokenmill-settings";
 const MAX_PICTURE_BYTES = 5e6;
 const RETRY_MS = 3000;
@@ -38,6 +39,8 @@ export class ChatView {
     this.scroller.addEventListener("scroll", () => {
       this.follows = this.scroller.scrollHeight - this.scroller.scrollTop - this.scroller.clientHeight < 60;
     });
+    addEventListener("pagehide", () => (this.isLeft = true)); // requests that fail from now on did not fail
+    addEventListener("pageshow", () => (this.isLeft = false));
     this.buildSidebar();
   }
 
@@ -83,7 +86,7 @@ export class ChatView {
 
   async listConversations() {
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = (await allConversations()).filter((one) => matches(one, words));
+    const found = (await allConversations().catch(() => [])).filter((one) => matches(one, words));
     replace(this.conversations, found.map((one) => h("div", { class: "conversation" },
       h("a", { href: `#/chat/${one.id}`, "aria-current": one.id === this.current?.id ? "page" : null, title: one.title }, one.title || "New chat"),
       iconButton("trash", "Delete", () => this.remove(one)))),
@@ -93,9 +96,12 @@ export class ChatView {
   async open(id) {
     const turn = (this.turn = (this.turn || 0) + 1);
     const running = id && this.runs.get(id)?.conversation;
-    const found = running || (id && (await getConversation(id)));
+    const found = running || (id && (await getConversation(id).catch(() => null)));
     if (turn !== this.turn) return; // another one was opened meanwhile
-    if (id && !found) toast("This conversation is not here any more.");
+    if (id && !found) {
+      toast("This conversation is not here any more.");
+      history.replaceState(null, "", NEW_CHAT);
+    }
     if (found && found === this.current) return;
     this.current = found || newConversation(this.model(), lastSettings());
     if (found && this.models?.includes(found.model)) this.modelChoice.value = found.model;
@@ -109,13 +115,16 @@ export class ChatView {
   }
 
   startNew() {
-    if (location.hash === "#/chat") this.open(null);
-    else location.hash = "#/chat";
+    if (location.hash === NEW_CHAT) this.open(null);
+    else location.hash = NEW_CHAT;
   }
 
   async remove(conversation) {
     if (!(await confirmed("Delete this conversation?", `“${conversation.title}” and all of its branches are removed from this browser.`, "Delete"))) return;
-    this.runs.get(conversation.id)?.controller.abort();
+    const run = this.runs.get(conversation.id);
+    this.runs.delete(conversation.id); // what still comes of it is not kept
+    run?.controller.abort();
+    clearTimeout(this.saving);
     await removeConversation(conversation.id);
     if (conversation.id === this.current?.id) this.startNew();
     this.listConversations();
@@ -123,8 +132,12 @@ export class ChatView {
 
   async keep(conversation) {
     if (!Object.keys(conversation.nodes).length) return;
-    await keepConversation(structuredClone(conversation));
-    if (conversation === this.current && location.hash !== `#/chat/${conversation.id}`) history.replaceState(null, "", `#/chat/${conversation.id}`);
+    try {
+      await keepConversation(structuredClone(conversation));
+    } catch (error) {
+      toast(`This browser can't keep the conversation: ${error.message}`, "error");
+    }
+    if (conversation === this.current && ["", "#/", NEW_CHAT].includes(location.hash)) history.replaceState(null, "", `#/chat/${conversation.id}`);
     this.listConversations();
   }
 
@@ -288,10 +301,11 @@ export class ChatView {
       await this.stream(run, body);
     } catch (error) {
       if (error.name === "AbortError") node.finish = "stopped";
-      else node.error = error.message || String(error);
+      else if (!this.isLeft) node.error = error.message || String(error);
     }
     finishStats(run);
-    if (this.runs.get(conversation.id) === run) this.runs.delete(conversation.id);
+    if (this.runs.get(conversation.id) !== run) return; // asked anew meanwhile, which keeps all of it, or deleted
+    this.runs.delete(conversation.id);
     await this.keep(conversation);
     if (this.current === conversation) this.refresh();
   }
@@ -315,7 +329,7 @@ export class ChatView {
     requestAnimationFrame(() => {
       run.isPainting = false;
       if (this.runs.get(run.conversation.id) !== run) return;
-      if (performance.now() - run.saved > SAVE_EVERY_MS) { run.saved = performance.now(); keepConversation(structuredClone(run.conversation)); }
+      if (performance.now() - run.saved > SAVE_EVERY_MS) { run.saved = performance.now(); this.keep(run.conversation); }
       if (run.conversation !== this.current) return;
       this.views.get(run.node.id)?.update(this.place(run.node, path(this.current)), true);
       this.follow();

@@ -14,11 +14,12 @@ function database() {
 }
 
 async function work(mode, action) {
-  const store = (await database()).transaction(STORE, mode).objectStore(STORE);
+  const transaction = (await database()).transaction(STORE, mode);
   return new Promise((resolve, reject) => {
-    const request = action(store);
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
+    const request = action(transaction.objectStore(STORE));
+    if (mode === "readwrite") transaction.commit(); // at once: a page that is left before it hears of a change would lose it
+    transaction.oncomplete = () => resolve(request.result);
+    transaction.onabort = () => reject(transaction.error || request.error);
   });
 }
 

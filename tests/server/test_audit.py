@@ -25,11 +25,11 @@ def written(path: Path, count: int = 5) -> list[str]:
 
 
 def test_every_change_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "audit.jsonl"
+    path = tmp_path / "state" / "audit.jsonl"
     lines = written(path)
     whole = verify(path)
     assert (whole.first, whole.last) == (1, 5)
-    assert path.stat().st_mode & 0o077 == 0, "for its owner alone"
+    assert (path.stat().st_mode | path.parent.stat().st_mode) & 0o077 == 0, "for its owner alone"
     swapped = [lines[0], lines[2], lines[1], *lines[3:]]
     edited = [*lines[:2], lines[2].replace("user-2", "user-9"), *lines[3:]]
     line = json.loads(edited[2])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import os
 import select
 import socket
 import time
@@ -115,6 +117,22 @@ def test_what_is_too_large_is_refused_and_leaves_nothing(serving: Serving, tmp_p
             assert refused.value.status_code == 413
     assert [path.stat().st_size for path in (tmp_path / "files").iterdir()] == [1000]
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "files").iterdir())
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    server = serving(ServerConfig(state_dir=tmp_path))
+    with monkeypatch.context() as at_the_end:
+        at_the_end.setattr(os, "fsync", full)
+        upload = {"file": ("a", b"x" * 1000)}
+        refused = httpx.post(f"{server.url}/v1/files", files=upload, data={"purpose": "user_data"}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (500, "state_unavailable")
+    assert os.strerror(errno.ENOSPC) in refused.json()["error"]["message"]
+    assert list((tmp_path / "files").iterdir()) == []
 
 
 def test_a_client_that_stalls_or_leaves_holds_nothing(serving: Serving, tmp_path: Path) -> None:

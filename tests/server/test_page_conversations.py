@@ -1,4 +1,4 @@
-"""What the page keeps of conversations, whatever its user does meanwhile: views changed, pages reloaded, answers that run."""
+"""What the page keeps of conversations, whatever its user does meanwhile: other views, reloads, deletions."""
 
 from __future__ import annotations
 

@@ -433,6 +433,12 @@ def test_a_response_can_be_read_listed_and_deleted(client: openai.OpenAI) -> Non
     assert [item.content[0].text for item in items.data] == ["two", "one"]
     oldest = client.responses.input_items.list(made.id, order="asc", limit=1)
     assert [item.content[0].text for item in oldest] == ["one", "two"], "pages are followed"
+    assert client.responses.retrieve(made.id, include=["message.output_text.logprobs"]).id == made.id
+    for unknown in ({"include": ["secrets"]}, {"include_obfuscation": "true"}):
+        with pytest.raises(openai.BadRequestError, match="include"):
+            client.responses.retrieve(made.id, extra_query=unknown)
+    with pytest.raises(openai.BadRequestError, match="include"):
+        client.responses.input_items.list(made.id, include=["secrets"])  # type: ignore[list-item]
     referred = client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": made.output[0].id}])
     assert referred.status == "completed"
     client.responses.delete(made.id)

@@ -21,6 +21,10 @@ from tests.support.timing import SOON_S, eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRecord, KeyRing, new_key, write_keys
+from tokenmill.server.openai.responses import background, routes
+from tokenmill.server.openai.responses.generate import ResponseGenerator, ResponseJob
+from tokenmill.server.state.database import StateFailed
+from tokenmill.server.state.responses import ResponseRow
 
 SCRIPT = script(
     {"match": "forever", "say": "ha ", "repeat": True, "token_delay_s": 0.01},
@@ -91,6 +95,70 @@ def test_another_server_takes_over_what_one_left(tmp_path: Path) -> None:
         with scripted_server(SCRIPT, config=config) as third:  # beside it, on the same file: its work is left alone
             assert third.get(f"/v1/responses/{ran}").json()["status"] == "in_progress"
             assert third.post(f"/v1/responses/{ran}/cancel").json()["status"] == "cancelled"
+
+
+def test_servers_with_the_same_state_see_what_is_done_to_a_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "LOOK_S", 0.05)
+    monkeypatch.setattr(routes, "LOOK_S", 0.05)
+    config = ServerConfig(state_dir=tmp_path, keep_alive_s=0.1)
+    with scripted_server(SCRIPT, config=config) as first, scripted_server(SCRIPT, config=config) as second:
+        runs = [asking(first.http, first.url)(input="forever", background=True)["id"] for _ in range(3)]
+        cancelled, deleted, followed = (f"/v1/responses/{name}" for name in runs)
+        for path in (cancelled, deleted, followed):
+            wait_for(first.http, first.url + path, "in_progress")
+        assert second.post(f"{cancelled}/cancel").json()["status"] == "cancelled"
+        assert wait_for(first.http, first.url + cancelled, "cancelled")["background"]
+        assert second.http.delete(second.url + deleted).status_code == 200
+        assert eventually(lambda: first.get(deleted).status_code == 404)
+        assert eventually(lambda: first.engine.stats().running == 1), "what nobody wants is not generated"
+        with second.http.stream("GET", f"{second.url}{followed}?stream=true&starting_after=1") as reply:
+            lines = reply.iter_lines()
+            assert next(lines) == ": ping"
+            first.post(f"{followed}/cancel")
+            events = [line for line in lines if line.startswith("event: ")]
+        assert (events[0], events[-1]) == ("event: response.in_progress", "event: response.failed")
+        assert "event: response.output_text.delta" in events
+
+
+def test_a_server_that_runs_takes_over_what_others_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "LOOK_S", 0.05)
+    monkeypatch.setattr(background, "SWEEP_S", 0.1)
+    config = ServerConfig(state_dir=tmp_path)
+    with (
+        scripted_server(SCRIPT, config=config, served_name="another") as stranger,
+        scripted_server(SCRIPT, config=config) as stays,
+    ):
+        with scripted_server(SCRIPT, config=config, max_running=1, max_waiting=1) as ends:
+            left = begin(ends.http, ends.url)
+        require_all(stays.http, left, stays.url)
+        assert stranger.get(f"/v1/responses/{left['waits']}").json()["status"] == "completed"
+
+
+def test_what_could_not_be_kept_is_kept_when_that_is_possible_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "RETRY_S", 0.05)
+    is_full = False
+    save = ResponseGenerator.save
+
+    async def save_or_fail(self: ResponseGenerator, made: ResponseJob, row: ResponseRow) -> None:
+        if is_full:
+            raise StateFailed("the disk is full")
+        await save(self, made, row)
+
+    monkeypatch.setattr(ResponseGenerator, "save", save_or_fail)
+    config = ServerConfig(state_dir=tmp_path)
+    with scripted_server(SCRIPT, config=config) as server, scripted_server(SCRIPT, config=config) as other:
+        made = asking(server.http, server.url)(input="forever", background=True, max_output_tokens=100)
+        path = f"/v1/responses/{made['id']}"
+        wait_for(server.http, server.url + path, "in_progress")
+        is_full = True
+        assert wait_for(server.http, server.url + path, "incomplete")["output"], "it is here"
+        assert other.get(path).json()["status"] == "in_progress", "and not there"
+        is_full = False
+        assert wait_for(other.http, other.url + path, "incomplete")["output"]
 
 
 def test_a_server_that_ends_keeps_what_it_finishes(serving: Serving) -> None:

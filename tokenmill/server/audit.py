@@ -57,7 +57,7 @@ def file_beside(keys_file: Path) -> Path:
 
 def append(path: Path, entries: Sequence[Entry]) -> None:
     """Add entries to the chain, on the disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     is_written = False
     while not is_written:
         with _locked(path) as file:

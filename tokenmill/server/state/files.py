@@ -10,6 +10,7 @@ deleted. Without a folder for state, contents are in a temporary one that goes w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -17,11 +18,13 @@ import sqlite3
 import tempfile
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from tokenmill.engine.request_ids import new_id
 from tokenmill.errors import InvalidRequest
+from tokenmill.server.state.database import StateFailed
 from tokenmill.server.state.rows import Bound, get, unknown
 from tokenmill.server.state.server_state import ServerState
 
@@ -42,15 +45,17 @@ class FileWriter:
     """Content that is being written: hashed on the way, a file only once it is kept."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = folder / new_id("incoming-")
         self.num_bytes = 0
         self._hash = hashlib.sha256()
-        self._file: BinaryIO = os.fdopen(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
+        with self._told_failures():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file: BinaryIO = os.fdopen(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
         """Append bytes; blocks, so event loops call `add`."""
-        self._file.write(data)
+        with self._told_failures():
+            self._file.write(data)
         self._hash.update(data)
         self.num_bytes += len(data)
 
@@ -59,15 +64,24 @@ class FileWriter:
 
     def finish(self) -> str:
         """Bring all of it to the disk; the SHA-256 of it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._told_failures():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         return self._hash.hexdigest()
 
     def drop(self) -> None:
         """Forget what was written, unless it became a file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is left in its buffer can't be written either
+            self._file.close()
         self.path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _told_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StateFailed(f"no file can be written to {self.path.parent}: {error.strerror}") from error
 
 
 class StoredFiles:

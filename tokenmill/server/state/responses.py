@@ -210,6 +210,16 @@ class ResponseStore:
                 self.fail(connection, _response(connection, row), "the server ended while it worked on this response")
         return taken
 
+    def give_back(self, connection: sqlite3.Connection, response_id: str) -> None:
+        """Leave a response to another server: this one can't answer it."""
+        connection.execute("UPDATE responses SET server = '' WHERE id = ?", (response_id,))
+
+    def at_work(self, connection: sqlite3.Connection, response_ids: Sequence[str]) -> set[str]:
+        """Those of some responses that are still wanted: not cancelled, not deleted."""
+        marks, at_work = (", ".join("?" * len(names)) for names in (response_ids, AT_WORK))
+        query = f"SELECT id FROM responses WHERE id IN ({marks}) AND status IN ({at_work})"
+        return {row["id"] for row in connection.execute(query, (*response_ids, *AT_WORK))}
+
     def fail(self, connection: sqlite3.Connection, response: Object, why: str) -> None:
         error = {"code": "server_error", "message": why}
         self._end(connection, {**response, "status": "failed", "error": error})

@@ -4,13 +4,16 @@
        └─────────┴─► cancelled
 
 A row is written at each step, so a response outlives its client's connection and, while it waits, the server: one that
-was queued runs again after a restart, one that ran has failed. Its events are kept, so that clients can follow it,
-leave and come back (`?stream=true&starting_after=N`), also once it is over.
+was queued runs again after a restart or on another server with the same state, one that ran has failed. Its events are
+kept, so that clients can follow it, leave and come back (`?stream=true&starting_after=N`), also once it is over, and by
+way of another server: that one sees them when it is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,11 +30,15 @@ from tokenmill.server.errors import RETRY_AFTER_S, InternalError
 from tokenmill.server.generation import GenerationRun
 from tokenmill.server.openai.responses.generate import ResponseGenerator, ResponseJob
 from tokenmill.server.routing import RouteContext
+from tokenmill.server.state.responses import AT_WORK, ResponseRow
 
 log = get_log("server")
 MAX_AT_ONCE = 64  # handed to engines; the others wait here
 MAX_WAITING = 4096
 FINISH_S = 2.0  # to keep answers that are complete
+LOOK_S = 1.0  # how often is looked whether a response was cancelled or deleted by way of another server
+RETRY_S = 5.0  # until a response that could not be kept is tried again
+SWEEP_S = 60.0  # how often responses of dead servers are taken over
 
 
 @dataclass
@@ -86,9 +93,39 @@ class BackgroundResponses:
         self._generator = generator
         self._running: dict[str, BackgroundResponse] = {}
         self._places = asyncio.Semaphore(MAX_AT_ONCE)
+        self._foreign: set[str] = set()  # responses of dead servers whose models are not served here
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Take over what servers before this one left behind."""
+        await self._take_over()
+        if self._context.state.folder is not None:  # else there are no others
+            self._watch = asyncio.create_task(self._watch_others())
+
+    async def _watch_others(self) -> None:
+        """Notice what other servers with the same state did to responses of this one, and what those that died left."""
+        next_sweep = time.monotonic() + SWEEP_S
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._running:
+                await self._end_unwanted()
+            if time.monotonic() >= next_sweep:
+                next_sweep = time.monotonic() + SWEEP_S
+                await self._take_over()
+
+    async def _end_unwanted(self) -> None:
+        at_work = [one for one in self._running.values() if one.made.writer.response["status"] in AT_WORK]
+        find = partial(self._generator.store.at_work, response_ids=[one.id for one in at_work])
+        try:
+            wanted = await self._context.state.database.read(find)
+        except TokenmillError as problem:  # the state file can't be used at the moment
+            log.warning("whether responses were cancelled is not known: %s", problem)
+            return
+        for running in at_work:
+            if running.id not in wanted and running.made.writer.response["status"] in AT_WORK:
+                await self.cancel(running)
+
+    async def _take_over(self) -> None:
         database = self._context.state.database
         if database.is_new:
             return
@@ -104,7 +141,10 @@ class BackgroundResponses:
                 made = await self._generator.make(body, owner, response_id, response["created_at"])
                 running = self._started(made)
             except UnknownModel:
-                log.warning("response %s waits for the model %s", response_id, response["model"])
+                if response_id not in self._foreign:
+                    log.warning("response %s waits for the model %s", response_id, response["model"])
+                self._foreign.add(response_id)
+                await database.write(partial(self._generator.store.give_back, response_id=response_id))
                 continue
             except TokenmillError as problem:
                 await database.write(partial(self._generator.store.fail, response=response, why=str(problem)))
@@ -114,6 +154,8 @@ class BackgroundResponses:
     async def close(self) -> None:
         """Stop. What has not begun stays queued, for the server that is started next; what the engine has just finished
         is kept."""
+        if self._watch is not None:
+            self._watch.cancel()
         tasks = {running.task: running.has_begun for running in self._running.values() if running.task is not None}
         if begun := [task for task, has_begun in tasks.items() if has_begun]:
             await asyncio.wait(begun, timeout=FINISH_S)
@@ -217,13 +259,24 @@ class BackgroundResponses:
         await self._generator.save(running.made, row)
 
     async def _end(self, running: BackgroundResponse, frames: list[bytes]) -> None:
+        row = running.made.row(await running.made.prefix(running.run.facts()))
+        row.is_known, row.events = True, [*running.frames, *frames]
         try:
-            row = running.made.row(await running.made.prefix(running.run.facts()))
-            row.is_known, row.events = True, [*running.frames, *frames]
             await self._generator.save(running.made, row)
         except TokenmillError as problem:
-            log.warning("response %s is not kept: %s", running.id, problem)
-        running.add(frames, is_over=True)
+            log.warning("response %s is not kept yet: %s", running.id, problem)
+            running.add(frames, is_over=True)
+            await self._keep_later(running, row)
+        else:
+            running.add(frames, is_over=True)
+
+    async def _keep_later(self, running: BackgroundResponse, row: ResponseRow) -> None:
+        """Try again until the state file can be used, perhaps because its disk has room again. Until then the response
+        is here."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            with contextlib.suppress(TokenmillError):
+                return await self._generator.save(running.made, row)
 
 
 def lifecycle_frames(response: dict[str, Any]) -> list[bytes]:

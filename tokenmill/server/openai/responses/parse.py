@@ -245,7 +245,10 @@ def _params(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> Sampli
 
 
 def _include(fields: BodyFields) -> list[str]:
-    given = fields.items("include", MAX_INCLUDES) or []
+    return require_includable(fields.items("include", MAX_INCLUDES) or [])
+
+
+def require_includable(given: list[Any]) -> list[Any]:
     for one in given:
         if one not in INCLUDABLE:
             refuse("include", f"must hold any of {', '.join(INCLUDABLE)}, got {shown(one)}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
@@ -12,14 +15,22 @@ from starlette.responses import Response, StreamingResponse
 from tokenmill.errors import InvalidRequest
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.body import parse_object, refuse
-from tokenmill.server.dialect import STREAM_HEADERS
+from tokenmill.server.dialect import SSE_PING, STREAM_HEADERS
 from tokenmill.server.generation import GenerationJob, GenerationResponse
 from tokenmill.server.openai.responses import schemas
-from tokenmill.server.openai.responses.background import BackgroundResponse, BackgroundResponses, lifecycle_frames
+from tokenmill.server.openai.responses.background import (
+    LOOK_S,
+    BackgroundResponse,
+    BackgroundResponses,
+    lifecycle_frames,
+)
 from tokenmill.server.openai.responses.conversations import conversation_endpoints
 from tokenmill.server.openai.responses.generate import ResponseGenerator
 from tokenmill.server.openai.responses.pages import item_page
+from tokenmill.server.openai.responses.parse import require_includable
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.state.responses import AT_WORK
+from tokenmill.server.state.rows import UnknownRow
 
 PATH = "/v1/responses"
 
@@ -81,13 +92,17 @@ class ResponseRoutes:
 
     async def response(self, request: Request) -> Response:
         name, owner = named(request)
+        _require_known_queries(request)
         running = self._background.find(name, owner)
         if _flag(request, "stream"):
             after = _starting_after(request)
             if running is not None:
                 return self._follow(running, after)
             kept, frames = await self._database.read(partial(self._store.events, response_id=name, owner=owner))
-            return replay(kept, frames, after)
+            require_background(kept)
+            if kept["status"] in AT_WORK:
+                return events_response(self._follow_elsewhere(name, owner, after))
+            return events_response(iterate(replayed(kept, frames)[after + 1 :]))
         if running is not None:
             return json_response(running.made.writer.response)
         return json_response(await self._database.read(partial(self._store.response, response_id=name, owner=owner)))
@@ -105,6 +120,7 @@ class ResponseRoutes:
 
     async def response_input_items(self, request: Request) -> Response:
         name, owner = named(request)
+        _require_known_queries(request)
         items = await self._database.read(partial(self._store.input_items, response_id=name, owner=owner))
         return json_response(item_page(items, request))
 
@@ -115,17 +131,33 @@ class ResponseRoutes:
     def _follow(self, running: BackgroundResponse, after: int) -> Response:
         return events_response(running.follow(after, self._context.config.keep_alive_s))
 
+    async def _follow_elsewhere(self, name: str, owner: str, after: int) -> AsyncIterator[bytes]:
+        """Yield the events of a response that another server works on, once it is over."""
+        next_ping = time.monotonic() + self._context.config.keep_alive_s
+        find = partial(self._store.events, response_id=name, owner=owner)
+        with contextlib.suppress(UnknownRow):  # deleted meanwhile
+            while (found := await self._database.read(find))[0]["status"] in AT_WORK:
+                await asyncio.sleep(LOOK_S)
+                if time.monotonic() >= next_ping:
+                    next_ping = time.monotonic() + self._context.config.keep_alive_s
+                    yield SSE_PING
+            for frame in replayed(*found)[after + 1 :]:
+                yield frame
+
 
 def named(request: Request) -> tuple[str, str]:
     """The id that a request names, and whose it must be."""
     return request.path_params["response_id"], request.state.record.key_id
 
 
-def replay(response: dict[str, Any], frames: list[bytes], after: int) -> Response:
-    """Stream the events of a finished response."""
+def require_background(response: dict[str, Any]) -> None:
     if not response["background"]:
         raise InvalidRequest("only responses with background: true can be streamed again", param="stream")
-    return events_response(iterate((frames or lifecycle_frames(response))[after + 1 :]))
+
+
+def replayed(response: dict[str, Any], frames: list[bytes]) -> list[bytes]:
+    """The events of a finished response."""
+    return frames or lifecycle_frames(response)
 
 
 async def iterate(frames: Iterable[bytes]) -> AsyncIterator[bytes]:
@@ -136,6 +168,14 @@ async def iterate(frames: Iterable[bytes]) -> AsyncIterator[bytes]:
 def events_response(frames: AsyncIterator[bytes]) -> Response:
     headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
     return StreamingResponse(frames, headers=headers, media_type="text/event-stream")
+
+
+def _require_known_queries(request: Request) -> None:
+    """Refuse what a client wants to see besides and this server does not have."""
+    for name in ("include", "include[]"):
+        require_includable(request.query_params.getlist(name))
+    if _flag(request, "include_obfuscation"):
+        refuse("include_obfuscation", "is not supported by this server")
 
 
 def _flag(request: Request, name: str) -> bool:

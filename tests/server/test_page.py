@@ -89,6 +89,8 @@ def test_files_are_public_and_data_needs_the_key(serving: Serving) -> None:
     [
         ({"sec-fetch-site": "cross-site"}, "foreign_page"),
         ({"sec-fetch-site": "same-site"}, "foreign_page"),
+        ({"origin": "http://evil.example"}, "foreign_page"),
+        ({"origin": "null"}, "foreign_page"),
         ({"host": "evil.example:8000"}, "unknown_host"),
     ],
     ids=str,
@@ -101,6 +103,9 @@ def test_pages_of_others_are_refused(server: RunningServer, headers: dict[str, s
     ):
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, code)
     assert server.http.post(f"{server.url}/ui/abort", content=b'{"id": "x"}').status_code == 415, "no form reaches it"
+    own = {"origin": server.url, "sec-fetch-site": "same-origin"}
+    for told in (own, {"origin": server.url}, {**own, "origin": "https://behind.a.proxy.example"}):
+        assert server.get("/ui/models", headers=told).status_code == 200
 
 
 def test_models_to_choose_from(server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

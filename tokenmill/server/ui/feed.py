@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 from starlette.requests import Request
@@ -63,8 +64,11 @@ class ForeignPage(TokenmillError):
 
 
 def require_own_page(request: Request) -> None:
-    """Refuse requests that come from pages of others. A client that is no browser says nothing of its origin."""
-    if request.headers.get("sec-fetch-site", "none") not in SAME_ORIGIN:
+    """Refuse requests that come from pages of others. A client that is no browser says nothing of its origin; a browser
+    says `sec-fetch-site`, or, to an address that is neither https nor this machine, the origin alone."""
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    is_foreign_origin = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    if is_foreign_origin if site is None else site not in SAME_ORIGIN:
         raise ForeignPage("this route is for the server's own page")
 
 

@@ -13,7 +13,7 @@ export class ModelsView {
     this.stored = h("div", { class: "rows" });
     this.catalog = h("div", { class: "rows" });
     this.machine = h("p", { class: "muted" });
-    this.name = h("input", { type: "text", placeholder: "name of the catalog, or a Hugging Face id", "aria-label": "Model to pull" });
+    this.name = h("input", { type: "text", placeholder: "Name or Hugging Face id", "aria-label": "Model to pull" });
     this.form = h("form", { class: "pull-form" }, this.name, h("button", { class: "primary" }, icon("down"), "Pull"));
     this.form.addEventListener("submit", (event) => { event.preventDefault(); if (this.name.value.trim()) this.pull(this.name.value.trim()); this.name.value = ""; });
     this.notice = h("p", { class: "notice", hidden: true }, "This server does not let clients change its models (see --manage-models).");

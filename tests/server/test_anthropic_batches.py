@@ -112,7 +112,7 @@ def test_what_has_not_run_in_time_expires(
     claude: anthropic.Anthropic, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.engine.max_running = 0
-    monkeypatch.setattr(batches, "LIFE_S", 0.05)
+    monkeypatch.setattr(batches, "LIFETIME_S", 0.05)
     requests: Any = [{"custom_id": "late", "params": MESSAGE}]
     batch_id = claude.messages.batches.create(requests=requests).id
     assert ended(claude, batch_id).request_counts.expired == 1
@@ -127,7 +127,7 @@ def test_what_has_not_run_in_time_expires(
         ([{"custom_id": "a b", "params": MESSAGE}], r"requests\[0\].custom_id must be 1 to 64"),
         ([{"custom_id": "a"}], r"requests\[0\].params is required"),
         ([{"custom_id": "a", "params": {**MESSAGE, "stream": True}}], "stream is not possible in a batch"),
-        ([{"custom_id": "a", "params": MESSAGE}] * 2, r"requests\[1\].custom_id 'a' is there twice"),
+        ([{"custom_id": "a", "params": MESSAGE}] * 2, r"requests\[1\].custom_id 'a' is repeated"),
     ],
 )
 def test_wrong_batches_are_refused(claude: anthropic.Anthropic, requests: Any, said: str) -> None:

@@ -169,7 +169,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages is required"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be one of user, assistant, system"),
     ({"messages": [*TURNS, {"role": "assistant", "content": "The "}]}, "cannot end with trailing whitespace"),
-    ({"messages": [*TURNS, {"role": "assistant", "content": []}]}, "must end with its text, which is continued"),
+    ({"messages": [*TURNS, {"role": "assistant", "content": []}]}, "only if it ends with text, which is continued"),
     (blocks({"type": "image", "source": {}}), "messages[0].content[0].type image is not supported by this model"),
     (blocks({"type": "document", "source": {"type": "base64"}}), "messages[0].content[0].source.type 'base64'"),
     (blocks({"type": "server_tool_use", "id": "x"}, role="assistant"), "got 'server_tool_use'"),

@@ -17,7 +17,7 @@ class Careless:
 
 EARLY_STOP.install()
 Careless()
-print(EARLY_STOP.was_asked)
+print(EARLY_STOP.is_requested)
 """
 IN_A_CLASS = """
 import signal
@@ -41,7 +41,7 @@ import sys
 from tokenmill.cli import main
 from tokenmill.server.early_stop import EARLY_STOP
 
-EARLY_STOP.was_asked = True
+EARLY_STOP.is_requested = True
 raise SystemExit(main(sys.argv[1:]))
 """
 

@@ -82,6 +82,11 @@ def test_a_file_belongs_to_its_key(serving: Serving) -> None:
             {"file": b"x"},
             "expires_after[seconds]",
         ),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "123456789 seconds"},
+            {"file": b"x"},
+            "expires_after[seconds]",
+        ),
         ({"purpose": "x" * 20_000}, {"file": b"x"}, "purpose"),
     ],
 )
@@ -91,6 +96,12 @@ def test_wrong_uploads_are_refused_by_name(server: RunningServer, data: Any, fil
         data, param = {}, "file"
     reply = server.http.post(f"{server.url}/v1/files", data=data, files=files)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+
+
+def test_limits_of_many_digits_are_refused(server: RunningServer) -> None:
+    for path, limit in (("/v1/files", "9" * 5000), ("/v1/files", "000000001" + "9" * 5000), ("/v1/batches", "0" * 9)):
+        reply = server.get(f"{path}?limit={limit}")
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "limit")
 
 
 def test_bodies_that_are_no_form(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -120,7 +120,7 @@ def open_connections(server: RunningServer) -> bool:
 def test_the_log_says_when_descriptors_run_out(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http_protocol, "FEW_DESCRIPTORS", http_protocol.DescriptorWatch())
+    monkeypatch.setattr(http_protocol, "DESCRIPTOR_WATCH", http_protocol.DescriptorWatch())
     monkeypatch.setattr(http_protocol.resource, "getrlimit", lambda _: (20, 20))
     with caplog.at_level("ERROR"):
         for _ in range(3):

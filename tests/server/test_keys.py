@@ -84,9 +84,9 @@ def test_a_file_without_keys_leaves_nothing_open(tmp_path: Path) -> None:
         ("[[key]]\nid = 'a'\n", "sha256"),
         ("[[key]]\nid = 'a b'\nsha256 = '00'\n", "invalid id"),
         ("[[key]]\nid = 'a'\nsha256 = '00'\n", "64 hexadecimal"),
-        (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\nexpires = 'soon'\n", "no date"),
+        (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\nexpires = 'soon'\n", "not a date"),
         (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\nwieght = 1\n", "wieght"),
-        (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\n" * 2, "another one"),
+        (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\n" * 2, "of another key"),
         ("[[key", "cannot be read"),
     ],
 )

@@ -22,7 +22,7 @@ from tokenmill.types import PromptRequest
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("POLL_S", 0.001), ("SWEEP_S", 0.01), ("PATIENCE_S", 0.02)):
+    for name, value in (("POLL_S", 0.001), ("SWEEP_S", 0.01), ("IDLE_WAIT_S", 0.02)):
         monkeypatch.setattr(loader_module, name, value)
 
 

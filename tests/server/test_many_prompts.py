@@ -78,7 +78,7 @@ def test_many_logprobs_are_written_in_a_thread(
             threads.append(threading.get_ident())
             return super().whole(choices, facts)
 
-    monkeypatch.setattr(generation, "MANY_LOGPROBS", most)
+    monkeypatch.setattr(generation, "THREAD_LOGPROBS", most)
     monkeypatch.setattr(routes, "CompletionRendering", Watched)
     asked = {"model": "fake/tiny", "prompt": "Hi", "logprobs": 2, "max_tokens": 10}
     assert len(server.post("/v1/completions", asked).json()["choices"][0]["logprobs"]["tokens"]) == 10

@@ -107,7 +107,7 @@ def test_the_rest_of_a_refused_body_is_not_waited_for(server: RunningServer, mon
 
 
 def test_all_bodies_together_are_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "MAX_UNDER_WAY_BYTES", 200_000)
+    monkeypatch.setattr(request_body, "MAX_RECEIVING_BYTES", 200_000)
     large, small = {"prompt": "Hi", "more": "x" * 100_000}, {"prompt": "Hi"}
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 400000\r\n\r\n"
     assert server.post("/tokenize", large).status_code == 200

@@ -35,7 +35,7 @@ def test_probes_over_the_life_of_a_server(serving: Serving, monkeypatch: pytest.
     assert probed(server) == (200, 503, 200), "a restart helps without a new server"
     monkeypatch.setattr(FakeEngine, "health", lambda _: Health("dead", "it died six times", is_given_up=True))
     assert probed(server) == (200, 503, 503)
-    assert "given up" in server.get("/livez").json()["detail"]
+    assert "died too often" in server.get("/livez").json()["detail"]
 
 
 def test_one_engine_that_was_given_up_does_not_end_the_others(serving: Serving) -> None:
@@ -68,7 +68,7 @@ def test_systemd_is_told_of_start_life_and_end() -> None:
             is_live[0] = False
             while await asyncio.to_thread(manager.recv, 100) == b"WATCHDOG=1":
                 pass  # those that were on their way
-            assert (await asyncio.to_thread(manager.recv, 100)).startswith(b"STATUS=the engine was given up")
+            assert (await asyncio.to_thread(manager.recv, 100)).startswith(b"STATUS=the engine died too often")
             await notifier.close()
             while (told := await asyncio.to_thread(manager.recv, 100)) != b"STOPPING=1":
                 assert told != b"WATCHDOG=1", "a server whose engine was given up gives no sign of life"

@@ -98,7 +98,9 @@ def test_clients_that_do_not_read_are_hung_up_on() -> None:
         process.terminate()
         assert process.wait() == 0
         output = process.output()
-        assert "3 clients did not read their answers" in output and output.count(" path=/v1/chat/completions ") == 3
+        assert (
+            "disconnecting 3 clients that did not read" in output and output.count(" path=/v1/chat/completions ") == 3
+        )
         assert "Traceback" not in output and " error " not in output
 
 

@@ -48,7 +48,7 @@ def test_what_was_not_used_is_given_back_and_what_was_overdrawn_is_owed() -> Non
     first = RunQuota(key)
     first.begin()
     first.reserve(900)
-    with pytest.raises(Overloaded, match="100 left, 200 asked for"):
+    with pytest.raises(Overloaded, match="100 left, 200 needed"):
         RunQuota(key).reserve(200)
     first.end(50)
     first.end(50)  # once more changes nothing

@@ -86,7 +86,7 @@ def test_without_a_key_file_thoughts_are_known_until_the_server_ends(
         path.write_bytes(content)
     signer = ThoughtKeys(path).signer("")
     assert signer.verified("I think", signer.sign("I think")) == "I think"
-    assert "not be known again after a restart" in caplog.text
+    assert "not be recognised after a restart" in caplog.text
     assert ThoughtKeys(path).signer("").verified("I think", signer.sign("I think")) is None
 
 

@@ -27,5 +27,5 @@ def test_warnings_are_warnings(lines: pytest.LogCaptureFixture) -> None:
 def test_a_failed_plan_is_one_warning(lines: pytest.LogCaptureFixture) -> None:
     engine_source.log_plan(ZeroDivisionError("of nothing"))
     assert [(r.levelname, r.getMessage()) for r in lines.records] == [
-        ("WARNING", "plan: none could be made: of nothing")
+        ("WARNING", "plan: the memory could not be planned: of nothing")
     ]

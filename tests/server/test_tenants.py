@@ -16,7 +16,7 @@ from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server import generation
 from tokenmill.server.accounting import RequestRecord
-from tokenmill.server.auth import may_be_local
+from tokenmill.server.auth import names_this_machine
 from tokenmill.server.errors import ModelsAreFixed
 from tokenmill.server.keys import KeyRecord, KeyRing, write_keys
 from tokenmill.server.ollama.routes import PresenceReply
@@ -128,7 +128,7 @@ def test_a_server_without_keys_answers_to_names_of_this_machine_only(
     ],
 )
 def test_names_of_this_machine(host: str, is_local: bool) -> None:
-    assert may_be_local(host, ()) is is_local
+    assert names_this_machine(host, ()) is is_local
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -77,7 +77,7 @@ def test_a_certificate_is_served_and_replaced(tmp_path: Path) -> None:
                 assert [line for line in lines if line][-1] == "data: [DONE]"
             files.key.write_text("nonsense")
             os.kill(process.child.pid, signal.SIGHUP)
-            assert eventually(lambda: "stays as it was" in process.output(), SOON_S)
+            assert eventually(lambda: "stays in use" in process.output(), SOON_S)
             assert served_certificate(port).strip() == second.strip()
             assert f"https://127.0.0.1:{port}" in process.output()
 
@@ -85,7 +85,7 @@ def test_a_certificate_is_served_and_replaced(tmp_path: Path) -> None:
 def test_wrong_files_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     one, other = make_certificate(tmp_path / "a", "one"), make_certificate(tmp_path / "b", "other")
     one.require_usable()
-    with pytest.raises(InvalidConfig, match="no certificate with its key"):
+    with pytest.raises(InvalidConfig, match="not a certificate and its key"):
         TlsFiles(one.cert, other.key).require_usable()
     with pytest.raises(InvalidConfig, match="No such file"):
         TlsFiles(one.cert, tmp_path / "none.pem").require_usable()

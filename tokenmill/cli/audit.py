@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from tokenmill.cli.output import print_table
 from tokenmill.errors import InvalidConfig
 from tokenmill.server import audit
-from tokenmill.server.keys import usual_file
+from tokenmill.server.keys import default_keys_file
 
 command = App(help="Show and verify the audit log of a server.", help_flags=["--help", "-h"], version_flags=[])
 
@@ -64,7 +64,7 @@ def _details(line: dict[str, object]) -> str:
 
 
 def _existing(file: Path | None) -> Path:
-    path = file or audit.file_beside(usual_file())
+    path = file or audit.file_beside(default_keys_file())
     if not path.exists():
         raise InvalidConfig(f"there is no audit log {path}", hint="a server with API keys keeps one")
     return path

@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 from tokenmill.cli.output import print_table
 from tokenmill.errors import InvalidConfig
 from tokenmill.server.audit import append, by_operator, file_beside
-from tokenmill.server.keys import KeyRecord, new_key, read_keys, usual_file, write_keys
+from tokenmill.server.keys import KeyRecord, default_keys_file, new_key, read_keys, write_keys
 
 command = App(help="Make, list and revoke the API keys of a server.", help_flags=["--help", "-h"], version_flags=[])
 
@@ -74,7 +74,7 @@ def add(
         For operators: on the server's page it sees the requests of all keys and may abort them; of several keys only
         such a one reads /metrics, and changes models where clients may.
     """
-    path = keys_file or usual_file()
+    path = keys_file or default_keys_file()
     wanted = KeyRecord(
         id=name,
         sha256="",
@@ -105,7 +105,7 @@ def list_keys(*, json: Annotated[bool, Parameter(negative="")] = False, keys_fil
     json
         One JSON array for programs.
     """
-    records = _known(keys_file or usual_file())
+    records = _known(keys_file or default_keys_file())
     if json:
         rows = [{**msgspec.to_builtins(record), "sha256": record.sha256[:12]} for record in records]
         print(msgspec.json.encode(rows).decode())
@@ -127,7 +127,7 @@ def revoke(name: str, *, keys_file: File = None, audit_log: AuditFile = None) ->
     name
         The id it was made with.
     """
-    path = keys_file or usual_file()
+    path = keys_file or default_keys_file()
     records = _known(path)
     left = [record for record in records if record.id != name]
     if len(left) == len(records):

@@ -1,16 +1,16 @@
-"""HTTP in front of the engine: one native path for every generation, dialects as translations around it.
+"""The HTTP server: every generation takes one path; each API dialect only translates to and from it.
 
     http_protocol ─► middleware ─► auth ─► routing ─► dialect: parse ─► generation ─► engine
       connection       id, log      key     body        body → job     job → events
     client ◄──────────────────────────────────────── dialect: render ◄──────┘
 
     app.py         the layers and the table of endpoints
-    dialect.py     what the outer layers know of a protocol: error bodies, key headers
-    registry.py    models by name
-    gate.py        the way to one model, in memory or not
-    variants.py    names that answer with another model
+    dialect.py     the parts of a protocol that the outer layers need: error bodies, status codes, key hint
+    registry.py    finds a model by name
+    gate.py        the handle of one model, whether it is in memory or not
+    variants.py    model names that are served by another model's engine
     openai/        OpenAI's dialect: endpoints, parser, renderings, schemas
-    run.py         the life of the process: bind, load, serve, drain
+    run.py         the lifecycle of the process: bind, load, serve, drain
 
-Generation knows no dialect: a dialect gives it a `GenerationJob` (requests and a `Rendering`) and gets a reply.
+`generation.py` knows no dialect: it takes a `GenerationJob` (engine requests and a `Rendering`) and writes the reply.
 """

@@ -1,4 +1,4 @@
-"""The record of one HTTP request while it runs, and what becomes of it: a log line and metrics. Never any text."""
+"""The record of one HTTP request, and the metrics that are computed from finished records. Neither holds any text."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ from tokenmill.server.quotas import KeyLimits
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.types import Event, Usage
 
-CLIENT_LEFT = 499  # as nginx counts a client that disconnected; it is never sent
+CLIENT_DISCONNECTED = 499  # nginx' status for a client that disconnected; it is never sent
 
 
 @dataclass
 class RequestRecord:
-    """The facts recorded of a request so far."""
+    """What is known about a request so far."""
 
     request_id: str
     method: str
     path: str
-    key_id: str = ""  # which API key it came with, not the key itself; "" where none is needed
-    key: KeyRecord | None = None  # what that key may do; None where it may do anything
-    limits: KeyLimits | None = None  # what is left of it
-    user: str = ""  # the end user, as the client names them
+    key_id: str = ""  # id of its API key, never the key itself; "" if the server has no keys
+    key: KeyRecord | None = None  # the permissions of that key; None: no restrictions
+    limits: KeyLimits | None = None  # the remaining quota of that key
+    user: str = ""  # the end user named by the client
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
-    is_generation: bool = False  # counts in the request metrics
-    is_batch_line: bool = False  # no client waits for it
+    is_generation: bool = False  # counted in the request metrics
+    is_batch_line: bool = False  # part of a batch: no client is waiting
     model: str | None = None  # set once the request is handed to an engine
     usage: Usage | None = None
-    route: str | None = None  # which of several engine processes it went to, and why
-    accepted_s: float = 0.0  # when the engine had accepted it, since `started_s`
+    route: str | None = None  # the replica it was assigned to, and why
+    accepted_s: float = 0.0  # when the engine accepted it, since `started_s`
     queue_s: float | None = None
     first_token_s: float | None = None  # since `started_s`
-    max_tokens: int = 0  # longest answer; 0: not known
-    gaps: LiveHistogram | None = None  # where the times between outputs are counted, once it has a model
+    max_tokens: int = 0  # longest answer; 0: unknown
+    gaps: LiveHistogram | None = None  # its model's histogram of times between outputs
     last_event_s: dict[int, float] = field(default_factory=dict)  # by choice
     finish_reasons: list[str] = field(default_factory=list)
     error_code: str | None = None
     is_finished: bool = False
     is_stream: bool = False
-    first_request: ClientRequest | None = None  # of the generation, once there is one
-    cache: str | None = None  # whether the answer was known already: hit or miss; None: it could not be
-    texts: LoggedTexts | None = None  # None: it does not go into the request log
-    trace: RequestTrace | None = None  # None: it is not traced
+    first_request: ClientRequest | None = None  # the first engine request of the generation
+    cache: str | None = None  # result of the response cache lookup: hit or miss; None: there was none
+    texts: LoggedTexts | None = None  # None: not part of the request log
+    trace: RequestTrace | None = None  # None: not traced
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s
@@ -83,24 +83,24 @@ class RequestRecord:
         if event.finish_reason is not None:
             self.finish_reasons.append(event.finish_reason)
 
-    def note_departure(self) -> None:
-        self.status = CLIENT_LEFT
+    def note_disconnect(self) -> None:
+        self.status = CLIENT_DISCONNECTED
 
     def note_failure(self, error: TokenmillError) -> None:
-        """Record that a stream failed after its status was sent."""
+        """Record that a stream failed after its HTTP status was sent."""
         self.status = error.http_status
         self.error_code = error.code
 
     @property
     def outcome(self) -> Outcome:
-        if self.status == CLIENT_LEFT:
+        if self.status == CLIENT_DISCONNECTED:
             return "abort"
         if self.status >= 400:
             return "error"
         return "length" if "length" in self.finish_reasons else "stop"
 
     def log_fields(self) -> dict[str, Value]:
-        """The fields of the request's log line: ids, counts and times; one that does not apply is left out."""
+        """Return the fields of the request's log line: ids, counts and times. Fields that do not apply are omitted."""
         usage = self.usage
         fields: dict[str, Value] = {
             "id": self.request_id,
@@ -127,7 +127,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 class Accounting:
-    """Counts finished requests and shows the engines' states as metrics."""
+    """Updates the metrics from finished requests and from the engines' state."""
 
     def __init__(self, metrics: Metrics, registry: ModelRegistry) -> None:
         self._metrics = metrics
@@ -161,23 +161,23 @@ class Accounting:
         )
 
     def render(self) -> tuple[bytes, str]:
-        """The metrics in Prometheus' text format, with the engines' numbers of this moment, and their content type."""
+        """Return the current metrics in Prometheus' text format, and their content type."""
         self._note_engines()
         self._metrics.process.set_watts(self._power.watts())
         return self._metrics.render(), CONTENT_TYPE_LATEST
 
     def values(self, names: Sequence[str]) -> dict[str, SeriesValue]:
-        """Return some of the metrics as numbers, summed over all models."""
+        """Return the values of the named metrics, summed over all models."""
         self._note_engines()
         return self._metrics.values(names)
 
     def unloaded(self, name: str, last: EngineStats) -> None:
-        """Count what the engine of a model did before it was unloaded."""
+        """Add the final counts of a model's engine before it is unloaded."""
         self._num_restarts.pop(name, None)
         self._metrics.of(name).engine_unloaded(_state(last))
 
     def _of_default(self) -> ModelMetrics:
-        """The series of the first model, for what can't be said of a certain one."""
+        """Return the series of the default model, for requests that reached no model."""
         return self._metrics.of(self._registry.default.label)
 
     def _note_engines(self) -> None:

@@ -1,11 +1,11 @@
-"""Adapters loaded and unloaded while the server runs, by the routes that vLLM's users know.
+"""Endpoints that load and unload adapters while the server runs, compatible with vLLM's.
 
     POST /v1/load_lora_adapter      {"lora_name": "sql", "lora_path": "/adapters/sql"}
     POST /v1/unload_lora_adapter    {"lora_name": "sql"}
 
-An adapter is then a model name, `sql` or `BASE:sql`. Loading one under a name that is taken needs `load_inplace`: new
-requests get the new one, those that run keep theirs. Clients that may pull models may load adapters: see
---manage-models.
+A loaded adapter is available as a model name, `sql` or `BASE:sql`. Replacing a loaded adapter of the same name needs
+`load_inplace`: new requests use the new one, running requests keep the old one. Clients that may pull models may load
+adapters: see --manage-models.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def adapter_endpoints(context: RouteContext) -> list[Endpoint]:
             hint = "load_inplace replaces it"
             raise InvalidRequest(f"an adapter {name[:200]!r} is loaded already", param="lora_name", hint=hint)
         if name in context.registry.names():
-            raise InvalidRequest(f"a model is called {name[:200]!r}", param="lora_name", hint="choose another name")
+            hint = "choose another name"
+            raise InvalidRequest(f"{name[:200]!r} is the name of a model", param="lora_name", hint=hint)
         await load_checked(engine, name, Path(path))
         return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
@@ -70,7 +71,7 @@ def adapter_endpoints(context: RouteContext) -> list[Endpoint]:
             TEXT,
             changing,
             LOAD_BODY,
-            description="Load an adapter of a served model from a folder or file of the server's machine.",
+            description="Load an adapter of a served model from a folder or file on the server's machine.",
             media_type="text/plain",
         ),
         Endpoint(
@@ -81,14 +82,14 @@ def adapter_endpoints(context: RouteContext) -> list[Endpoint]:
             TEXT,
             changing,
             UNLOAD_BODY,
-            description="Forget an adapter's name; requests that run with it go on.",
+            description="Unload an adapter; requests that run with it finish normally.",
             media_type="text/plain",
         ),
     ]
 
 
 async def engine_of(context: RouteContext, base: str | None) -> AdapterEngine:
-    """The engine of a served model; of the default one where none is named."""
+    """Return the engine of the model called `base`, or of the default model."""
     return await adapter_engine(
         gate_of(await context.when_read(lambda: context.registry.find(base, is_required=False)))
     )

@@ -1,4 +1,4 @@
-"""The interface of an engine with adapters, as the server uses it."""
+"""Loading adapters into an engine, as the server does it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmill.server.gate import EngineGate
 
 @runtime_checkable
 class AdapterEngine(Protocol):
-    """An engine that can have adapters."""
+    """An engine that supports adapters."""
 
     @property
     def adapters(self) -> list[LoadedAdapter]: ...
@@ -21,15 +21,15 @@ class AdapterEngine(Protocol):
 
 
 async def adapter_engine(gate: EngineGate) -> AdapterEngine:
-    """The engine behind a gate, brought into memory if need be."""
+    """Return the engine behind a gate, loading the model if necessary."""
     engine = await gate.enter()
     if not isinstance(engine, AdapterEngine):
-        raise UnknownModel(f"the model {gate.name} can't have adapters", param="model")
+        raise UnknownModel(f"the model {gate.name} does not support adapters", param="model")
     return engine
 
 
 async def load_checked(engine: AdapterEngine, name: str, path: Path) -> None:
-    """Load an adapter; what is wrong with it is the client's to know."""
+    """Load an adapter that a client named; report a faulty one as an InvalidRequest."""
     try:
         await engine.load_adapter(name, path.expanduser())
     except (ModelError, InvalidConfig) as problem:
@@ -37,7 +37,7 @@ async def load_checked(engine: AdapterEngine, name: str, path: Path) -> None:
 
 
 async def ensure_loaded(gate: EngineGate, name: str, path: Path) -> None:
-    """Load an adapter that a created model has, unless it is there."""
+    """Load the adapter of a created model, unless it is loaded."""
     engine = await adapter_engine(gate)
     if all(one.name != name for one in engine.adapters):
-        await load_checked(engine, name, path)  # of several first requests one loads, and the others wait for it
+        await load_checked(engine, name, path)  # concurrent first requests share one load

@@ -1,4 +1,4 @@
-"""Endpoints for operators: is it up, is it ready, which version, how busy."""
+"""Endpoints for operators: health and readiness probes, version, metrics and usage."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ TAG = "Operation"
 
 def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[bytes, str]]) -> list[Endpoint]:
     async def health(request: Request) -> Response:
-        found = context.registry.health()
-        content = {"status": found.state, "detail": found.detail}
-        if found.state == "ready":
+        health = context.registry.health()
+        content = {"status": health.state, "detail": health.detail}
+        if health.state == "ready":
             return json_response(content)
-        error = NotReady(found.state, found.detail)
+        error = NotReady(health.state, health.detail)
         request.state.record.error_code = error.code
-        shown = context.dialects.of(head_of(request.scope)).error_content(error, request.state.record.request_id)
-        return json_response({**content, **shown}, error.http_status, error_headers(error))
+        error_content = context.dialects.of(head_of(request.scope)).error_content(
+            error, request.state.record.request_id
+        )
+        return json_response({**content, **error_content}, error.http_status, error_headers(error))
 
     async def ping(request: Request) -> Response:
         return json_response({"status": "ok"})
 
     async def livez(request: Request) -> Response:
-        return probed(request, context.registry.is_live(), "the engine was given up: start the server anew")
+        return probe_reply(request, context.registry.is_live(), "the engine died too often: restart the server")
 
     async def startupz(request: Request) -> Response:
-        return probed(request, context.registry.has_started(), "the model is still loading")
+        return probe_reply(request, context.registry.has_started(), "the model is still loading")
 
-    def probed(request: Request, is_well: bool, why_not: str) -> Response:
-        if is_well:
+    def probe_reply(request: Request, is_ok: bool, detail: str) -> Response:
+        if is_ok:
             return json_response({"status": "ok"})
         request.state.record.error_code = "not_well"
-        return json_response({"status": "failed", "detail": why_not}, 503)
+        return json_response({"status": "failed", "detail": detail}, 503)
 
     async def version(request: Request) -> Response:
         return json_response({"version": tokenmill.__version__})
@@ -63,7 +65,7 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
             (503,),
             description="Ready: 200. Loading, draining or dead: 503.",
         ),
-        Endpoint("GET", "/ping", ping, TAG, object_of(status=TEXT), description="The front process is alive."),
+        Endpoint("GET", "/ping", ping, TAG, object_of(status=TEXT), description="200 while the HTTP server runs."),
         Endpoint(
             "GET",
             "/livez",
@@ -71,7 +73,7 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
             TAG,
             object_of(status=TEXT),
             (503,),
-            description="503 once the engine was given up, after too many deaths: the process should be started anew.",
+            description="503 once the engine has died too often to be restarted: the server must be restarted.",
         ),
         Endpoint(
             "GET",
@@ -80,7 +82,7 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
             TAG,
             object_of(status=TEXT, detail=TEXT),
             (503,),
-            description="As /health: whether a request would be answered now.",
+            description="The same as /health: 200 while requests are accepted.",
         ),
         Endpoint(
             "GET",
@@ -89,7 +91,7 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
             TAG,
             object_of(status=TEXT),
             (503,),
-            description="200 once the model was loaded for the first time, whatever happens later.",
+            description="200 from the first successful load of the model on.",
         ),
         Endpoint("GET", "/version", version, TAG, object_of(version=TEXT)),
         Endpoint(
@@ -99,7 +101,7 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
             TAG,
             TEXT,
             (403,),
-            description="Prometheus metrics of the whole server. Of several keys, for one that sees all.",
+            description="Prometheus metrics of the whole server. With several API keys, it needs one with `sees_all`.",
             media_type="text/plain",
         ),
     ]
@@ -107,7 +109,7 @@ def admin_endpoints(context: RouteContext, render_metrics: Callable[[], tuple[by
 
 def usage_endpoints(ledger: Ledger) -> list[Endpoint]:
     async def usage(request: Request) -> Response:
-        """Report the usage of the client's own key, never of another's."""
+        """Report the usage of the client's own key."""
         groups = groups_of(request.query_params.get("group_by", "model"))
         since_s = moment_of(request.query_params.get("since", "30d"), time.time())
         rows = await ledger.usage(groups, since_s, request.state.record.key_id)
@@ -121,6 +123,6 @@ def usage_endpoints(ledger: Ledger) -> list[Endpoint]:
             TAG,
             object_of(object=TEXT, since={"type": "integer"}, data=list_of(object_of(requests=COUNT))),
             (400,),
-            description="Requests and tokens of the key that asks; ?group_by=model,user,outcome,day,month&since=7d.",
+            description="Requests and tokens of the request's key; ?group_by=model,user,outcome,day,month&since=7d.",
         )
     ]

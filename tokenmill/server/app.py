@@ -1,6 +1,6 @@
-"""The application: layers from the outside in, and the routes.
+"""The ASGI application: its middleware layers from the outside in, and its routes.
 
-id, record, log line ─► CORS, if asked for ─► key, if there are any ─► routes ─► error bodies of the path's dialect
+request id, record, log line ─► CORS (if configured) ─► API key (if any) ─► routes ─► errors in the path's dialect
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ EXPOSED_HEADERS = (
 
 DIALECTS = Dialects(ANTHROPIC, LLAMACPP, OLLAMA, TGI, OPENAI)
 ENDPOINTS: tuple[Callable[[RouteContext], list[Endpoint]], ...] = (
-    openai_endpoints,  # first: the routes that are asked most are found soonest
+    openai_endpoints,  # first: Starlette tries routes in order, and these are requested most
     response_endpoints,
     anthropic_endpoints,
     llamacpp_endpoints,
@@ -96,8 +96,10 @@ def create_app(
     fits: MakeFinder | None = None,
     loader: ModelLoader | None = None,
 ) -> Starlette:
-    """The server of one engine, or of models behind gates, which open once their models are loaded. `keys`: by default
-    those in `config`. `fits`: makes what knows which models fit here. `loader`: what loads and unloads the models."""
+    """Create the application for one engine, or for models behind gates, which open once their models are loaded.
+
+    `keys`: the API keys; by default those in `config`. `fits`: makes the function that decides which models fit this
+    machine. `loader`: loads and unloads the models."""
     known_keys = KeyRing([key.encode() for key in config.api_key]) if keys is None else keys
     config = with_priorities(config, has_keys=bool(known_keys))
     loader = loader or ModelLoader()
@@ -150,7 +152,7 @@ def create_app(
         exception_handlers={
             TokenmillError: _show_error,
             HTTPException: _show_routing_error,
-            ClientDisconnect: _note_departure,
+            ClientDisconnect: _note_disconnect,
         },
     )
     app.router.redirect_slashes = False
@@ -162,8 +164,8 @@ def create_app(
 
 
 def with_priorities(config: ServerConfig, *, has_keys: bool) -> ServerConfig:
-    """Return the settings with the smallest priority filled in: where strangers may connect, no client goes before the
-    others."""
+    """Return the settings with `min_priority` filled in: where untrusted clients may connect, none may raise its own
+    priority above the default."""
     if config.min_priority is None and (has_keys or config.allow_open):
         return replace(config, min_priority=0)
     return config
@@ -175,7 +177,7 @@ def response_cache(config: ServerConfig) -> ResponseCache | None:
 
 
 def _batch_endpoints(context: RouteContext, jobs: dict[str, MakeJob]) -> list[Endpoint]:
-    """Files and batches; `jobs`: what a line of a batch may ask, by path."""
+    """Return the endpoints of files and batches. `jobs`: the job makers that batch lines may use, by URL path."""
     files = StoredFiles(context.state, context.config.max_files_bytes)
     runner = BatchRunner(context, files, jobs, context.config.max_state_bytes)
     context.services.append(runner)
@@ -221,7 +223,7 @@ def _layers(
     return layers
 
 
-# ── errors, in the dialect of the request's path ───────────────────────────────────────────────────────
+# ── errors, rendered in the dialect of the request's path ──────────────────────────────────────────────
 
 
 async def _show_error(request: Request, error: Exception) -> Response:
@@ -235,7 +237,7 @@ async def _show_routing_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=headers)
-    path = str(request.scope["path"])[:200]  # not that of `url`, which a Host header may change
+    path = str(request.scope["path"])[:200]  # not `request.url.path`, which a Host header can change
     hint = _near_paths(request.app, path) if error.status_code == 404 else None
     problem = RoutingError(error.status_code, f"{request.method} {path}: {error.detail}", hint)
     request.state.record.error_code = problem.code
@@ -243,12 +245,12 @@ async def _show_routing_error(request: Request, error: Exception) -> Response:
 
 
 def _near_paths(app: Starlette, path: str) -> str:
-    """Return the paths that resemble an unknown one, for a hint: first those that it is a prefix of."""
+    """Return a hint with paths that resemble an unknown one: first those below it, then those spelled alike."""
     paths = {str(route.path) for route in app.routes if isinstance(route, Route) and "{" not in route.path}
     known = sorted(paths - PAGE_PATHS)
     below = [one for one in known if one.startswith(path.rstrip("/") + "/")]
-    alike = difflib.get_close_matches(path, known, n=3, cutoff=0.6)
-    near = list(dict.fromkeys([*below, *alike]))[:3]
+    similar = difflib.get_close_matches(path, known, n=3, cutoff=0.6)
+    near = list(dict.fromkeys([*below, *similar]))[:3]
     return f"there is {', '.join(near)}; /docs lists all paths" if near else "/docs lists all paths"
 
 
@@ -257,7 +259,7 @@ def _error_response(request: Request, error: TokenmillError, headers: dict[str, 
     return dialects.of(head_of(request.scope)).error_response(error, request.state.record.request_id, headers)
 
 
-async def _note_departure(request: Request, error: Exception) -> Response:
-    """Record that the client disconnected while it was sending; no one reads the response."""
-    request.state.record.note_departure()
+async def _note_disconnect(request: Request, error: Exception) -> Response:
+    """Record that the client disconnected while it was sending its body; the response reaches no one."""
+    request.state.record.note_disconnect()
     return Response(status_code=400)

@@ -1,15 +1,15 @@
-"""The audit log: who was let in or refused, and what happened to keys, models and engines, as a chain of hashes.
+"""The audit log: refused keys and changes of keys, models and engines, as a chain of hashes.
 
     {"entry": 7, "time": "2027-01-31T12:00:00.123Z", "event": "key_added", "id": "alice", …, "previous": H6, "hash": H7}
 
-The hash of a line covers all before it in the line, and with `previous` all lines before it, so a line that was
-changed, removed or slipped in later is found by `tokenmill audit verify`. Someone who may write the file can also write
-all of it anew, or cut off its end: the log of the server tells the newest hash at its start and at its end, and `verify
---contains HASH` says whether such a hash is still part of the chain.
+The hash of a line covers all other fields of the line and, by `previous`, all lines before it, so `tokenmill audit
+verify` finds a line that was changed, removed or inserted later. Someone with write access can still rewrite the whole
+file or cut off its end. To detect that, the server logs the newest hash at its start and at its end, and `verify
+--contains HASH` reports whether such a hash is still part of the chain.
 
-The server and `tokenmill keys` write to the same file, each line under a lock. At `ROTATE_BYTES` the file gets the
-number of its last entry as part of its name (`audit.7.jsonl`) and the chain goes on in a new one. Neither keys nor
-texts are ever written.
+The server and `tokenmill keys` append to the same file under a lock. Beyond `ROTATE_BYTES` the file is renamed with the
+number of its last entry (`audit.7.jsonl`) and the chain continues in a new file. Neither keys nor texts are ever
+written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import IO, Any
 
 from tokenmill.errors import InvalidConfig, TokenmillError
 
-FIRST = "0" * 64  # what the first entry follows on
+FIRST = "0" * 64  # `previous` of the first entry
 ROTATE_BYTES = 16 << 20
 MAX_LINE_BYTES = 64 << 10
 
 Detail = str | int | float | Sequence[str]
-Entry = tuple[float, str, Mapping[str, Detail]]  # when, what, details
+Entry = tuple[float, str, Mapping[str, Detail]]  # time, event name, details
 
 
 class BrokenChain(TokenmillError):
@@ -47,8 +47,7 @@ FILE_NAME = "audit.jsonl"
 
 
 def file_beside(keys_file: Path) -> Path:
-    """Return the audit log that belongs to a file of keys, for the commands that change it and the server that reads
-    it."""
+    """Return the path of the audit log next to a keys file. The commands that change keys and the server share it."""
     return keys_file.with_name(FILE_NAME)
 
 
@@ -56,7 +55,7 @@ def file_beside(keys_file: Path) -> Path:
 
 
 def append(path: Path, entries: Sequence[Entry]) -> None:
-    """Add entries to the chain, on the disk when this returns."""
+    """Append entries to the chain; they are on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     is_written = False
     while not is_written:
@@ -70,15 +69,15 @@ def append(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def newest(path: Path) -> tuple[int, str]:
-    """Number and hash of the newest entry."""
+    """Return the number and the hash of the newest entry."""
     with _locked(path) as file:
         return _last(path, file)
 
 
 def _write(file: IO[str], number: int, previous: str, entries: Sequence[Entry]) -> None:
     lines = []
-    for place, (time_s, event, details) in enumerate(entries, number + 1):
-        line = line_of(place, time_s, event, details, previous)
+    for entry_number, (time_s, event, details) in enumerate(entries, number + 1):
+        line = line_of(entry_number, time_s, event, details, previous)
         previous = line["hash"]
         lines.append(json.dumps(line, ensure_ascii=True) + "\n")
     file.write("".join(lines))
@@ -93,9 +92,9 @@ def line_of(number: int, time_s: float, event: str, details: Mapping[str, Detail
 
 
 def hash_of(line: Mapping[str, object]) -> str:
-    """The hash of a line without its `hash`; the order of fields and the spelling of strings do not matter."""
-    told = {name: value for name, value in line.items() if name != "hash"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    """Return the hash of a line without its field `hash`. The order of fields and JSON escapes do not matter."""
+    hashed = {name: value for name, value in line.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def rotated_name(path: Path, number: int) -> Path:
@@ -108,7 +107,7 @@ def _private(name: str, flags: int) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
-    """Open the file for reading and appending under an exclusive lock; never one that was rotated meanwhile."""
+    """Open the file for reading and appending under an exclusive lock; open it again if it was rotated meanwhile."""
     while True:
         with open(path, "a+", opener=_private, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -118,7 +117,7 @@ def _locked(path: Path) -> Iterator[IO[str]]:
 
 
 def _is_named(file: IO[str], path: Path) -> bool:
-    """Tell whether a file still has this name: another process may rotate at any moment."""
+    """Return whether an open file still has this name: another process may have rotated it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -126,7 +125,8 @@ def _is_named(file: IO[str], path: Path) -> bool:
 
 
 def _last(path: Path, file: IO[str]) -> tuple[int, str]:
-    """Number and hash of the newest entry. A line that a crash cut short is ended: the next one stands alone."""
+    """Return the number and the hash of the newest entry. If a crash cut the last line short, end that line, so that
+    the next entry begins a new one."""
     end = file.seek(0, os.SEEK_END)
     if not end:
         older = rotated_files(path)
@@ -146,11 +146,11 @@ def _last_in(tail: bytes, path: Path) -> tuple[int, str]:
             return int(line["entry"]), str(line["hash"])
         except (ValueError, KeyError, TypeError):
             continue
-    raise BrokenChain(f"{path} holds no entry of an audit log", hint="move the file away to begin a new one")
+    raise BrokenChain(f"{path} holds no entry of an audit log", hint="move the file away to start a new log")
 
 
 def rotated_files(path: Path) -> list[Path]:
-    """Older files of the same chain, the oldest first."""
+    """Return the older files of the same chain, the oldest first."""
     name = re.compile(re.escape(path.stem) + r"\.(\d+)" + re.escape(path.suffix))
     found = [
         (int(match[1]), one)
@@ -161,7 +161,7 @@ def rotated_files(path: Path) -> list[Path]:
 
 
 def read_entries(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read all entries of the chain, each with its position; an empty one for a line that can't be parsed."""
+    """Yield each entry of the chain with its position (file, line); the entry is empty if its line can't be parsed."""
     for file in [*rotated_files(path), path]:
         try:
             lines = file.read_bytes().splitlines()
@@ -177,20 +177,20 @@ def read_entries(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
 
 @dataclass(frozen=True)
 class ChainState:
-    """The result of verifying a chain that is intact."""
+    """The result of verifying an intact chain."""
 
-    first: int  # number of the oldest entry that is here
+    first: int  # number of the oldest entry in the files
     last: int
-    hash: str  # of the newest
+    hash: str  # of the newest entry
     hashes: frozenset[str]
-    num_unreadable: int  # lines that a crash cut short: they never were part of the chain
+    num_unreadable: int  # lines cut short by a crash, which are not part of the chain
 
 
 def verify(path: Path) -> ChainState:
-    """Follow the chain; BrokenChain names the first place where it does not hold."""
+    """Check the chain from its oldest entry; BrokenChain names the first line that does not fit."""
     first, number, previous, num_unreadable = 0, 0, FIRST, 0
     hashes = {FIRST}
-    for place, line in read_entries(path):
+    for position, line in read_entries(path):
         if not line:
             num_unreadable += 1
             continue
@@ -199,16 +199,16 @@ def verify(path: Path) -> ChainState:
             first = oldest if isinstance(oldest, int) else 1
             number, previous = first - 1, FIRST if first == 1 else str(line.get("previous"))
         if line.get("entry") != number + 1 or line.get("previous") != previous:
-            raise BrokenChain(f"{place}: entry {line.get('entry')!r} does not follow on entry {number}")
+            raise BrokenChain(f"{position}: entry {line.get('entry')!r} does not follow on entry {number}")
         if line.get("hash") != hash_of(line):
-            raise BrokenChain(f"{place}: entry {number + 1} was changed after it was written")
+            raise BrokenChain(f"{position}: entry {number + 1} was changed after it was written")
         number, previous = number + 1, str(line["hash"])
         hashes.add(previous)
     return ChainState(first, number, previous, frozenset(hashes), num_unreadable)
 
 
 def by_operator() -> str:
-    """The user who runs this process, for entries that a command makes."""
+    """Return the name of the user who runs this process, for entries written by commands."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -1,8 +1,8 @@
-"""Entries that a running server writes to its audit log: start and end, refused keys, changed keys, loads, restarts.
+"""The audit entries of a running server: start and stop, refused keys, changed keys, loads, unloads and restarts.
 
-Entries are gathered on the event loop and written by a thread, twice a second at most, so that no request waits for the
-disk. An engine's restarts are found by looking at its count twice a second: none is missed, and the engine's own code
-knows nothing of audits. Refusals of keys are added up meanwhile, so that a flood of them does not fill the disk.
+Entries are collected on the event loop and written by a thread, at most twice a second, so that no request waits for
+the disk. Restarts of engines are found by polling their counters twice a second, so the engine need not know of the
+audit log. Refused keys are counted in between, so that a flood of them does not fill the disk.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tokenmill.server.write_behind import WriteBehind
 
 log = get_log("server")
 
-MAX_CLIENTS = 20  # listed one by one in an interval; others are counted together
-MAX_NAMES = 100  # ids of keys in one entry
-MAX_TEXT = 200
+MAX_CLIENTS = 20  # clients with an entry of their own per interval; the others are counted together
+MAX_NAMES = 100  # key ids listed in one entry
+MAX_TEXT = 200  # characters
 
 Records = Mapping[str, KeyRecord]
 
 
 def audit_file(config: ServerConfig, keys: KeyRing, state_folder: Path | None) -> Path | None:
-    """Return the path of a server's audit log: the configured one; else, if it has keys and a disk, beside their file,
-    or with its state."""
+    """Return the path of a server's audit log: the configured one, else (if the server has keys and a state folder)
+    beside the keys file or in the state folder."""
     if config.audit_log is not None or not keys or state_folder is None:
         return config.audit_log
     if keys.path is not None and os.access(keys.path.parent, os.W_OK | os.X_OK):
@@ -44,7 +44,7 @@ def audit_file(config: ServerConfig, keys: KeyRing, state_folder: Path | None) -
 
 
 class AuditTrail:
-    """Gathers entries and writes them; one without a file keeps none."""
+    """Collects entries and writes them; without a path it does nothing."""
 
     def __init__(self, path: Path | None, registry: ModelRegistry, keys: KeyRing) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class AuditTrail:
             self._refusals[(who, reason)] += 1
 
     def note_keys(self) -> None:
-        """Tell how the keys differ from what they were, after they were read again."""
+        """Add an entry with the keys that were added, removed or changed, after they were read again."""
         now, before = self._keys.records(), self._known
         self._known = now
         added, removed = sorted(now.keys() - before.keys()), sorted(before.keys() - now.keys())
@@ -96,35 +96,35 @@ class AuditTrail:
     # ── as a service ───────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        """Write what has come since the server was made, and go on writing."""
+        """Write the entries so far, and from now on write new ones periodically."""
         if self._path is None:
             return
         await self._entries.flush()
-        await self._tell_newest_hash()
-        self._watching = asyncio.create_task(self._entries.run(before=self._look))
+        await self._log_newest_hash()
+        self._watching = asyncio.create_task(self._entries.run(before=self._poll))
 
     async def close(self) -> None:
         if self._path is None:
             return
         if self._watching is not None:
             self._watching.cancel()
-        self._look()
+        self._poll()
         self.note("server_stopped")
         await self._entries.flush()
-        await self._tell_newest_hash()
+        await self._log_newest_hash()
 
     def _append(self, entries: list[Entry]) -> None:
         assert self._path is not None
         append(self._path, entries)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         refusals, self._refusals = self._refusals, Counter()
         for (client, reason), count in refusals.items():
             self.note("auth_failed", client=client[:MAX_TEXT], reason=reason, count=count)
         for gate in self._registry.gates:
-            self._look_at(gate)
+            self._poll_gate(gate)
 
-    def _look_at(self, gate: EngineGate) -> None:
+    def _poll_gate(self, gate: EngineGate) -> None:
         stats, name = gate.stats(), gate.label
         if stats is None:
             return
@@ -136,8 +136,8 @@ class AuditTrail:
             self._given_up.add(name)
             self.note("engine_given_up", model=name)
 
-    async def _tell_newest_hash(self) -> None:
-        """Put the newest hash into the log as well: an audit log that was cut off later does not contain it."""
+    async def _log_newest_hash(self) -> None:
+        """Write the newest hash to the server's log: an audit log that is truncated later does not contain it."""
         assert self._path is not None
         try:
             number, newest_hash = await asyncio.to_thread(newest, self._path)

@@ -1,7 +1,7 @@
-"""API keys: every path needs one except a short public list, so a new route is closed until it is listed here.
+"""Authentication: every path needs an API key except a short public list, so a new route is private by default.
 
-A key may come in the header of any dialect, and several may come together: one that is right admits. Keys are found by
-their digests (`keys.py`), and never logged.
+A key may be sent in the header of any dialect. If several keys are sent, one valid key is enough. Keys are looked up by
+their digests (`keys.py`) and never logged.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ HOST = re.compile(r"(?:\[([0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?")  # and perhaps 
 
 
 def require_safe_exposure(config: ServerConfig, keys: KeyRing) -> None:
-    """Refuse to listen beyond this machine without a key, unless that was asked for."""
+    """Refuse to listen beyond this machine without a key, unless `--allow-open` is set."""
     if keys or config.allow_open or is_loopback(config.host):
         return
     raise InvalidConfig(
         f"listening on {config.host} without an API key would let anyone use this server",
         param="host",
-        hint="set --api-key, or --allow-open if that is what you want",
+        hint="set --api-key, or --allow-open to serve without one",
     )
 
 
 def may_manage(request: Request, config: ServerConfig) -> bool:
-    """Return whether a client may change models. Where that rests on the server's address, the request must name this
-    machine too: a web page whose name was made to lead here (DNS rebinding) names its own. And of several keys it must
-    be one that sees all: a proxy on this machine lets all tenants in, and none may unload the model of the others."""
+    """Return whether a client may change models.
+
+    By default only clients of a loopback server may. The request's Host must be a loopback address too: a web page that
+    reaches this server by DNS rebinding sends its own name. Where there are several keys, the request needs one with
+    `sees_all`: behind a proxy on this machine every tenant seems local, and none may unload the others' model."""
     if config.manage_models is not None:
         return config.manage_models
     return is_operator(request.scope) and is_loopback(config.host) and is_loopback(request.url.hostname or "")
 
 
 def is_operator(scope: Scope) -> bool:
-    """Return whether a request has a key that sees all, as a lone key does, or needs none."""
+    """Return whether a request has a key with `sees_all` (an only key always has it), or the server has no keys."""
     record: RequestRecord = scope["state"]["record"]
     return record.key is None or record.key.sees_all
 
 
 def require_operator(request: Request) -> None:
-    """Refuse a tenant what is about all of them: how much others use at a time is theirs to know."""
+    """Refuse a tenant's request for data about the whole server: it would reveal how much other tenants use."""
     if not is_operator(request.scope):
         raise OperatorsOnly(
-            "of several keys, only one that sees all reads what is about the whole server",
+            "this needs an operator's key: it is about the whole server, not one tenant",
             hint="tokenmill keys add NAME --sees-all",
         )
 
@@ -81,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def keys_in(headers: Headers) -> list[bytes]:
-    """Return all keys in a request's headers; never one in the URL, which proxies log."""
+    """Return all keys in a request's headers. A key in the URL is not accepted: proxies log URLs."""
     return [_key(name, headers[name]) for name in KEY_HEADERS if name in headers]
 
 
@@ -92,9 +94,9 @@ def _key(name: str, value: str) -> bytes:
     return value.strip().encode("latin-1", "replace")
 
 
-def may_be_local(host: str, allowed: Collection[str]) -> bool:
-    """Tell whether a Host header names this machine. A page's own domain can be made to point here (DNS rebinding), an
-    address or a name without a dot can't."""
+def names_this_machine(host: str, allowed: Collection[str]) -> bool:
+    """Return whether a Host header names this machine: an IP address, a name without a dot, or an allowed name. Any
+    other domain may belong to a web page that reaches this server by DNS rebinding."""
     found = HOST.fullmatch(host.strip().lower())
     if found is None:
         return False
@@ -109,31 +111,34 @@ def may_be_local(host: str, allowed: Collection[str]) -> bool:
 
 
 class RequireLocalHost:
-    """Refuses requests to a server of this machine that was called by a name of the internet. The server has no keys,
-    so any web page that its user visits could otherwise ask it, and read the answers."""
+    """Refuses requests to a loopback server without keys if their Host is an internet domain. Otherwise any web page
+    that the user visits could send requests by DNS rebinding and read the replies."""
 
     def __init__(self, app: ASGIApp, *, allowed: Collection[str], dialects: Dialects) -> None:
         self._app = app
         names = {name.lower() for name in allowed}
-        self._may_be_local = lru_cache(maxsize=64)(lambda host: may_be_local(host, names))  # most name the same one
+        self._names_this_machine = lru_cache(maxsize=64)(lambda host: names_this_machine(host, names))
         self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._may_be_local(Headers(scope=scope).get("host", "")):
+        if scope["type"] != "http" or self._names_this_machine(Headers(scope=scope).get("host", "")):
             await self._app(scope, receive, send)
             return
         record: RequestRecord = scope["state"]["record"]
-        error = UnknownHost("this server has no API keys and does not answer to this Host", hint="--allowed-host NAME")
+        error = UnknownHost(
+            "this server has no API keys and refuses this Host header, which could be a web page's (DNS rebinding)",
+            hint="--allowed-host NAME allows a name",
+        )
         record.error_code = error.code
         await self._dialects.of(head_of(scope)).error_response(error, record.request_id)(scope, receive, send)
 
 
-OnRefusal = Callable[[str, str], None]  # the address of a client, and why it was refused
+OnRefusal = Callable[[str, str], None]  # (client address, reason)
 
 
 class RequireKey:
-    """Asks every request for a key but those of a few public paths, before routing: a path that does not exist needs
-    one too, so nothing can be probed."""
+    """Requires an API key for every path that is not public. This comes before routing, so that unknown paths need a
+    key too and no one can probe which paths exist."""
 
     def __init__(
         self,
@@ -152,7 +157,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError("only HTTP is served: other ways in would need no key")
+            raise RuntimeError("only HTTP is served: other protocols would bypass the key check")
         if self._is_public(scope):
             await self._app(scope, receive, send)
             return
@@ -163,7 +168,7 @@ class RequireKey:
             record.key_id, record.key = known.id, known
             await self._app(scope, receive, send)
             return
-        self._on_refusal(str((scope.get("client") or ["unknown"])[0]), self._keys.why_not(offered))
+        self._on_refusal(str((scope.get("client") or ["unknown"])[0]), self._keys.refusal_reason(offered))
         dialect = self._dialects.of(head_of(scope))
         error = MissingKey("a valid API key is required", hint=dialect.key_hint)
         record.error_code = error.code

@@ -1,12 +1,12 @@
-"""The body of a request: read within bounds, parsed as JSON, and its fields checked one by one.
+"""Request bodies: reading with limits, parsing as JSON, and strict access to the fields.
 
-Bodies are JSON only, of bounded size, within bounded time, and read as a stream, so that one that is too large is
-refused without ever being in memory. A compressed body is unpacked while it comes (`compression.py`), and the bounds
-are those of the unpacked one.
+Bodies must be JSON, and their size and transfer time are limited. They are read as a stream, so a body that is too
+large is refused without being held in memory. A compressed body is decompressed while it arrives (`compression.py`);
+the limits apply to its decompressed size.
 
-Fields are read strictly; every dialect's parser is built from `BodyFields`. A value of the wrong type or out of range
-is refused by name. `true` is not a number and `2.0` is not an integer. JSON's null counts as absent. Fields that no
-parser reads are ignored: clients add new ones every month.
+Every dialect's parser is built on `BodyFields`. A value of the wrong type or out of range is refused with the field's
+name. `true` is not a number and `2.0` is not an integer. A null counts as absent. Fields that no parser reads are
+ignored: clients add new ones every month.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError
 from tokenmill.server.compression import unpacker_of
 from tokenmill.server.errors import BodyTooLarge, BodyTooSlow, MissingBody, WrongContentType
 
-DISCARD_BYTES = 64 * 1024 * 1024  # read and thrown away after a refusal, so that the client gets to see it
+DISCARD_BYTES = 64 * 1024 * 1024  # read and discarded after a refusal, so that the client sees the error
 DISCARD_S = 2.0
-MAX_UNDER_WAY_BYTES = 256 * 1024 * 1024  # of all bodies that are being received
-SMALL_BYTES = 64 * 1024  # a body of this size always finds room
+MAX_RECEIVING_BYTES = 256 * 1024 * 1024  # total of all bodies being received
+SMALL_BYTES = 64 * 1024  # smaller bodies are exempt from that total
 SHOWN_CHARACTERS = 60
 BROWSER_HEADERS = ("origin", "sec-fetch-site")
 JSON_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
 
 
 class BodyReader:
-    """Reads bodies. All that are being received are bounded together too, as a slow client may hold one for long."""
+    """Reads request bodies. The total size of all bodies being received is limited too: slow clients hold theirs for a
+    long time."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self.num_under_way = 0  # bytes
 
     async def read(self, request: Request, *, takes_any_type: bool = False) -> bytes:
-        """The bytes of a JSON body; `parse_object` reads them. `takes_any_type`: it need not be called JSON."""
+        """Return the bytes of a JSON body, for `parse_object`. `takes_any_type`: accept any content type."""
         require_json(request, takes_any_type=takes_any_type)
         timeout_s = self._config.body_timeout_s
         try:
@@ -52,7 +53,7 @@ class BodyReader:
         unpacker = unpacker_of(request.headers.get("content-encoding", ""))
         announced = request.headers.get("content-length", "")
         refusal = self._refusal(int(announced)) if announced.isdigit() else None
-        if refusal is not None:  # at once: the connection drops what still comes
+        if refusal is not None:  # before reading anything: the connection discards the rest (`http_protocol.py`)
             raise refusal
         stream = request.stream()
         kept = KeptBody(self)
@@ -64,7 +65,7 @@ class BodyReader:
                 kept.note_packed(len(chunk))
                 for piece in unpacker.push(chunk):
                     kept.add(piece)
-                    await asyncio.sleep(0)  # unpacking is slow: others get their turn between two pieces
+                    await asyncio.sleep(0)  # decompression is slow: let other tasks run between pieces
             if unpacker is not None:
                 unpacker.finish()
             return b"".join(kept.pieces)
@@ -76,28 +77,28 @@ class BodyReader:
             self.num_under_way -= kept.size
 
     def require_room(self, size: int) -> None:
-        """Refuse a body that has reached this size."""
+        """Refuse a body that has grown to this size, if it is too large."""
         refusal = self._refusal(size)
         if refusal is not None:
             raise refusal
 
     def _refusal(self, size: int) -> TokenmillError | None:
-        """The reason to refuse a body of this size, as far as the size is known."""
-        most = self._config.max_body_bytes
-        if size > most:
-            return BodyTooLarge(f"the body is larger than {most} bytes", hint="--max-body-bytes sets the limit")
-        if size > SMALL_BYTES and self.num_under_way > MAX_UNDER_WAY_BYTES:
+        """Return why a body of this size (so far, or as announced) is refused; None if it is not."""
+        limit = self._config.max_body_bytes
+        if size > limit:
+            return BodyTooLarge(f"the body is larger than {limit} bytes", hint="--max-body-bytes sets the limit")
+        if size > SMALL_BYTES and self.num_under_way > MAX_RECEIVING_BYTES:
             return Overloaded("too many large bodies are being sent at the same time", retry_after_s=2.0)
         return None
 
 
 class KeptBody:
-    """The pieces of one body that is being received, unpacked."""
+    """The decompressed pieces of one body that is being received."""
 
     def __init__(self, reader: BodyReader) -> None:
         self.pieces: list[bytes] = []
         self.size = 0
-        self._num_packed = 0  # bytes of a compressed body, which may unpack to nothing for ever
+        self._num_packed = 0  # compressed bytes; limited too, since endless input may decompress to nothing
         self._reader = reader
 
     def add(self, piece: bytes) -> None:
@@ -112,8 +113,8 @@ class KeptBody:
 
 
 def require_json(request: Request, *, takes_any_type: bool = False) -> None:
-    """Refuse a body that says it is something else. Web pages can send other types to any server without asking it, so
-    from a browser only JSON is taken, whatever the dialect."""
+    """Refuse a body that is not declared as JSON. Web pages can send other content types to any server without CORS, so
+    a browser must declare JSON in every dialect."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     is_lenient = takes_any_type and not any(name in request.headers for name in BROWSER_HEADERS)
     if not is_lenient and kind != "application/json" and not kind.endswith("+json"):
@@ -123,7 +124,7 @@ def require_json(request: Request, *, takes_any_type: bool = False) -> None:
 
 
 async def discard(stream: Any) -> None:
-    """Read on without keeping anything: a client that is still sending would see a broken connection, not a 413."""
+    """Read and drop the rest of a body: a client that is still sending would see a broken connection, not the 413."""
     size = 0
     try:
         async with asyncio.timeout(DISCARD_S):
@@ -139,8 +140,8 @@ async def discard(stream: Any) -> None:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. orjson refuses NaN, Infinity, numbers beyond a double, lone surrogates and nesting
-    deeper than 1024."""
+    """Parse a body that must be a JSON object. orjson refuses NaN, Infinity, numbers beyond a double, lone surrogates
+    and nesting deeper than 1024."""
     if not body.strip():
         raise MissingBody("the body is empty; send a JSON object", hint="see /docs")
     try:
@@ -153,14 +154,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str:
-    """The JSON type of a value, in words."""
+    """Return the JSON type of a value, for error messages."""
     if value is None:
         return "null"
     return JSON_NAMES.get(type(value), "an object")
 
 
 def shown(value: object) -> str:
-    """A value as an error message quotes it: never long."""
+    """Return a value as error messages quote it: shortened."""
     if isinstance(value, list | dict):
         return kind_of(value)
     text = orjson.dumps(value).decode() if not isinstance(value, str) else repr(value[:SHOWN_CHARACTERS])
@@ -168,12 +169,13 @@ def shown(value: object) -> str:
 
 
 def refuse(name: str, problem: str, hint: str | None = None) -> NoReturn:
-    """Raise that a field is wrong."""
+    """Raise the InvalidRequest of a field: "NAME PROBLEM"."""
     raise InvalidRequest(f"{name} {problem}", param=name, hint=hint)
 
 
 class BodyFields:
-    """The fields of one JSON object; `prefix` is where it is in the body (`messages[2].`), for error messages."""
+    """Strict access to the fields of one JSON object. `prefix`: its path in the body (`messages[2].`), for error
+    messages."""
 
     def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
         self.values = values
@@ -260,12 +262,12 @@ class BodyFields:
         return ids
 
     def refuse_any(self, keys: tuple[str, ...], hint: str | None = None) -> None:
-        """Refuse fields that are known and cannot be honoured, unless they are null or false."""
+        """Refuse known fields that this server cannot honour, unless they are null or false."""
         if self.values.keys().isdisjoint(keys):  # nearly always
             return
         for key in keys:
             value = self.get(key)
-            if value is not None and value is not False:  # 0 is neither
+            if value is not None and value is not False:  # 0 is refused too
                 refuse(self.name(key), "is not supported by this server", hint)
 
 

@@ -1,8 +1,8 @@
-"""Compressed request bodies: `Content-Encoding: gzip` and `zstd`, unpacked piece by piece.
+"""Compressed request bodies: `Content-Encoding: gzip` and `zstd`, decompressed piece by piece.
 
-A few kilobytes can unpack to gigabytes, so nothing is unpacked beyond what is asked for: an `Unpacker` yields pieces of
-bounded size, and its reader stops at the limit for bodies. zstd's window, which a frame's header asks for, is bounded
-too. Both formats may be several parts one after the other, as RFC 9110 lets them.
+A few kilobytes can decompress to gigabytes, so decompression is lazy: an `Unpacker` yields pieces of limited size, and
+its reader stops at the size limit of bodies. The size of zstd's window, which the frame header sets, is limited too.
+A body may consist of several gzip members or zstd frames, as RFC 9110 allows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.server.errors import BodyTooLarge, WrongContentType
 
 PIECE_BYTES = 64 << 10
-MAX_WINDOW_LOG = 23  # 8 MiB, what RFC 8878 asks every reader to have room for
+MAX_WINDOW_LOG = 23  # 8 MiB, which RFC 8878 recommends every decoder to support
 GZIP_WINDOW_BITS = 31  # the largest window of zlib, in gzip's container
 
 
 class Part(Protocol):
-    """One gzip member or zstd frame that is being unpacked."""
+    """The decompressor of one gzip member or zstd frame."""
 
     @property
     def eof(self) -> bool: ...
@@ -34,11 +34,12 @@ class Part(Protocol):
 
 
 class GzipMember:
-    """zlib's decompressor, which hands unread input back, with the interface of those that keep it."""
+    """Adapts zlib's decompressor, which returns unread input to the caller, to the interface of `Part`, which keeps
+    it."""
 
     def __init__(self) -> None:
         self._inner = zlib.decompressobj(GZIP_WINDOW_BITS)
-        self._is_full = False  # the last piece was as long as it might be, so more may be waiting
+        self._is_full = False  # the last piece had the maximum length, so there may be more output
 
     @property
     def eof(self) -> bool:
@@ -66,7 +67,7 @@ PARTS: dict[str, Callable[[], Part]] = {"gzip": GzipMember, "x-gzip": GzipMember
 
 
 def unpacker_of(encoding: str) -> Unpacker | None:
-    """Return a decompressor for this content encoding; None where there is none."""
+    """Return a decompressor for a Content-Encoding header; None if the body is not compressed."""
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return None
@@ -78,7 +79,7 @@ def unpacker_of(encoding: str) -> Unpacker | None:
 
 
 class Unpacker:
-    """Unpacks one body while it arrives."""
+    """Decompresses one body while it arrives."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
@@ -86,7 +87,7 @@ class Unpacker:
         self._num_packed = 0
 
     def push(self, data: bytes) -> Iterator[bytes]:
-        """Yield what more bytes unpack to, in pieces; a reader that has enough stops asking."""
+        """Decompress more bytes lazily; yield the output in pieces."""
         self._num_packed += len(data)
         while data or (self._part is not None and not self._part.eof and not self._part.needs_input):
             if self._part is None or self._part.eof:
@@ -100,11 +101,11 @@ class Unpacker:
                 yield piece
 
     def finish(self) -> None:
-        """Refuse a body that ends in the middle."""
+        """Refuse a body that ends before its compressed data does."""
         if self._num_packed and (self._part is None or not self._part.eof):
             raise InvalidRequest(f"the body ends before its {self._encoding} data does")
 
     def _refusal(self, error: Exception) -> InvalidRequest:
-        if "memory" in str(error):  # the frame's window; zstd has no error of a type of its own for it
+        if "memory" in str(error):  # the frame's window is too large; zstd has no separate exception for it
             return BodyTooLarge(f"the body's zstd window is larger than {1 << MAX_WINDOW_LOG} bytes")
         return InvalidRequest(f"the body is not valid {self._encoding} data")

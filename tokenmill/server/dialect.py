@@ -1,14 +1,14 @@
-"""A dialect: one protocol that clients speak, such as OpenAI's.
+"""A dialect: one API protocol, such as OpenAI's.
 
-The outer layers (connection, key, routing, errors) know no dialect. They ask the table below, by the head of a request,
-how an error looks: also for errors that occur before routing, when a path is all that is known.
+The outer layers (connection, authentication, routing, errors) know no specific dialect. They look it up by the head of
+a request to render an error, also for errors before routing, when only the path is known.
 
     method, path, headers ──► Dialects.of ──► Dialect: error body and status, endpoints
     generation ──► Rendering (see generation.py): the bytes of a reply, framing (SSE, pings, last line) included
 
-A path belongs to the dialect with the longest prefix of it. A path that two dialects have, such as /v1/models, goes to
-the one that recognises the request by its method or headers (`shared`). The key may be in any of `auth.KEY_HEADERS`,
-and ids and retry headers are the same in all dialects, because clients of one send those of another.
+A path belongs to the dialect with the longest matching prefix. A path of two dialects, such as /v1/models, goes to the
+one that recognises the request by its method or headers (`shared`). API keys are accepted in any of `auth.KEY_HEADERS`,
+and request ids and retry headers are the same in all dialects, because clients mix them.
 
 To add a dialect: a package with its endpoints, its parser and its renderings, and two lines in `app.py`.
 """
@@ -45,7 +45,7 @@ def head_of(scope: Scope) -> RequestHead:
 
 
 def path_only(path: str) -> RequestHead:
-    """Return the head of a request of which only the path is known."""
+    """Return a request head for a path alone."""
     return RequestHead("", path, Headers())
 
 
@@ -54,14 +54,16 @@ class Dialect:
     """A protocol as the outer layers see it."""
 
     name: str
-    prefixes: tuple[str, ...]  # of its paths; "" is all paths that no other dialect has
-    error_content: Callable[[TokenmillError, str], dict[str, Any]]  # error, request id ─► the object its clients read
-    error_schema: dict[str, Any]  # of that object
-    key_hint: str  # for a client that sent no key
-    statuses: Mapping[int, int] = field(default_factory=dict)  # HTTP statuses that it has others for
-    shared: Mapping[str, Recognises] = field(default_factory=dict)  # prefixes of other dialects' paths ─► is it ours?
-    takes_any_content_type: bool = False  # a JSON body need not be called one
-    limit_headers: LimitHeaders = openai_limit_headers  # what is left of a key's limits
+    prefixes: tuple[str, ...]  # of its paths; "" matches all paths that no other dialect has
+    error_content: Callable[[TokenmillError, str], dict[str, Any]]  # error, request id ─► error object
+    error_schema: dict[str, Any]  # of the error object
+    key_hint: str  # hint for a client that sent no key
+    statuses: Mapping[int, int] = field(default_factory=dict)  # HTTP statuses that this dialect replaces by others
+    shared: Mapping[str, Recognises] = field(
+        default_factory=dict
+    )  # shared path prefix ─► is the request this dialect's?
+    takes_any_content_type: bool = False  # accept JSON bodies that are not declared as JSON
+    limit_headers: LimitHeaders = openai_limit_headers  # headers with the remaining limits of a key
 
     def error_status(self, error: TokenmillError) -> int:
         return self.statuses.get(error.http_status, error.http_status)
@@ -98,27 +100,28 @@ def json_bytes(body: bytes, status: int = 200, headers: Mapping[str, str] | None
     return Response(body, status, headers, "application/json")
 
 
-# ── framing: server-sent events, and JSON a line ───────────────────────────────────────────────────────
+# ── framing: server-sent events and JSON lines ─────────────────────────────────────────────────────────
 
 STREAM_HEADERS: Sequence[tuple[bytes, bytes]] = (
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # keeps proxies from collecting the stream
+    (b"x-accel-buffering", b"no"),  # tells nginx not to buffer the stream
 )
 SSE_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), *STREAM_HEADERS)
-SSE_PING = b": ping\n\n"  # a comment: every client skips it
+SSE_PING = b": ping\n\n"  # a comment, which every client skips
 NDJSON_HEADERS = ((b"content-type", b"application/x-ndjson"), *STREAM_HEADERS)
 
 
 def sse_frame(payload: bytes) -> bytes:
-    """Return one server-sent event; `payload` is JSON and so has no line break inside."""
+    """Return one server-sent event. `payload`: JSON, so it contains no line break."""
     return b"data: " + payload + b"\n\n"
 
 
 def named_sse_frame(name: str, payload: bytes) -> bytes:
-    """Return one server-sent event with a name, for clients that drop events without one."""
+    """Return one server-sent event with a name, for clients that ignore unnamed events."""
     return b"event: " + name.encode() + b"\ndata: " + payload + b"\n\n"
 
 
 def ndjson_line(payload: bytes) -> bytes:
-    """Return one object of a stream of JSON lines. No empty line between two: clients would parse it, and fail."""
+    """Return one object of a stream of JSON lines, without an empty line after it, which clients would fail to
+    parse."""
     return payload + b"\n"

@@ -1,8 +1,8 @@
-"""Models of this machine as the loader sees them: read from their files, planned, started as engines.
+"""Local models as the loader sees them: read from their files, planned, and started as engines.
 
-Tokenizer and chat template stay in the front when a model leaves the memory: they are small, and with them a parked
-model can still be listed, described and asked to tokenise. Its weights and its KV cache live in its engine's process,
-which ends.
+The tokenizer and the chat template stay in the server's process when a model is unloaded. They are small, and with them
+an unloaded model can still be listed, described and used to tokenise. Its weights and its KV cache are in the engine's
+process, which ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = get_log("server")
 
 
 class PlanRequest(NamedTuple):
-    """The inputs of a plan of a model's memory."""
+    """The inputs for planning a model's memory."""
 
     config: EngineConfig
     path: Path
@@ -39,14 +39,14 @@ class PlanRequest(NamedTuple):
     num_models: int
 
 
-Announce = Callable[[], list[str]]  # what the settings of a model will take, in lines
-PLAN_WARNING = "plan: warning: "  # begins those that are warnings
+Announce = Callable[[], list[str]]  # returns log lines with a model's expected memory
+PLAN_WARNING = "plan: warning: "  # prefix of the lines that are warnings
 StartEngine = Callable[[], Awaitable[ServedEngine]]
 PlanMemory = Callable[[PlanRequest], ModelMemory]
 
 
 class EngineSource:
-    """A model by its settings. What was read of it is kept over loads."""
+    """A local model, defined by its settings. What was read from its files is kept over loads."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class EngineSource:
         num_replicas: int = 1,
         roles: str | None = None,
     ) -> None:
-        """`spare`: a process for the next load, if one waits. `announce` is called beside the first load, and says what
-        to log before its choices. `num_replicas`: cores that the model runs on; `roles`: what they are for."""
+        """`spare`: keeps a started process ready for the next load. `announce`: called during the first load; its lines
+        are logged. `num_replicas`: number of engine cores; `roles`: their roles (prefill, decode)."""
         self._config = config
         self._plan = plan
         self._spare = spare
@@ -84,14 +84,16 @@ class EngineSource:
         if self._num_replicas == 1 or memory.device != "cpu":
             return memory
         share = memory.device_bytes // self._num_replicas
-        return together(self._plan(alone._replace(available_bytes=share)), self._num_replicas, memory.device_bytes)
+        return times_replicas(
+            self._plan(alone._replace(available_bytes=share)), self._num_replicas, memory.device_bytes
+        )
 
     def held(self) -> ModelMemory:
         assert self._engine is not None
         cache = replace(self._config.cache, num_blocks=self._engine.core.num_blocks)
         frontend, config = self._read(), replace(self._config, cache=cache)
         memory = self._plan(PlanRequest(config, frontend.model_path, frontend.name, None, 1))
-        return together(memory, self._num_replicas, memory.device_bytes) if memory.device == "cpu" else memory
+        return times_replicas(memory, self._num_replicas, memory.device_bytes) if memory.device == "cpu" else memory
 
     async def start(self, memory: ModelMemory | None) -> ServedEngine:
         child = self._spare.take(fast_start=self._config.ops.fast_start is not False)
@@ -99,7 +101,7 @@ class EngineSource:
             memory = await asyncio.to_thread(self.plan, None, 1)
             if memory.problem is not None:
                 raise InvalidConfig(memory.problem, param="replicas", hint="ask for fewer replicas")
-        config = self._config if memory is None else within(memory, self._config)
+        config = self._config if memory is None else with_planned_pool(memory, self._config)
         frontend = None if self._frontend is None else replace(self._frontend, config=config)
         announce, self._announce = self._announce, None
         planning = asyncio.gather(asyncio.to_thread(announce or list), return_exceptions=True)  # while the model loads
@@ -116,8 +118,8 @@ class EngineSource:
         return engine
 
 
-def together(memory: ModelMemory, num_replicas: int, device_bytes: int) -> ModelMemory:
-    """Return the memory of several cores that take this much each."""
+def times_replicas(memory: ModelMemory, num_replicas: int, device_bytes: int) -> ModelMemory:
+    """Return the memory of `num_replicas` cores that take `memory` each."""
     return replace(
         memory,
         device_bytes=device_bytes,
@@ -126,8 +128,8 @@ def together(memory: ModelMemory, num_replicas: int, device_bytes: int) -> Model
     )
 
 
-def within(memory: ModelMemory, config: EngineConfig) -> EngineConfig:
-    """Settings with the KV pool that was planned."""
+def with_planned_pool(memory: ModelMemory, config: EngineConfig) -> EngineConfig:
+    """Return the settings with the size of the KV pool that was planned."""
     if memory.num_blocks is None:
         return config
     states = memory.num_states or config.cache.num_states
@@ -135,19 +137,19 @@ def within(memory: ModelMemory, config: EngineConfig) -> EngineConfig:
 
 
 def log_plan(lines: list[str] | BaseException) -> None:
-    """Log the plan; one that could not be made is only a warning."""
+    """Log the lines of the plan. A failure to plan is only a warning."""
     if isinstance(lines, BaseException):
-        log.warning("plan: none could be made: %s", lines)
+        log.warning("plan: the memory could not be planned: %s", lines)
         return
     for line in lines:
         if line.startswith(PLAN_WARNING):
-            log.warning("plan: %s", line.removeprefix(PLAN_WARNING))  # the log names the level itself
+            log.warning("plan: %s", line.removeprefix(PLAN_WARNING))  # the log record has the level
         else:
             log.info("%s", line)
 
 
 class StartedSource:
-    """An engine that somebody starts in his own way, for a server of it alone."""
+    """The source of an engine that the caller starts, for a server with this engine alone."""
 
     def __init__(self, start_engine: StartEngine) -> None:
         self._start_engine = start_engine
@@ -156,7 +158,7 @@ class StartedSource:
         return await self._start_engine()
 
     def plan(self, available_bytes: int | None, num_models: int) -> ModelMemory:
-        raise InvalidConfig("no other model can be served beside this one")
+        raise InvalidConfig("this engine can't share a server with other models")
 
     def held(self) -> ModelMemory:
         return self.plan(None, 1)
@@ -166,11 +168,12 @@ class StartedSource:
 
 
 class FrontendReader(ModelText):
-    """A model without its core: its context is what its settings ask for, which its KV pool may cut later."""
+    """A model without its engine core. Its context length is the configured one; a small KV pool may reduce it once the
+    model is loaded."""
 
     def __init__(self, frontend: ModelFrontend) -> None:
-        wanted = frontend.config.model.max_context or MAX_AUTO_CONTEXT
-        processor = frontend.input_processor(min(wanted, frontend.spec.max_context))
+        max_context = frontend.config.model.max_context or MAX_AUTO_CONTEXT
+        processor = frontend.input_processor(min(max_context, frontend.spec.max_context))
         super().__init__(processor)
         adapters = tuple(named_adapters(frontend.config.model.adapter))
         self.info: ModelInfo = replace(frontend.info(processor.max_context), adapters=adapters)

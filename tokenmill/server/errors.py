@@ -1,7 +1,7 @@
-"""Errors that only a server has, on top of the tree in `tokenmill/errors.py`.
+"""Errors of the HTTP server, in addition to the tree in `tokenmill/errors.py`.
 
-An error is neutral: what happened (`message`), `http_status`, `code`, `param` and `hint`. How it looks on the wire is
-up to the dialect of the request's path (`dialect.py`); the HTTP headers that go with it are the same in all of them.
+An error does not depend on a dialect: it has `message`, `http_status`, `code`, `param` and `hint`. The dialect of the
+request's path (`dialect.py`) renders its body; its HTTP headers are the same in all dialects.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import math
 
 from tokenmill.errors import InvalidRequest, Overloaded, TokenmillError
 
-RETRY_AFTER_S = 2.0  # for a 503 that does not say otherwise
-MAX_RETRY_AFTER_S = 120.0  # OpenAI's clients do not try again at all after a longer wait
+RETRY_AFTER_S = 2.0  # for a 503 without a time of its own
+MAX_RETRY_AFTER_S = 120.0  # OpenAI's clients do not retry if they are told to wait longer
 HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
 class RoutingError(InvalidRequest):
-    """The path does not exist, or not with this method."""
+    """The path does not exist, or does not allow this method."""
 
     def __init__(self, status: int, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -25,14 +25,17 @@ class RoutingError(InvalidRequest):
 
 
 class InternalError(TokenmillError):
-    """A bug. The client gets no detail; the log has the traceback under the request's id."""
+    """A bug in the server. The client gets no details; the log has the traceback under the request's id."""
 
     def __init__(self) -> None:
-        super().__init__("the server failed on this request", hint="its log has the details under this x-request-id")
+        super().__init__(
+            "internal error: the server failed on this request",
+            hint="the server's log has the details under this x-request-id",
+        )
 
 
 class NotReady(TokenmillError):
-    """The answer of /health while the server is loading, draining or dead; the state is the code."""
+    """The reply of /health while the server is loading, draining or dead; the state is the error code."""
 
     http_status = 503
 
@@ -47,28 +50,28 @@ class MissingKey(TokenmillError):
 
 
 class ModelNotAllowed(TokenmillError):
-    """The key of a request is for other models."""
+    """The request's API key may not use this model."""
 
     code = "model_not_allowed"
     http_status = 403
 
 
 class UnknownHost(TokenmillError):
-    """A server without keys was called by a name that is not this machine's."""
+    """The Host header of a request to a server without keys does not name this machine."""
 
     code = "unknown_host"
     http_status = 403
 
 
 class OtherOrigin(TokenmillError):
-    """A web page of another server sent a form, which browsers send without asking."""
+    """A web page of another origin sent a form, which browsers allow without CORS."""
 
     code = "other_origin"
     http_status = 403
 
 
 class UnreadableRequest(InvalidRequest):
-    """The bytes are not HTTP, so nothing that follows on this connection can be understood."""
+    """The bytes are not HTTP/1.1, so the rest of the connection can't be parsed either."""
 
     code = "unreadable_request"
 
@@ -95,7 +98,7 @@ class ModelsAreFixed(TokenmillError):
 
 
 class OperatorsOnly(TokenmillError):
-    """A tenant asked for what is known of all of them together."""
+    """A tenant requested data about all tenants together."""
 
     code = "operators_only"
     http_status = 403
@@ -112,14 +115,14 @@ class BodyTooSlow(InvalidRequest):
 
 
 class Loading(Overloaded):
-    """The model is not in memory yet; worth another try soon."""
+    """The model is not in memory yet; the client should retry soon."""
 
     code = "loading"
     http_status = 503
 
 
 class LoadFailed(Overloaded):
-    """A model could not be loaded. The others go on, and a later request tries again."""
+    """A model could not be loaded. Other models are unaffected, and a later request tries again."""
 
     code = "model_load_failed"
     http_status = 503
@@ -129,10 +132,10 @@ class LoadFailed(Overloaded):
 
 
 def error_headers(error: TokenmillError) -> dict[str, str]:
-    """The HTTP headers of an error's reply: where the key goes, and whether and when to try again.
+    """Return the HTTP headers of an error reply: how to authenticate, and whether and when to retry.
 
-    Clients repeat every 5xx on their own unless `x-should-retry` says no. They take `retry-after-ms` before the whole
-    seconds of `retry-after`, and give up if the wait is longer than two minutes.
+    Clients retry every 5xx unless `x-should-retry` is false. They prefer `retry-after-ms` to the whole seconds of
+    `retry-after`, and give up if the wait is longer than two minutes.
     """
     if error.http_status == 401:
         return {"www-authenticate": 'Bearer realm="tokenmill"'}

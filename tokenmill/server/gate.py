@@ -1,14 +1,15 @@
-"""The gate in front of one model's engine, and the states that it can be in.
+"""The gate in front of one model's engine, and its states.
 
-    unloaded ──asked──► loading ──► loaded ──► unloading ──► unloaded
-       ▲                   └── failed: all who waited get the reason; a moment later the next one to ask tries again
-       └── draining: the server stops, and new requests are refused
+    unloaded ──request──► loading ──► loaded ──► unloading ──► unloaded
+                             └── failed: all waiting requests get the reason; a request after `RETRY_S` tries again
 
-The holder of a gate need not know its state. `info` is there once the model's files were read, whether it is in memory
-or not; `engine` is a handle that stays the same over any number of loads. Its `prepare` waits for the model: all
-requests that wait share one load, and one whose client leaves takes nothing from the others.
+    draining (in any of these states): the server stops, and new requests are refused
 
-`ServedEngine` lists exactly what the server calls, so a scripted engine of a few lines can stand in for the real one.
+Code that holds a gate need not know its state. `info` is available once the model's files were read, whether the model
+is in memory or not; `engine` is a handle that stays the same over any number of loads. Its `prepare` waits for the
+model: all waiting requests share one load, which continues when the client of one of them disconnects.
+
+`ServedEngine` lists exactly what the server calls, so tests can replace the engine by a script of a few lines.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenmill.errors import Overloaded, TokenmillError
 from tokenmill.server.errors import Loading
 from tokenmill.types import ChatRequest, Event
 
-MAX_WAITING = 4096  # requests that may wait for one load; an engine has its own limit for those that it takes
+MAX_WAITING = 4096  # requests that may wait for one load; the queue of a loaded engine has its own limit
 GateState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
@@ -50,7 +51,7 @@ class ServedEngine(Protocol):
 
 
 class ModelReader(Protocol):
-    """A model as its files describe it: what can be said and tokenised of it while it is not in memory."""
+    """A model without its weights: its description, tokenizer and chat template, available while it is unloaded."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -62,15 +63,15 @@ class ModelReader(Protocol):
 
 
 class NotRead(Loading):
-    """The model's files were not read yet. `read` does that; afterwards the same question has an answer."""
+    """The model's files were not read yet. Await `read`, then repeat the call that raised this."""
 
     def __init__(self, name: str, read: Callable[[], Awaitable[None]]) -> None:
-        super().__init__(f"the model {name} was not read yet")
+        super().__init__(f"the files of the model {name} were not read yet")
         self.read = read
 
 
 class EngineGate:
-    """The way to one model's engine, or the reason why it takes no requests now."""
+    """The handle of one model: its engine while it is in memory, and otherwise its state or why loading failed."""
 
     def __init__(
         self,
@@ -82,8 +83,9 @@ class EngineGate:
         keep_alive_s: float | None = None,
         is_added: bool = False,
     ) -> None:
-        """`is_pinned`: never unloaded to make room, nor for having been idle. `keep_alive_s`: how long the model stays
-        without a request; None: until room is needed. `is_added`: by a client, not on the server's command line."""
+        """`is_pinned`: never unloaded, neither to make room nor for being idle. `keep_alive_s`: unload the model after
+        being idle for so long; None: only when its memory is needed. `is_added`: a client added it to the running
+        server."""
         self.aliases = aliases
         self.is_pinned = is_pinned
         self.is_added = is_added
@@ -93,7 +95,7 @@ class EngineGate:
         self.num_waiting = 0
         self.last_used_s = self.loaded_at_s = time.monotonic()
         self.engine: ServedEngine = GatedEngine(self)
-        # Set by the loader of this gate; a gate without one is opened by its maker.
+        # Set by the loader of this gate; a gate without a loader is opened by whoever created it.
         self.load: Callable[[], Awaitable[None]] | None = None
         self.read: Callable[[], Awaitable[None]] | None = None
         self._name = name
@@ -102,28 +104,28 @@ class EngineGate:
         self._is_draining = False
         self._has_opened = engine is not None
 
-    # ── who is behind it ───────────────────────────────────────────────────────────────────────────────
+    # ── the model ──────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def name(self) -> str:
-        """Return the name that the model is served by; known from the start, or with its engine."""
+        """Return the name that the model is served under. Without a configured name it is known once the engine is."""
         if self._name is not None:
             return self._name
         return self.reader.info.name
 
     @property
     def label(self) -> str:
-        """The name for logs and metrics, whatever the state; empty while none is known."""
+        """The name for logs and metrics, in any state; empty while it is unknown."""
         return self._name or (self._reader.info.name if self._reader is not None else "")
 
     @property
     def info(self) -> ModelInfo:
-        """Name and limits of the model."""
+        """The model's name and limits; NotRead or Loading while its files were not read."""
         return self.reader.info
 
     @property
     def reader(self) -> ModelReader:
-        """The engine, or what is known of the model without one."""
+        """The engine, or the reader of an unloaded model."""
         self.require_open()
         if self._reader is None:
             if self.read is not None:
@@ -138,43 +140,43 @@ class EngineGate:
 
     @property
     def known(self) -> ModelInfo | None:
-        """Return what is known of the model so far, in any state."""
+        """Return the model's description in any state; None until its files were read."""
         return None if self._reader is None else self._reader.info
 
     @property
     def loaded(self) -> ServedEngine | None:
-        """The engine itself, if the model is in memory. It may leave at any time: for looking, not for keeping."""
+        """The engine itself, if the model is in memory. It may be unloaded at the next await: do not keep it."""
         return self._engine
 
     # ── states ─────────────────────────────────────────────────────────────────────────────────────────
 
     def describe(self, reader: ModelReader) -> None:
-        """Note that the model's files were read."""
+        """Set the reader, once the model's files were read."""
         self._reader = self._engine or reader
 
     def open(self, engine: ServedEngine) -> None:
-        """Let requests in, because the model is loaded."""
+        """Admit requests: the model is loaded."""
         self._engine = self._reader = engine
         self._has_opened = True
         self.state, self.failure = "loaded", None
         self.last_used_s = self.loaded_at_s = time.monotonic()
 
     def shut(self, state: GateState = "unloaded", failure: TokenmillError | None = None) -> None:
-        """Stop requests, because the model is not in memory. What is known of it stays."""
+        """Make requests wait: the model is no longer in memory. Its reader stays."""
         self._engine = None
         self.state, self.failure = state, failure
 
     def close(self) -> None:
-        """Refuse every new request from now on; running ones go on."""
+        """Refuse every new request from now on; running ones continue."""
         self._is_draining = True
 
     def keep(self, keep_alive_s: float | None) -> None:
-        """Let the model stay so long after its last request, as the newest request wants it."""
+        """Set how long the model stays loaded while idle; the newest request decides."""
         if not self.is_pinned:
             self.keep_alive_s = keep_alive_s
 
     async def enter(self) -> ServedEngine:
-        """The engine for a new request, once the model is in memory."""
+        """Load the model if necessary; return its engine for a new request."""
         while self._engine is None or self.state != "loaded":
             if self._is_draining:
                 break
@@ -194,21 +196,21 @@ class EngineGate:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing runs here, and nothing waits for it."""
+        """Return whether no request is running and none waits for the model."""
         return self.num_waiting == 0 and (self._engine is None or self._engine.is_idle())
 
     def health(self) -> Health:
         if self._is_draining:
-            return Health("draining", "running requests are being finished")
+            return Health("draining", "the server is stopping; running requests are being finished")
         if self._engine is not None:
             return self._engine.health()
         if self.has_started:
-            return Health("ready", "the model is loaded when it is asked for")
+            return Health("ready", "the model is loaded on the first request")
         return Health("loading", "the model is still loading")
 
     @property
     def has_started(self) -> bool:
-        """Return whether the model was in memory once, or may be loaded by any request for it."""
+        """Return whether the model was loaded once, or can be loaded on request."""
         return self._has_opened or (self.load is not None and self.state != "loading")
 
     def stats(self) -> EngineStats | None:
@@ -216,8 +218,8 @@ class EngineGate:
 
 
 class GatedEngine:
-    """The engine behind a gate, over any number of loads. Requests wait for the model; what needs no weights does
-    not."""
+    """A stable handle of the engine behind a gate, over any number of loads. Requests wait until the model is loaded;
+    calls that need no weights do not."""
 
     def __init__(self, gate: EngineGate) -> None:
         self._gate = gate
@@ -228,7 +230,7 @@ class GatedEngine:
 
     async def prepare(self, request: ClientRequest) -> PreparedRequest:
         engine = await self._gate.enter()
-        return await engine.prepare(request)  # from here to `submit` the engine is busy, so it stays
+        return await engine.prepare(request)  # from here to `submit` the engine is not idle, so it is not unloaded
 
     def submit(self, request: PreparedRequest) -> AsyncIterator[Event]:
         engine = self._gate.loaded

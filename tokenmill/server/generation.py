@@ -1,11 +1,11 @@
-"""The one path every generation takes, in whatever dialect it was asked for.
+"""The path of every generation, whatever the dialect of its request.
 
     GenerationJob ──► GenerationRun: engine requests, their events merged ──► GenerationResponse: rendered to the client
 
-A reply begins only once the engine has accepted all requests of the job, so a refusal always has its own HTTP status. A
-`GenerationResponse` watches for the client's departure while it works and ends the run when either is over.
+A reply starts only once the engine has accepted all requests of the job, so a refusal always has its own HTTP status.
+A `GenerationResponse` watches for a disconnect of the client while it works, and closes the run in any case.
 
-Nothing here knows what bytes look like: the job's `Rendering` makes them, framing included.
+This module knows no wire format: the job's `Rendering` makes the bytes, including their framing.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tokenmill.server.response_cache import ResponseCache, replay
 from tokenmill.types import Event, Request, Usage
 
 log = get_log("server")
-MANY_LOGPROBS = 500  # take some tens of milliseconds to write
-MAX_REPLY_LOGPROBS = 1_000_000  # in one reply that is not streamed: about 200 bytes each until it is written
+THREAD_LOGPROBS = 500  # replies with more are rendered in a thread: it takes tens of milliseconds
+MAX_REPLY_LOGPROBS = 1_000_000  # in one reply that is not streamed; each takes about 200 bytes until it is rendered
 
 
 @dataclass(frozen=True)
 class GenerationFacts:
-    """A generation's counts and times at some moment. At the beginning of a stream that is the prompt: how many tokens
-    it has, and how many of them were cached, unless a ping went out before the first event."""
+    """A generation's counts and times at one moment. At the start of a stream only the prompt's counts are known: its
+    tokens, and (unless a ping was sent before the first event) how many of them were cached."""
 
     request_id: str
     usage: Usage
@@ -50,7 +50,7 @@ class GenerationFacts:
     first_token_s: float | None  # since the request arrived
     elapsed_s: float
     prompt_token_ids: Sequence[int] = ()  # of the first request
-    accepted_s: float = 0.0  # when the engine had accepted it: the model was in memory, the prompt tokenised
+    accepted_s: float = 0.0  # when the engine accepted it, with the model loaded and the prompt tokenised
 
     @property
     def begun_s(self) -> float:
@@ -59,16 +59,16 @@ class GenerationFacts:
 
     @property
     def waited_s(self) -> float:
-        """Return the seconds of waiting: until it was accepted, and then in the engine's queue."""
+        """Return the seconds that the request waited: until it was accepted, and then in the engine's queue."""
         return min(self.accepted_s + (self.queue_s or 0.0), self.begun_s)
 
 
 class Rendering(Protocol):
-    """A dialect's form of one reply. The whole reply is made from the same events that a stream shows, folded; it is a
-    response, so that the dialect also chooses its status, its headers and its media type."""
+    """Renders one reply in a dialect. A reply that is not streamed is made from the same events, merged per choice; it
+    is a Response, so that the dialect also chooses its status, headers and media type."""
 
     stream_headers: Sequence[tuple[bytes, bytes]]
-    ping: bytes  # sent when a stream is silent for long, to keep the connection open; empty: nothing is
+    ping: bytes  # sent while a stream has no output, to keep the connection open; empty: no pings
 
     def begin(self, facts: GenerationFacts) -> bytes: ...
     def event(self, choice: int, event: Event) -> bytes: ...
@@ -83,22 +83,22 @@ Finish = Callable[[GenerationFacts], Awaitable[None]]
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """A parsed body: engine requests, each with `num_choices` answers."""
+    """A parsed body: engine requests with `num_choices` answers each, and their rendering."""
 
     engine: ServedEngine
     requests: Sequence[ClientRequest]
     rendering: Rendering
     is_stream: bool = False
     num_choices: int = 1
-    prompt_param: str = "messages"  # the field to blame for a prompt that does not fit
-    guided_param: str | None = None  # ... and for a schema or grammar that can't be followed
-    max_in_flight: int | None = None  # None: all requests at once, so that all are accepted before the first byte
-    check: Callable[[Request], None] | None = None  # raises what the dialect refuses once the prompt's length is known
-    shorten: Shorten | None = None  # makes a request that did not fit shorter, or gives up (None)
-    finish: Finish | None = None  # done before the client is told that its answer is complete
+    prompt_param: str = "messages"  # the field that errors name for a prompt that is too long
+    guided_param: str | None = None  # ... and for a schema or grammar that is not supported
+    max_in_flight: int | None = None  # None: submit all requests together, so all are accepted before the first byte
+    check: Callable[[Request], None] | None = None  # refuses a request that the dialect forbids, once it is tokenised
+    shorten: Shorten | None = None  # shortens a request that is too long; None if it can't
+    finish: Finish | None = None  # awaited before the end of the reply is sent
 
 
-# ── the engine's side ──────────────────────────────────────────────────────────────────────────────────
+# ── towards the engine ─────────────────────────────────────────────────────────────────────────────────
 
 
 class GenerationRun:
@@ -112,13 +112,13 @@ class GenerationRun:
         quota: RunQuota | None = None,
         cache: ResponseCache | None = None,
     ) -> None:
-        """`live`: where the run can be seen and aborted while it is under way. `quota`: the limits of its key. `cache`:
-        answers that are known already."""
+        """`live`: lists the run while it is in progress, so that it can be seen and aborted. `quota`: the limits of its
+        key. `cache`: answers of earlier identical requests."""
         self._cache = cache
         self.job = job
         self.record = record
         ids = engine_ids(record.request_id, len(job.requests))
-        self.run_id = ids[0]  # unique, unlike the client's
+        self.run_id = ids[0]  # unique, unlike an id chosen by a client
         self._requests = [
             msgspec.structs.replace(request, request_id=request_id)
             for request, request_id in zip(job.requests, ids, strict=True)
@@ -128,15 +128,15 @@ class GenerationRun:
         self._is_aborted = False
         self._open: dict[str, AsyncIterator[Event]] = {}  # accepted and not yet finished
         self._usages: dict[str, Usage] = {}
-        self._num_seen: dict[str, int] = {}  # tokens in events
+        self._num_seen: dict[str, int] = {}  # tokens in the events so far
         self._prompt_token_ids: Sequence[int] = ()
-        self._num_logprobs = 0  # of prompts, and of answers that are kept until all are complete
+        self._num_logprobs = 0  # kept in memory: of prompts, and of answers that are not streamed
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def usage(self) -> Usage:
         totals = self._usages.values()
-        if len(totals) == 1:  # most by far
+        if len(totals) == 1:  # by far the most common case
             return next(iter(totals))
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in totals),
@@ -161,7 +161,7 @@ class GenerationRun:
         )
 
     async def accept(self) -> None:
-        """Hand the requests to the engine; if it refuses one, none of them runs."""
+        """Submit the requests to the engine; if it refuses one, none of them runs."""
         if self._quota is not None:
             self._quota.begin()
         if self._live is not None:
@@ -170,7 +170,7 @@ class GenerationRun:
             undo.push_async_callback(self.close)
             for request in self._requests[: self.job.max_in_flight]:
                 await self._submit(request)
-                await asyncio.sleep(0)  # short prompts are tokenised here: others get their turn between two of them
+                await asyncio.sleep(0)  # short prompts are tokenised on the event loop: let other tasks run in between
             undo.pop_all()
         self.record.accepted_s = self.record.elapsed_s()
 
@@ -183,7 +183,7 @@ class GenerationRun:
                 num_kept = len(prepared.request.prompt_token_ids) * (1 + num_alternatives)
                 self._count_logprobs(num_kept, "prompt_logprobs")
             if self._quota is not None:
-                self._quota.reserve(most_tokens(prepared.request))
+                self._quota.reserve(max_total_tokens(prepared.request))
             if self._is_aborted:
                 raise RequestAborted("the request was aborted")
             events = self._answer(prepared)
@@ -199,15 +199,15 @@ class GenerationRun:
         return events
 
     def _answer(self, prepared: PreparedRequest) -> AsyncIterator[Event]:
-        """The events of an answer: from the engine, or those of the same request before."""
+        """Return the events of an answer, from the engine or from the response cache."""
         key = None if self._cache is None else self._cache.key_of(prepared, self.job.engine.info)
         if self._cache is None or key is None:
             return self.job.engine.submit(prepared)
-        known = self._cache.find(key, prepared.request.request_id)
-        if known is not None:
+        cached = self._cache.find(key, prepared.request.request_id)
+        if cached is not None:
             self.record.cache = self.record.cache or "hit"
-            return replay(known)
-        self.record.cache = "miss"  # of several prompts one is enough
+            return replay(cached)
+        self.record.cache = "miss"  # a job with several prompts is a hit only if all of them are
         return self._cache.keep(key, self.job.engine.submit(prepared), prepared.request.params.num_sequences)
 
     async def _prepared(self, request: ClientRequest) -> PreparedRequest:
@@ -221,17 +221,17 @@ class GenerationRun:
                 request = shorter
 
     def _count_logprobs(self, num_more: int, param: str) -> None:
-        """Refuse a reply with more logprobs than are kept in memory for one."""
+        """Refuse a reply with more than MAX_REPLY_LOGPROBS logprobs."""
         self._num_logprobs += num_more
         if self._num_logprobs > MAX_REPLY_LOGPROBS:
             raise InvalidRequest(
-                f"{param}: a reply takes at most {MAX_REPLY_LOGPROBS} logprobs, alternatives included",
+                f"{param}: a reply holds at most {MAX_REPLY_LOGPROBS} logprobs, alternatives included",
                 param=param,
-                hint="ask for fewer alternatives, fewer tokens or fewer prompts at a time, or stream the reply",
+                hint="request fewer alternatives, fewer tokens or fewer prompts at a time, or stream the reply",
             )
 
     async def close(self) -> None:
-        """Abort whatever still runs; its KV blocks are free afterwards."""
+        """End the run: abort the requests that still run, release their KV blocks and settle usage and quota."""
         if self._live is not None:
             self._live.remove(self)
         for task in self._tasks:
@@ -245,7 +245,7 @@ class GenerationRun:
             await self._abandon(request_id)
 
     def settle_usage(self) -> None:
-        """Put on record what was computed so far, also for requests that end early: their tokens count too."""
+        """Record the tokens and device time so far, including those of requests that end early."""
         for request_id, events in self._open.items():
             usage, num_generated = self._usages[request_id], self.job.engine.num_generated(request_id)
             num_tokens = max(usage.completion_tokens, self._num_seen.get(request_id, 0), num_generated)
@@ -255,7 +255,7 @@ class GenerationRun:
             self.record.usage = self.usage
 
     async def abort(self) -> None:
-        """End the run on behalf of someone else: its client gets a `RequestAborted`."""
+        """Abort the run by an operator's or another client's request; its own client gets a `RequestAborted`."""
         self._is_aborted = True
         for request_id in list(self._open):
             await self.job.engine.abort(request_id)
@@ -265,7 +265,7 @@ class GenerationRun:
         return sum(usage.prompt_tokens for usage in self._usages.values())
 
     def num_generated(self) -> int:
-        """Return how many tokens its requests have generated so far."""
+        """Return the number of tokens that its requests have generated so far."""
         finished = sum(usage.completion_tokens for one, usage in self._usages.items() if one not in self._open)
         return finished + sum(self.job.engine.num_generated(request_id) for request_id in self._open)
 
@@ -274,7 +274,7 @@ class GenerationRun:
         close: Callable[[], Awaitable[None]] | None = getattr(events, "aclose", None)
         if close is not None:
             await close()
-        await self.job.engine.abort(request_id)  # an iterator that was never started does not notice being closed
+        await self.job.engine.abort(request_id)  # closing an iterator that was never started runs none of its code
 
     async def _events_of(self, number: int) -> AsyncIterator[tuple[int, Event]]:
         request = self._requests[number]
@@ -305,18 +305,18 @@ class GenerationRun:
         return self._events_of(0) if len(self._requests) == 1 else self._merged()
 
     async def _merged(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events of several requests in the order in which they come; the first failure ends all."""
+        """Yield the events of several requests in the order of their arrival; the first failure ends all."""
         queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue()
         waiting = iter(range(len(self._requests)))
 
         async def work() -> None:
-            for number in waiting:  # shared: each worker takes the next one
+            for number in waiting:  # shared by the workers: each takes the next request
                 async for item in self._events_of(number):
                     queue.put_nowait(item)
 
         num_workers = min(len(self._requests), self.job.max_in_flight or len(self._requests))
         self._tasks = [asyncio.create_task(work()) for _ in range(num_workers)]
-        for task in self._tasks:  # done: None, or why not
+        for task in self._tasks:  # a finished worker puts its exception, or None
             task.add_done_callback(lambda done: queue.put_nowait(None if done.cancelled() else done.exception()))
         num_finished = 0
         while num_finished < num_workers:
@@ -329,7 +329,7 @@ class GenerationRun:
                 yield item
 
     async def whole(self) -> Response:
-        """Return the reply once all is generated: the events of each choice, folded."""
+        """Return the complete reply, with the events of each choice merged."""
         folds = [EventFold() for _ in range(len(self._requests) * self.job.num_choices)]
         async for index, event in self:
             if event.logprobs:
@@ -340,12 +340,12 @@ class GenerationRun:
         return reply
 
     async def finish(self) -> None:
-        """Do what remains once the answer is complete and rendered, before its end is sent."""
+        """Await the job's `finish`, after the answer is complete and rendered and before its end is sent."""
         if self.job.finish is not None:
             await self.job.finish(self.facts())
 
     def _with_prompt_logprobs(self, choices: list[Event]) -> list[Event]:
-        """Give every choice the logprobs of its prompt, which come once, with the first of a prompt's choices."""
+        """Copy the logprobs of each prompt, which only its first choice has, to its other choices."""
         first = [choices[index - index % self.job.num_choices] for index in range(len(choices))]
         if all(choice.prompt_logprobs is None for choice in choices):
             return choices
@@ -353,25 +353,25 @@ class GenerationRun:
         return [msgspec.structs.replace(choice, prompt_logprobs=one.prompt_logprobs) for choice, one in pairs]
 
     async def _rendered(self, choices: list[Event]) -> Response:
-        """The whole reply. The logprobs of many long answers take seconds to write, so a thread does that."""
+        """Render the whole reply, in a thread if it has many logprobs, which take up to seconds."""
         num_logprobs = sum(len(choice.logprobs or ()) + len(choice.prompt_logprobs or ()) for choice in choices)
         render = partial(self.job.rendering.whole, choices, self.facts())
-        return await asyncio.to_thread(render) if num_logprobs > MANY_LOGPROBS else render()
+        return await asyncio.to_thread(render) if num_logprobs > THREAD_LOGPROBS else render()
 
 
-def most_tokens(request: Request) -> int:
-    """Return how many tokens a request takes at most: its prompt, and all of its answers at full length."""
+def max_total_tokens(request: Request) -> int:
+    """Return the most tokens that a request can take: its prompt, and all of its answers at full length."""
     return len(request.prompt_token_ids) + request.max_tokens * request.params.num_sequences
 
 
-# ── the client's side ──────────────────────────────────────────────────────────────────────────────────
+# ── towards the client ─────────────────────────────────────────────────────────────────────────────────
 
 
 class GenerationResponse(Response):
-    """A reply that is written while it is generated, as an ASGI response.
+    """The ASGI response of a generation, sent while it is generated.
 
-    An error before the first byte is raised, so that it gets a status and the dialect's error body; after it, the
-    error is the last thing in the stream.
+    An error before the first byte is raised, so that it gets its HTTP status and the dialect's error body; a later one
+    is rendered as the last event of the stream.
     """
 
     def __init__(self, run: GenerationRun, keep_alive_s: float) -> None:
@@ -379,19 +379,19 @@ class GenerationResponse(Response):
         self._run = run
         self._job = run.job
         self._keep_alive_s = keep_alive_s
-        self._has_head = False  # status and headers are sent
-        self._has_begun = False  # ... and the beginning of the stream
+        self._has_head = False  # status and headers were sent
+        self._has_begun = False  # ... and the start of the rendered stream
         self._is_accepted = False
         self._num_sent = 0
         self._beginning = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._work(scope, receive, send))
-        departure = asyncio.create_task(_departure(receive))
+        departure = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({work, departure}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._run.record.note_departure()
+                self._run.record.note_disconnect()
         finally:
             departure.cancel()
             work.cancel()
@@ -411,7 +411,7 @@ class GenerationResponse(Response):
         except TokenmillError as error:
             await self._fail(error, send)
         except OSError:  # the connection broke while we were writing
-            self._run.record.note_departure()
+            self._run.record.note_disconnect()
         except Exception:
             log.exception("request %s failed", self._run.record.request_id)
             await self._fail(InternalError(), send)
@@ -430,8 +430,8 @@ class GenerationResponse(Response):
         await reply(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """Send events as they come. Headers wait for the first one, so that a failure before it still has its own
-        status; or for the first ping, where a model takes long to be loaded."""
+        """Send events as they arrive. The headers are sent with the first event, so that an earlier failure still has
+        its own status, or with the first ping, if the model takes long to load."""
         pinger = asyncio.create_task(self._ping(send))
         try:
             await self._run.accept()
@@ -447,7 +447,7 @@ class GenerationResponse(Response):
         await self._emit(send, end, more=False)
 
     async def _ping(self, send: Send) -> None:
-        """Send a ping whenever a whole period brought nothing: one timer a period, none per token."""
+        """Send a ping after every period without output. This takes one timer per period, not one per token."""
         while self._job.rendering.ping:
             num_before = self._num_sent
             await asyncio.sleep(self._keep_alive_s)
@@ -455,7 +455,8 @@ class GenerationResponse(Response):
                 await self._emit(send, self._job.rendering.ping, begins=self._is_accepted)
 
     async def _emit(self, send: Send, data: bytes, more: bool = True, *, begins: bool = True) -> None:
-        """Send some bytes. `begins`: what they follow on has begun; nothing is known of it before it is accepted."""
+        """Send some bytes. `begins`: send the start of the stream before them, if it was not sent; a ping before the
+        run is accepted can't, because the prompt's counts are unknown."""
         self._num_sent += 1
         if self._has_begun and not self._beginning.locked():
             await send({"type": "http.response.body", "body": data, "more_body": more})
@@ -463,7 +464,7 @@ class GenerationResponse(Response):
             await self._emit_first(send, data, more, begins)
 
     async def _emit_first(self, send: Send, data: bytes, more: bool, begins: bool) -> None:
-        """Send the head before all else, whether the first event or the first ping comes first."""
+        """Send the head first, whether it goes with the first event or with the first ping."""
         async with self._beginning:
             if not self._has_head:
                 self._has_head = True
@@ -475,6 +476,6 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-async def _departure(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,8 @@
-"""The HTTP/1.1 connection, on top of uvicorn's: bounds on the size and time of a request's head, and clients that break
-off, send on while they are answered, do not read what they are sent, or offer other protocols.
+"""The HTTP/1.1 connection, on top of uvicorn's: limits on the size and duration of a request's head, and the handling
+of clients that disconnect, pipeline requests, do not read their replies, or offer another protocol.
 
-Before its head is complete nothing is known of a client, not even its key, and the HTTP library would collect a head
-without end. A timer runs whenever no request of the connection is being answered.
+Before its head is complete a request is not authenticated, and the HTTP library would buffer a head without limit. A
+timer runs whenever no request of the connection is being processed.
 """
 
 from __future__ import annotations
@@ -28,52 +28,52 @@ MAX_HEAD_BYTES = 64 << 10  # checked after each piece that arrives, and once the
 MAX_HEADERS = 256
 HEAD_TIMEOUT_S = 60.0
 HTTP_VERSIONS = ("1.0", "1.1")
-WRITE_TIMEOUT_S = 60.0  # in which a client that is behind takes LEAST_TAKEN_BYTES, or the connection ends
-LEAST_TAKEN_BYTES = 1024
-MAX_UNREAD_BYTES = 64 << 20  # of a body that was refused before it came: read, so that the client sees why, and dropped
+WRITE_TIMEOUT_S = 60.0  # a client with unread output must read MIN_PROGRESS_BYTES in this time
+MIN_PROGRESS_BYTES = 1024
+MAX_UNREAD_BYTES = 64 << 20  # of a body that was refused in advance: read and dropped, so that the client sees why
 STATUS_LINES = {400: "400 Bad Request", 431: "431 Request Header Fields Too Large"}
-FEW_LEFT = 16  # descriptors
+MIN_FREE_DESCRIPTORS = 16  # warn when fewer file descriptors are left
 REPEAT_WARNING_S = 60.0
 TLS_HELLO = b"\x16\x03"
 
 
 def limited_protocol(dialects: Dialects) -> type[LimitedHttpProtocol]:
-    """The class of uvicorn's connections, for a server with these dialects."""
+    """Return the connection class for uvicorn, for a server with these dialects."""
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"dialects": dialects})
 
 
 class DescriptorWatch:
-    """Says in the log, once a minute at most, that connections take the last descriptors of this process. Later ones
-    are closed by the system, unseen."""
+    """Logs, at most once a minute, that this process has nearly no file descriptors left. The system refuses further
+    connections without any notice to the server."""
 
     def __init__(self) -> None:
-        self._told_s = -math.inf
+        self._warned_s = -math.inf
 
     def note(self, transport: asyncio.Transport) -> None:
         connection = transport.get_extra_info("socket")
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if connection is None or limit == resource.RLIM_INFINITY or connection.fileno() < limit - FEW_LEFT:
+        if connection is None or limit == resource.RLIM_INFINITY or connection.fileno() < limit - MIN_FREE_DESCRIPTORS:
             return
         now_s = time.monotonic()
-        if now_s - self._told_s > REPEAT_WARNING_S:
-            self._told_s = now_s
-            log.error("%d connections and files are open, nearly all that may be: raise the limit (ulimit -n)", limit)
+        if now_s - self._warned_s > REPEAT_WARNING_S:
+            self._warned_s = now_s
+            log.error("nearly all %d file descriptors are in use: raise the limit (ulimit -n)", limit)
 
 
-FEW_DESCRIPTORS = DescriptorWatch()
+DESCRIPTOR_WATCH = DescriptorWatch()
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection. Errors before routing are shown in the dialect of the path, as far as that is known."""
+    """One connection. Errors before routing are rendered in the dialect of the path, if it was received."""
 
     dialects: Dialects
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        FEW_DESCRIPTORS.note(transport)
+        DESCRIPTOR_WATCH.note(transport)
         self._in_head, self._head_bytes = True, 0
-        self._has_begun = False  # a head, perhaps of the next request while one is being answered
-        self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being answered
+        self._has_begun = False  # part of a head was received, perhaps of a pipelined request
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being processed
         self._timeout: asyncio.TimerHandle | None = None
         self._num_headers = self._header_bytes = 0
         self._refusal: TokenmillError | None = None  # of the head that was just read
@@ -94,8 +94,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def _read(self, data: bytes) -> None:
-        """Feed the parser. An offer to change the protocol is declined as HTTP wants it: the request is read as if it
-        came without. (Java's own client offers HTTP/2 with every first request; the parser would skip its body.)"""
+        """Feed the parser. An offer to switch the protocol (Upgrade) is declined by ignoring the header, as HTTP
+        requires. Java's HTTP client offers HTTP/2 with its first request, and the parser would skip its body."""
         while data:
             try:
                 self.parser.feed_data(data)
@@ -105,14 +105,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _head_without_offer(self) -> bytes:
         method = self.parser.get_method()
-        if method == b"CONNECT":  # asks for a tunnel; there is nothing else in it
+        if method == b"CONNECT":  # a request for a tunnel, without a body
             raise httptools.HttpParserError("not a proxy")
         kept = [name + b": " + value + b"\r\n" for name, value in self.headers if name != b"upgrade"]
         version = self.parser.get_http_version().encode()
         return b"".join([method, b" ", self.url, b" HTTP/", version, b"\r\n", *kept, b"\r\n"])
 
     def _start_timer(self) -> None:
-        """Limit the time for the rest of a head, or of a body that was answered early; uvicorn limits idle time."""
+        """Limit the time for the rest of a head, or of a body whose reply was sent early; uvicorn limits idle time."""
         is_idle = self.timeout_keep_alive_task is not None
         if self._timeout is None and not self._unanswered and not is_idle:
             self._timeout = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
@@ -162,7 +162,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
-        if self._has_begun:  # not idle: the next request began while this one was answered
+        if self._has_begun:  # not idle: part of the next request arrived before this reply was complete
             self._unset_keepalive_if_required()
             self._start_timer()
 
@@ -175,12 +175,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_write_timer()
 
     def _expect_reading(self) -> None:
-        """Disconnect a client that does not read, so that its answer does not hold memory and device time."""
+        """Disconnect a client that does not read, since its generation would hold memory and device time."""
         unsent = self.transport.get_write_buffer_size()
 
         def check() -> None:
-            if self.transport.get_write_buffer_size() > unsent - LEAST_TAKEN_BYTES:
-                event(log, "given up", client=self.client[0] if self.client else None, why="it does not read")
+            if self.transport.get_write_buffer_size() > unsent - MIN_PROGRESS_BYTES:
+                event(log, "disconnected", client=self.client[0] if self.client else None, why="it does not read")
                 self.transport.abort()
             else:
                 self._expect_reading()
@@ -195,7 +195,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_write_timer()
-        for cycle in self._unanswered:  # uvicorn notifies the last one only, which may be waiting behind others
+        for cycle in self._unanswered:  # uvicorn notifies only the last of several pipelined requests
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -203,7 +203,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: TokenmillError) -> None:
         if self.transport.is_closing():
             return
-        if self._unanswered and not self._unanswered[0].more_body:  # never write into an answer that is being sent
+        if self._unanswered and not self._unanswered[0].more_body:  # never write into a reply that is being sent
             for cycle in self._unanswered:
                 cycle.keep_alive = False
             return
@@ -219,18 +219,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _path(self) -> str:
-        """Return the path of the request whose head is being read, as far as it was received."""
+        """Return the path of the request whose head is being read, or the part of it that was received."""
         return self.url.split(b"?")[0].decode("latin-1") if self._has_begun else ""
 
 
 def _unreadable_request(data: bytes) -> UnreadableRequest:
     if data.startswith(TLS_HELLO):
-        return UnreadableRequest("a client speaks TLS to a port that does not", hint="the URL begins with http://")
+        return UnreadableRequest("got TLS, but this port speaks plain HTTP", hint="use a URL that begins with http://")
     return UnreadableRequest("the request is not valid HTTP/1.1")
 
 
 class OpenEndedReply:
-    """A reply to an HTTP/1.0 client, which knows no chunks: without a length it ends with its connection."""
+    """A reply to an HTTP/1.0 client, which can't read chunked encoding: without a length, closing the connection ends
+    it."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle

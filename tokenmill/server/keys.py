@@ -1,12 +1,12 @@
-"""API keys as records: who has one, until when, and what it may use.
+"""API keys as records: the id of the holder, the expiry date, and what the key may use.
 
     keys.toml      [[key]]                     written by `tokenmill keys`, or by hand; read at the start, and again
-                   id = "alice"                on SIGHUP. It holds no key, only digests: who reads it can use none.
-                   sha256 = "9f86d081…"
+                   id = "alice"                on SIGHUP. It holds digests, not keys, so a reader of the file can't
+                   sha256 = "9f86d081…"        use them.
                    expires = "2027-01-01"
 
-A key is found by its digest in a table, so the time that takes tells nothing about other keys, however many there are.
-Keys that are given as plain text (`--api-key`) are records without limits; their id is their digest.
+A key is looked up by its digest in a dict, so the time of the lookup reveals nothing about other keys.
+Plain keys (`--api-key`) become records without limits, whose id is their digest.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One key. Its holder is known by `id`, which stays the same when the key is replaced."""
+    """One API key. `id` names its holder and stays the same when the key is replaced."""
 
     id: str
     sha256: str  # of the key
     created: str = ""
     expires: str = ""  # a date, or a date and a time (UTC); empty: never
-    models: list[str] = []  # names, with wildcards; empty: all
+    models: list[str] = []  # model names, with wildcards; empty: all
     requests_per_minute: Limit | None = None
-    tokens_per_minute: Limit | None = None  # of prompts and answers
+    tokens_per_minute: Limit | None = None  # of prompts and answers together
     tokens_per_day: Limit | None = None
-    max_running: Limit | None = None  # requests at a time; further ones are refused
-    max_sequences: Limit | None = None  # computed at a time; further ones wait
-    weight: Weight = 1.0  # its share of the engine beside that of others
-    min_priority: Priority | None = None  # the smallest that its requests may ask for; None: as for all
-    sees_all: bool = False  # an operator's: it sees the requests of all keys, may abort them, and may change models
+    max_running: Limit | None = None  # concurrent requests; further ones are refused
+    max_sequences: Limit | None = None  # sequences computed at a time; further ones wait
+    weight: Weight = 1.0  # share of the engine, relative to the other keys
+    min_priority: Priority | None = None  # smallest `priority` its requests may set; None: the server's setting
+    sees_all: bool = False  # an operator's key: sees and aborts the requests of all keys, and may change models
 
     @property
     def has_limits(self) -> bool:
@@ -79,10 +79,10 @@ class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyRing:
-    """The keys of a server."""
+    """All API keys of a server."""
 
     def __init__(self, plain: Sequence[bytes] = (), path: Path | None = None) -> None:
-        """`plain`: keys as they are; `path`: a file of records."""
+        """`plain`: keys without records, as clients send them; `path`: the file of key records."""
         self._plain = [_digest(key) for key in plain]
         self.path = path
         self._by_digest: dict[str, KeyRecord] = {}
@@ -91,17 +91,17 @@ class KeyRing:
         self.reload()
 
     def __bool__(self) -> bool:
-        """Tell whether keys are needed: with a file they are, even if it holds none."""
+        """Return whether clients need a key. With a keys file they do, even if it holds none."""
         return bool(self._plain) or self.path is not None
 
     def __len__(self) -> int:
         return len(self._by_digest)
 
     def reload(self) -> None:
-        """Read the file again; one that is wrong raises InvalidConfig and changes nothing."""
+        """Read the file again. An invalid file raises InvalidConfig, and the previous keys stay."""
         records = [] if self.path is None else read_keys(self.path)
         records += [KeyRecord(id=digest, sha256=digest) for digest in self._plain]
-        if len(records) == 1:  # its holder is who runs the server
+        if len(records) == 1:  # the holder of the only key is the operator
             records = [msgspec.structs.replace(records[0], sees_all=True)]
         self._by_digest = {record.sha256: record for record in records}
         self._by_id = {record.id: record for record in records}
@@ -113,15 +113,15 @@ class KeyRing:
         return next((record for record in found if record is not None and not self._is_expired(record)), None)
 
     def get(self, key_id: str) -> KeyRecord | None:
-        """The record of a key by its id, for work that goes on without a client; None if there is none any more."""
+        """Return a key's record by its id, for batches and background responses; None if the key was removed."""
         return self._by_id.get(key_id)
 
     def records(self) -> dict[str, KeyRecord]:
         """Return all records by their ids."""
         return self._by_id
 
-    def why_not(self, offered: Sequence[bytes]) -> str:
-        """Why none of these keys admits, for the operator."""
+    def refusal_reason(self, offered: Sequence[bytes]) -> str:
+        """Return why none of these keys is valid, for the audit log."""
         if not any(offered):
             return "no key"
         return "expired key" if any(_digest(key) in self._by_digest for key in offered) else "unknown key"
@@ -136,7 +136,7 @@ def _digest(key: bytes) -> str:
 
 
 def load_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """Keys from flags, the environment (comma-separated) and the file of plain keys together."""
+    """Return the plain keys from flags, the environment (comma-separated) and the file of plain keys."""
     if not all(key.strip() for key in config.api_key):
         raise InvalidConfig("an API key is empty, which would leave the server open", param="api_key")
     keys = [*config.api_key, *environment.get(ENVIRONMENT_NAME, "").split(",")]
@@ -146,12 +146,12 @@ def load_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[byt
 
 
 def key_ring(config: ServerConfig, environment: Mapping[str, str]) -> KeyRing:
-    """Return all keys of a server: plain ones, and records in the named file, or in the default one if it exists."""
-    path = config.keys_file or (usual_file() if usual_file().exists() else None)
+    """Return all keys of a server: plain keys, and the records of `--keys-file` or else of the default file."""
+    path = config.keys_file or (default_keys_file() if default_keys_file().exists() else None)
     return KeyRing(load_keys(config, environment), path)
 
 
-def usual_file() -> Path:
+def default_keys_file() -> Path:
     return store_root() / "keys.toml"
 
 
@@ -162,7 +162,7 @@ def _keys_in_file(path: Path) -> list[str]:
         raise InvalidConfig(f"the API key file {path} cannot be read: {error}", param="api_key_file") from None
     keys = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise InvalidConfig(f"the API key file {path} holds no key", param="api_key_file", hint="one key a line")
+        raise InvalidConfig(f"the API key file {path} holds no key", param="api_key_file", hint="one key per line")
     return keys
 
 
@@ -170,7 +170,7 @@ def _keys_in_file(path: Path) -> list[str]:
 
 
 def read_keys(path: Path) -> list[KeyRecord]:
-    """The records of a file; InvalidConfig names what is wrong with it, never a digest."""
+    """Read and check the records of a file. The InvalidConfig of a wrong file never quotes a digest."""
     try:
         text = path.read_text(encoding="utf-8")
         records = msgspec.convert(tomllib.loads(text), KeyFile).key
@@ -180,34 +180,35 @@ def read_keys(path: Path) -> list[KeyRecord]:
     for number, record in enumerate(records, 1):
         problem = _problem(record, ids)
         if problem or number > MAX_KEYS:
-            raise InvalidConfig(f"{path}: key {number} {problem or 'is too many'}", param="keys_file")
+            raise InvalidConfig(f"{path}: key {number} {problem or 'exceeds the limit of keys'}", param="keys_file")
         ids.add(record.id)
     return records
 
 
 def _problem(record: KeyRecord, ids: set[str]) -> str | None:
     if not _ID.fullmatch(record.id):
-        return "has an invalid id: it must be letters, digits, dots and dashes, up to 64 of them"
+        return "has an invalid id: up to 64 letters, digits and the characters _ . @ - (a letter or digit first)"
     if record.id in ids:
-        return f"has the id {record.id!r}, which another one has"
+        return f"has the id {record.id!r} of another key"
     if not _DIGEST.fullmatch(record.sha256):
         return "needs sha256: 64 hexadecimal digits"
     if record.expires:
         try:
             seconds_of(record.expires)
         except ValueError:
-            return f"expires at {record.expires!r}, which is no date"
+            return f"expires at {record.expires!r}, which is not a date"
     return None
 
 
 def seconds_of(date: str) -> float:
-    """Seconds since the epoch of a date, or of a date and a time; ValueError for what is none."""
+    """Convert a date, or a date and a time, to seconds since the epoch; ValueError if it is neither."""
     moment = datetime.fromisoformat(date)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def new_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[str, list[KeyRecord]]:
-    """Make a new random key, and return it with the records, its own added. `record` has all fields but the digest."""
+    """Create a random key; return it, and the records with the new one added. `record` has all fields but the
+    digest."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     made = msgspec.structs.replace(
         record, sha256=_digest(key.encode()), created=datetime.now(UTC).isoformat(timespec="seconds")
@@ -216,16 +217,16 @@ def new_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[str, list[
     if problem:
         raise InvalidConfig(f"the key {problem}", param="id")
     try:
-        msgspec.convert(msgspec.to_builtins(made), KeyRecord)  # its limits too: the file must be readable
+        msgspec.convert(msgspec.to_builtins(made), KeyRecord)  # checks the limits: the file must stay readable
     except msgspec.ValidationError as error:
-        raise InvalidConfig(f"the key can't have such a limit: {error}") from None
+        raise InvalidConfig(f"the key has an invalid limit: {error}") from None
     return key, [*records, made]
 
 
 def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
-    """Write the file whole, readable by its owner only: a reader finds the old one or the new one."""
+    """Replace the file atomically, readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "# API keys of this server, by `tokenmill keys`. A running server reads them again on SIGHUP.\n"
+    text = "# API keys, written by `tokenmill keys`. A running server reads them again on SIGHUP.\n"
     text += "".join(f"\n[[key]]\n{_fields(record)}" for record in records)
     handle, name = tempfile.mkstemp(prefix=".keys-", dir=path.parent)
     with ExitStack() as undo:
@@ -238,5 +239,5 @@ def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
 
 
 def _fields(record: KeyRecord) -> str:
-    """The fields of a record as TOML: strings, numbers and lists of strings are written as in JSON."""
+    """Return the fields of a record as TOML; strings, numbers and lists of strings are written as in JSON."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in msgspec.to_builtins(record).items())

@@ -1,10 +1,10 @@
-"""The ledger: one row for every generation, however it ended, in the server's state file.
+"""The usage ledger: one row for every generation, whatever its outcome, in the server's state file.
 
-A row says who asked (key, and the user that the client named), what for (model), how it ended, and what it took: tokens
-of the prompt, cached ones among them, tokens of the answer, thinking among them, times, and seconds of the device: the
-request's part of each step it was in (none where the answer was known). Tokens of requests that were aborted or failed
-count; no text is kept. The rows come from the same records as the metrics, so both add up to the same sums. They are
-written twice a second, all that came meanwhile in one transaction, and kept for 400 days.
+A row has the key, the end user that the client named, the model, the outcome, the tokens of the prompt (and how many
+were cached) and of the answer (and how many were reasoning), times, and device seconds: the request's share of each
+step it was part of (0 for an answer from the response cache). Tokens of aborted and failed requests count. No text is
+stored. The rows come from the same records as the metrics, so their sums agree. They are written twice a second, all
+new rows in one transaction, and kept for 400 days.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = get_log("server")
 
 WRITE_S = 0.5
 KEEP_S = 400 * 86_400.0
-MAX_UNWRITTEN = 100_000  # rows, while the disk is full
-GROUPS = {  # how rows can be grouped, as SQL
+MAX_UNWRITTEN = 100_000  # rows kept in memory while writing fails
+GROUPS = {  # name in `group_by` ─► SQL expression
     "key": "key",
     "user": "user",
     "model": "model",
@@ -42,7 +42,7 @@ _SPAN = re.compile(r"(\d{1,6})([mhdw])")
 
 
 class Ledger:
-    """Writes rows, and adds them up."""
+    """Writes rows and sums them up."""
 
     def __init__(self, database: Database, *, is_on: bool) -> None:
         self._database = database
@@ -52,7 +52,7 @@ class Ledger:
         self._is_closing = False
 
     def add(self, record: RequestRecord) -> None:
-        """Keep what a generation took. Called once for each, when it has ended."""
+        """Add the row of a generation that has ended. Called once for each."""
         if not self._is_on or not record.is_generation:
             return
         if len(self._rows) < MAX_UNWRITTEN:
@@ -65,7 +65,7 @@ class Ledger:
         await self.write()
 
     async def write(self) -> None:
-        """Write all rows that have come; what can't be written is tried again with the next ones."""
+        """Write all new rows; if that fails, they are written with the next ones."""
         rows, self._rows = self._rows, []
 
         def insert(connection: sqlite3.Connection) -> None:
@@ -77,20 +77,20 @@ class Ledger:
         try:
             await self._database.write(insert)
         except TokenmillError as problem:
-            log.error("%d rows of the ledger could not be written yet: %s", len(rows), problem)
+            log.error("%d rows of the ledger could not be written and will be tried again: %s", len(rows), problem)
             self._rows = rows + self._rows
 
     async def start(self) -> None: ...
 
     async def close(self) -> None:
-        """Write what has come; of requests that end later the rows are written at once."""
+        """Write all new rows. Rows of requests that end later are written without delay."""
         self._is_closing = True
         if self._writing is not None:
             self._writing.cancel()
         await self.write()
 
     async def usage(self, groups: Sequence[str], since_s: float, key: str | None) -> list[dict[str, Any]]:
-        """Sums by groups since a moment; of one key, or of all."""
+        """Return the sums by groups since a moment, of one key or (None) of all."""
         await self.write()
         return await self._database.read(lambda connection: summed(connection, groups, since_s, key))
 
@@ -120,7 +120,8 @@ def row_of(record: RequestRecord) -> tuple[Any, ...]:
 def summed(
     connection: sqlite3.Connection, groups: Sequence[str], since_s: float, key: str | None = None
 ) -> list[dict[str, Any]]:
-    """Requests and tokens by groups; names of groups are checked (`groups_of`), values are never part of the SQL."""
+    """Sum requests and tokens by groups. Group names were checked (`groups_of`); values are passed as parameters, not
+    as part of the SQL."""
     names = [f'{GROUPS[group]} AS "{group}"' for group in groups]
     sums = ["count(*) AS requests", *(f"coalesce(sum({name}), 0) AS {name}" for name in SUMS), DEVICE_SUM]
     grouped = f"GROUP BY {', '.join(GROUPS[group] for group in groups)}" if groups else ""
@@ -132,7 +133,7 @@ def summed(
 
 
 def groups_of(text: str) -> list[str]:
-    """The groups in a list with commas; InvalidRequest for one that there is not."""
+    """Parse a comma-separated list of groups; InvalidRequest for an unknown one."""
     groups = [group.strip() for group in text.split(",") if group.strip()]
     for group in groups:
         if group not in GROUPS:
@@ -141,7 +142,7 @@ def groups_of(text: str) -> list[str]:
 
 
 def moment_of(since: str, now_s: float) -> float:
-    """Seconds since the epoch of `7d`, `12h` ago, or of a date."""
+    """Convert `7d` or `12h` (before now) or a date to seconds since the epoch."""
     span = _SPAN.fullmatch(since)
     if span is not None:
         return now_s - int(span[1]) * UNITS_S[span[2]]

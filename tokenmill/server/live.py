@@ -1,7 +1,7 @@
-"""The generations that are under way: what the load page lists, and where an abort finds its request.
+"""The generations in progress: the load page lists them, and an abort looks up its request here.
 
-A run enters when it is accepted and leaves when it is closed. Nothing happens here per token: how far a run is, is
-asked of its engine when somebody looks.
+A run is added when it is submitted and removed when it is closed. Nothing is done per token: the progress of a run is
+read from its engine on demand.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tokenmill.server.accounting import RequestRecord
 
 
 class LiveRun(Protocol):
-    """A generation in progress as it is shown, and the means to abort it."""
+    """A generation in progress: what is shown of it, and a way to abort it."""
 
     @property
     def record(self) -> RequestRecord: ...
@@ -32,9 +32,10 @@ class UnknownRequest(TokenmillError):
 
 
 class LiveRequests:
-    """All generations under way, the oldest first. A key sees and aborts its own; without keys all are one's own.
+    """All generations in progress, the oldest first. A client sees and aborts those of its own key.
 
-    Where a key is asked for, None stands for one that sees those of all.
+    `key_id`: the id of the client's key; None for an operator, who sees the requests of all keys. On a server without
+    keys the id is always "".
     """
 
     def __init__(self) -> None:
@@ -46,9 +47,9 @@ class LiveRequests:
     def remove(self, run: LiveRun) -> None:
         self._runs.pop(run.run_id, None)
 
-    def rows(self, key_id: str | None, most: int) -> list[dict[str, Any]]:
-        """The runs of a key, `most` of them at most; with those of others, whose each is."""
-        rows = [_row(run) for run in self._of(key_id)[:most]]
+    def rows(self, key_id: str | None, limit: int) -> list[dict[str, Any]]:
+        """Return at most `limit` runs; for an operator each with the id of its key."""
+        rows = [_row(run) for run in self._of(key_id)[:limit]]
         return rows if key_id is not None else [{**row, "key": self._runs[row["id"]].record.key_id} for row in rows]
 
     def count(self, key_id: str | None) -> int:
@@ -59,22 +60,22 @@ class LiveRequests:
 
     def interactive(self) -> tuple[int, int]:
         """Return how many interactive runs are in progress, and how many of them have no token yet."""
-        waited_for = [run.record for run in self._runs.values() if not run.record.is_batch_line]
-        return len(waited_for), sum(record.first_token_s is None for record in waited_for)
+        records = [run.record for run in self._runs.values() if not run.record.is_batch_line]
+        return len(records), sum(record.first_token_s is None for record in records)
 
     def num_generated(self, key_id: str | None) -> int:
-        """Return the tokens that a key's runs in progress have generated so far, or those of all."""
+        """Return the number of tokens that the runs in progress have generated so far."""
         return sum(run.num_generated() for run in self._of(key_id))
 
     def num_read(self, key_id: str | None) -> int:
-        """Prompt tokens of runs under way whose answers have begun."""
+        """Return the number of prompt tokens of the runs in progress that have generated a token."""
         begun = (run for run in self._of(key_id) if run.record.first_token_s is not None)
         return sum(run.num_prompt_tokens() for run in begun)
 
     async def abort(self, run_id: str, key_id: str | None) -> None:
         run = self._runs.get(run_id)
         if run is None or (key_id is not None and run.record.key_id != key_id):
-            raise UnknownRequest(f"no request {run_id[:200]!r} is under way")
+            raise UnknownRequest(f"no request {run_id[:200]!r} is in progress")
         await run.abort()
 
 

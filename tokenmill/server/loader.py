@@ -1,16 +1,16 @@
-"""The loader decides which models are in memory: it loads what is asked for and unloads idle models to make room.
+"""The loader decides which models are in memory: it loads models on request and unloads idle ones to make room.
 
-    room for two, C is asked for      A idle, B busy    A is unloaded, C is loaded
+    room for two, C is requested      A idle, B busy    A is unloaded, C is loaded
                                       both busy         C waits for one to become idle; after a while the one that was
-                                                        loaded first takes no more requests, finishes those that it
-                                                        has, and is unloaded: its new requests wait in turn
+                                                        loaded first admits no more requests, finishes its running
+                                                        ones and is unloaded, while its new requests wait in turn
 
-Nothing that runs is ever unloaded. All requests that wait for a model share one load, and loads that need room are
-served in the order in which they came. How much room there is, and what a model takes of it, is the planner's
-arithmetic, which is also what its engine allocates: the size of its KV pool is planned here and given to it. A server
-of one model plans nothing; its engine sizes itself.
+A model with running requests is never unloaded. All requests that wait for a model share one load, and loads that need
+room are served in order of arrival. The planner computes the memory of each model, including the size of the KV pool,
+which is then passed to the engine, so that it allocates what was planned. With a single model nothing is planned; its
+engine sizes itself.
 
-A model that was idle for longer than its keep-alive leaves too, by a monotonic clock.
+A model that was idle for longer than its keep-alive time is unloaded too.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from tokenmill.server.errors import LoadFailed
 from tokenmill.server.gate import EngineGate, ModelReader, ServedEngine
 
 log = get_log("server")
-POLL_S = 0.02  # between two checks whether a model has become idle, while a load waits for that
-SWEEP_S = 0.25  # between two checks for models that have been idle for long enough
-PATIENCE_S = 1.0  # how long a load waits for an idle model, before one is told to finish
-RETRY_S = 5.0  # after a failed load, in which the same is said again without another attempt
+POLL_S = 0.02  # interval of checking whether a model has become idle, while a load waits for it
+SWEEP_S = 0.25  # interval of checking for models whose keep-alive time is over
+IDLE_WAIT_S = 1.0  # how long a load waits for a model to become idle before a busy one is drained
+RETRY_S = 5.0  # after a failed load: requests within this time get the same error without another attempt
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """The memory that a model takes on its device."""
+    """The planned memory of a model on its device."""
 
     device: str
-    device_bytes: int  # that it was offered; of a plan without an offer, all that the device has
-    fixed_bytes: int  # all but the KV pool
+    device_bytes: int  # the memory available to the model; all of the device's unless limited
+    fixed_bytes: int  # everything except the KV pool
     total_bytes: int
     num_blocks: int | None = None  # of the KV pool; None: the engine decides
     num_states: int | None = None
-    problem: str | None = None  # why it can't be loaded into the memory it was offered
+    problem: str | None = None  # why the model does not fit into the available memory
 
 
 class ModelSource(Protocol):
@@ -56,10 +56,10 @@ class ModelSource(Protocol):
         """Read the model's files, without its weights."""
 
     def plan(self, available_bytes: int | None, num_models: int) -> ModelMemory:
-        """Plan the model into so much memory, as one of several; None: all that its device has."""
+        """Plan the model as one of several on its device. `available_bytes`: None for all of the device's memory."""
 
     def held(self) -> ModelMemory:
-        """Return the memory of the engine that was started without a plan."""
+        """Return the memory of an engine that was started without a plan."""
 
     async def start(self, memory: ModelMemory | None) -> ServedEngine: ...
 
@@ -69,7 +69,7 @@ MakeModel = Callable[[str], tuple[EngineGate, ModelSource]]
 
 @dataclass
 class ModelSlot:
-    """One model of a loader: where it comes from, its memory, and what is being done with it."""
+    """One model of a loader: its source, its memory, and the tasks that read, load or unload it."""
 
     source: ModelSource
     footprint: ModelMemory | None = None  # alone on its device
@@ -82,12 +82,12 @@ class ModelSlot:
 
     @property
     def is_taken(self) -> bool:
-        """Return whether the model is in memory, or about to be, or about to leave."""
+        """Return whether the model occupies memory: it is loading, loaded or unloading."""
         return self.memory is not None
 
 
 class ModelLoader:
-    """All models of a server and their memory. Everything happens on the event loop's thread."""
+    """All models of a server and their memory. All state changes happen on the event loop's thread."""
 
     def __init__(
         self,
@@ -95,23 +95,22 @@ class ModelLoader:
         max_loaded: int | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        """`max_loaded`: models in memory at most, those that are about to leave included. `memory_bytes`: for all of
-        them together on a device; by default what is free now."""
-        # Observers (metrics, audit log) get every load, failed load and unload, with the engine's last numbers.
+        """`max_loaded`: limit of models in memory, including those being unloaded. `memory_bytes`: total memory of the
+        models on a device; by default what is free now."""
+        # Callbacks for metrics and audit log: a load, a failed load, an unload with the engine's final statistics.
         self.on_load: Callable[[EngineGate, float], None] = lambda gate, seconds: None
         self.on_failure: Callable[[EngineGate, TokenmillError], None] = lambda gate, problem: None
         self.on_unload: Callable[[str, EngineStats], None] = lambda name, stats: None
-        self.make_model: MakeModel | None = None  # for models that the server was not started with
+        self.make_model: MakeModel | None = None  # for models that clients add to the running server
         self._max_loaded = max_loaded
         self._memory_bytes = memory_bytes
         self._cpu_bytes = probe_memory().available_bytes
         self._slots: dict[EngineGate, ModelSlot] = {}
-        self._room = asyncio.Lock()  # waiters take it in turn
+        self._room = asyncio.Lock()  # held while waiting for room; granted in order of arrival
         self._sweeping: asyncio.Task[None] | None = None
 
     def add(self, gate: EngineGate, source: ModelSource, *, waits: bool = True) -> None:
-        """Let a gate load its model from here. `waits`: requests wait for the first load too, instead of being told to
-        try again later."""
+        """Add a model. `waits`: requests wait for the first load too, instead of getting a 503."""
         self._slots[gate] = ModelSlot(source)
         if waits:
             self._attach(gate)
@@ -121,24 +120,24 @@ class ModelLoader:
         gate.read = partial(self.read, gate)
 
     async def remove(self, gate: EngineGate) -> None:
-        """Take a model out of memory for good."""
+        """Unload a model and forget it."""
         await self.unload(gate)
         del self._slots[gate]
 
     def memory_of(self, gate: EngineGate) -> ModelMemory | None:
-        """Return the memory of a model, while it is loaded and known."""
+        """Return the planned memory of a model; None if it is not loaded or was not planned."""
         slot = self._slots.get(gate)
         return None if slot is None else slot.memory
 
     def memory(self) -> dict[str, tuple[int, int]]:
-        """Total and used bytes of each device that models were planned for."""
+        """Return (total, used) bytes of each device that models were planned for."""
         devices = {slot.memory.device for slot in self._slots.values() if slot.memory is not None}
         return {device: (self._total(device), self._used(device)) for device in sorted(devices)}
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────
 
     async def read(self, gate: EngineGate) -> None:
-        """Read the model's files, once for all who ask."""
+        """Read the model's files. Concurrent callers share one read."""
         slot = self._slots[gate]
         if gate.known is None:
             self._refuse_for_now(gate, slot)
@@ -158,14 +157,15 @@ class ModelLoader:
     # ── loading ────────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self, gate: EngineGate) -> None:
-        """Return once the model is in memory, or raise why it can't be. A caller that leaves ends nothing."""
+        """Load the model if necessary; LoadFailed has the reason of a failure. Cancelling the caller does not cancel
+        the load."""
         loading = self.begin(gate)
         if loading is not None:
             await self._finished(loading)
             _raise_failure(gate)
 
     def begin(self, gate: EngineGate) -> asyncio.Task[None] | None:
-        """Begin to load a model; None: it is in memory already. The gate's state tells how it went."""
+        """Start loading a model and return the task; None if it is loaded already. The gate's state has the result."""
         slot = self._slots.get(gate)
         if slot is None or gate.state == "loaded":
             return None
@@ -177,7 +177,7 @@ class ModelLoader:
 
     async def _finished(self, task: asyncio.Task[None]) -> None:
         await asyncio.wait({task})
-        if not task.cancelled():  # otherwise the server stops, which the gate tells
+        if not task.cancelled():  # cancelled: the server is stopping, and the gate refuses requests
             task.result()
 
     def _refuse_for_now(self, gate: EngineGate, slot: ModelSlot) -> None:
@@ -187,7 +187,7 @@ class ModelLoader:
     def _fail(self, gate: EngineGate, slot: ModelSlot, problem: TokenmillError | OSError) -> None:
         if isinstance(problem, OSError):
             problem = EngineDead(f"the engine could not be started: {problem.strerror or problem}")
-        if gate.load is not None:  # otherwise it was the first load, and the process ends with the reason
+        if gate.load is not None:  # otherwise it was the first load, and the process prints the reason and exits
             log.error("%s could not be loaded: %s", gate.label, problem)
         slot.failed_at_s = time.monotonic()
         gate.shut("failed", problem)
@@ -219,7 +219,7 @@ class ModelLoader:
     # ── room ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _room_for(self, gate: EngineGate, slot: ModelSlot) -> ModelMemory | None:
-        """Wait until there is room for a model, and unload idle ones for it."""
+        """Wait until there is room for a model, unloading others; return its plan."""
         if len(self._slots) == 1:
             return None
         memory = await asyncio.to_thread(self._planned, gate, slot)
@@ -239,7 +239,8 @@ class ModelLoader:
         return memory
 
     def _planned(self, gate: EngineGate, slot: ModelSlot) -> ModelMemory:
-        """Plan a model beside all others if all can be in memory together, or else beside those that are pinned."""
+        """Plan a model so that all models fit into memory together; if that is impossible, leave room only for the
+        pinned ones."""
         own = slot.footprint = slot.footprint or slot.source.plan(None, 1)
         total = self._total(own.device)
         others = [(one, other) for one, other in self._slots.items() if other is not slot and _is_on(one, other, own)]
@@ -251,7 +252,8 @@ class ModelLoader:
         return slot.source.plan(total - pinned, 1 + len(others))
 
     def _total(self, device: str) -> int:
-        """The memory for models: of the processor what was free at the start, of another device all that it has."""
+        """Return the memory for models: the configured total, else what was free at the start (CPU) or all of it
+        (GPU)."""
         if self._memory_bytes is not None:
             return self._memory_bytes
         if device == "cpu":
@@ -270,7 +272,7 @@ class ModelLoader:
         return self._used(memory.device) + memory.total_bytes <= self._total(memory.device)
 
     def _loaded(self) -> Iterator[EngineGate]:
-        """Models that could be unloaded."""
+        """Return the models that may be unloaded."""
         return (gate for gate in self._slots if gate.state == "loaded" and not gate.is_pinned)
 
     def _idle_victim(self) -> EngineGate | None:
@@ -278,20 +280,20 @@ class ModelLoader:
         return min(idle, key=lambda gate: gate.last_used_s, default=None)
 
     def _busy_victim(self, waited_s: float) -> EngineGate | None:
-        """Return the busy model that was loaded first. It may run for as long as it took to load, and a moment at
-        least, so that loads never take more than half of the time."""
+        """Return the model that was loaded first, although it is busy; None if it is too early. A model stays at least
+        as long as its load took, so that loading never takes more than half of the time."""
         oldest = min(self._loaded(), key=lambda gate: gate.loaded_at_s, default=None)
-        if oldest is None or waited_s < PATIENCE_S:
+        if oldest is None or waited_s < IDLE_WAIT_S:
             return None
         return oldest if time.monotonic() - oldest.loaded_at_s >= self._slots[oldest].load_s else None
 
     # ── unloading ──────────────────────────────────────────────────────────────────────────────────────
 
     async def unload(self, gate: EngineGate) -> None:
-        """Take a model out of memory once its running requests are finished; new ones wait, and load it again."""
+        """Unload a model once its running requests are finished. New requests wait and load it again."""
         slot = self._slots.get(gate)
         if slot is None:
-            raise InvalidRequest(f"{gate.name} can't be unloaded: nothing here could load it again", param="model")
+            raise InvalidRequest(f"{gate.name} can't be unloaded: this server could not load it again", param="model")
         if slot.unloading is None:
             slot.unloading = asyncio.create_task(self._unload(gate, slot, slot.loading))
         await self._finished(slot.unloading)
@@ -328,22 +330,22 @@ class ModelLoader:
                 elif gate.keep_alive_s is not None and now_s - gate.last_used_s >= gate.keep_alive_s:
                     await self.unload(gate)
 
-    # ── the end ────────────────────────────────────────────────────────────────────────────────────────
+    # ── shutdown ───────────────────────────────────────────────────────────────────────────────────────
 
     def refuse_all(self) -> None:
-        """Refuse every new request from now on, and end the loads that are under way."""
+        """Refuse every new request from now on, and cancel the loads in progress."""
         for gate, slot in self._slots.items():
             gate.close()
             if slot.loading is not None:
                 slot.loading.cancel()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait for the running requests of all models; False when some were still running at the end."""
+        """Wait for the running requests of all models; return False if some were still running after `timeout_s`."""
         engines = [gate.loaded for gate in self._slots if gate.loaded is not None]
         return all(await asyncio.gather(*(engine.drain(timeout_s) for engine in engines)))
 
     async def close(self) -> None:
-        """End all engines; running requests fail."""
+        """Close all engines; requests that still run fail."""
         slots = list(self._slots.values())
         tasks = [task for slot in slots for task in (slot.reading, slot.loading, slot.unloading) if task is not None]
         tasks += [self._sweeping] if self._sweeping is not None else []
@@ -355,7 +357,8 @@ class ModelLoader:
 
 
 def _is_on(gate: EngineGate, slot: ModelSlot, memory: ModelMemory) -> bool:
-    """Return whether a model runs on the same device. One whose files can't be read does not: its own load tells."""
+    """Return whether a model runs on the device of `memory`. A model that can't be planned does not; its own load
+    reports the reason."""
     try:
         slot.footprint = slot.footprint or slot.source.plan(None, 1)
     except TokenmillError:
@@ -366,8 +369,7 @@ def _is_on(gate: EngineGate, slot: ModelSlot, memory: ModelMemory) -> bool:
 
 
 def _largest_bytes(slot: ModelSlot) -> int:
-    known = (slot.memory.total_bytes if slot.memory else 0, slot.footprint.fixed_bytes if slot.footprint else 0)
-    return max(known)
+    return max(slot.memory.total_bytes if slot.memory else 0, slot.footprint.fixed_bytes if slot.footprint else 0)
 
 
 def _raise_failure(gate: EngineGate) -> None:

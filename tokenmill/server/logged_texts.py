@@ -1,4 +1,4 @@
-"""The texts of one request that goes into the request log, gathered while it runs."""
+"""The texts of one request for the request log, collected while it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoggedTexts:
         answer.write(event.text)
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields of a line: messages or prompts, parameters that are not the usual ones, answers."""
+        """Return the fields of a log line: messages or prompts, parameters that differ from their defaults, answers."""
         first, fields = self._requests[0], dict[str, Any]()
         if isinstance(first, ChatRequest):
             fields["messages"] = msgspec.to_builtins(first.messages)
@@ -37,6 +37,6 @@ class LoggedTexts:
         else:
             fields["prompts"] = [one.prompt for one in self._requests if not isinstance(one, ChatRequest)]
         if not isinstance(first, EmbedRequest):
-            given = msgspec.to_builtins(first.params)
-            fields["params"] = {name: value for name, value in given.items() if value != DEFAULTS.get(name)}
+            params = msgspec.to_builtins(first.params)
+            fields["params"] = {name: value for name, value in params.items() if value != DEFAULTS.get(name)}
         return fields | {"answers": [self._answers[choice].getvalue() for choice in sorted(self._answers)]}

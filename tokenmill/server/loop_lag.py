@@ -1,6 +1,6 @@
 """Measures the lag of the event loop: a timer fires late while something blocks the loop.
 
-All streams of a server wait as long, so this is the first place to look when tokens come in bursts.
+All streams of the server wait equally long, so this metric is the first to check when tokens arrive in bursts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The outermost layer: gives every request an id and a record, normalises its path, and writes one log line at the end.
+"""The outermost middleware: gives every request an id and a record, normalises its path and writes its log line.
 
-HEAD is answered as GET (the HTTP layer drops the body) and a trailing slash is ignored.
+HEAD is handled as GET (the HTTP layer drops the body) and a trailing slash is ignored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tokenmill.server.errors import InternalError
 
 log = get_log("server")
 PROBES = frozenset({"/health", "/ping", "/livez", "/readyz", "/startupz"})
-OFTEN_ASKED = PROBES | {"/metrics"}  # every few seconds by machines: not worth a line
-PAGE_PREFIX = "/ui/"  # of the files and the feed of the server's own page: a dozen for each visit
+POLLED_PATHS = PROBES | {"/metrics"}  # requested by machines every few seconds: logged at DEBUG
+PAGE_PREFIX = "/ui/"  # the files and the feed of the server's own page: a dozen requests for each visit
 
 
 class RequestMiddleware:
-    """Wraps the whole application. Whatever escapes from it becomes an internal error of that one request."""
+    """Wraps the whole application. An exception that escapes from it becomes an internal error of that request."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class RequestMiddleware:
                 if record.trace is not None:
                     message["headers"].append((b"traceparent", record.trace.header))
             elif not message.get("more_body", False):
-                self._finish(record)  # before the last byte: a client that has read the answer finds it counted
+                self._finish(record)  # before the last byte: once a client has its reply, the metrics include it
             await send(message)
 
         try:
             await self._app(_normalised(scope, record), receive, send_with_id)
         except Exception:
             log.exception("request %s failed", record.request_id)
-            if record.status == 0:  # nothing was sent yet
+            if record.status == 0:  # no response was started
                 error = InternalError()
                 record.error_code = error.code
                 failed = self._dialects.of(head_of(scope)).error_response(error, record.request_id)
@@ -76,7 +76,7 @@ class RequestMiddleware:
             self._finish(record)
 
     def _limits(self, record: RequestRecord, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Return what is left of the limits of the request's key."""
+        """Return the headers with the remaining limits of the request's key."""
         if record.limits is None:
             return []
         return record.limits.headers(self._dialects.of(head_of(scope)).limit_headers)
@@ -87,8 +87,8 @@ class RequestMiddleware:
         record.is_finished = True
         record.status = record.status or 500
         self._on_done(record)
-        is_expected = record.status < 400 or record.status == 503  # loading and draining are answers too
-        is_unremarkable = record.path in OFTEN_ASKED or record.path.startswith(PAGE_PREFIX)
+        is_expected = record.status < 400 or record.status == 503  # 503: loading or draining
+        is_unremarkable = record.path in POLLED_PATHS or record.path.startswith(PAGE_PREFIX)
         level = logging.DEBUG if is_unremarkable and is_expected else logging.INFO
         if log.isEnabledFor(level):
             event(log, "request", level=level, **record.log_fields())

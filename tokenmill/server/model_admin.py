@@ -1,8 +1,8 @@
-"""The models of a server with their states, and the routes by which they are loaded and unloaded.
+"""Endpoints that list, load and unload the models of a server.
 
-Paths and names are llama.cpp's: GET /models lists, POST /models/load and /models/unload change. A pull, with its
-progress, is Ollama's /api/pull. Loading a model of the store that the server was not started with adds it to the list.
-Clients that may pull models may load them: see --manage-models.
+Paths and names are llama.cpp's: GET /models lists models, POST /models/load and /models/unload change their state.
+Downloading a model, with its progress, is Ollama's /api/pull. Loading a model of the store that the server was not
+started with adds it to the list. Clients that may pull models may load them: see --manage-models.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
 
     async def load_model(request: Request) -> Response:
         require_manager(request, context.config)
-        name, waits = await context.parsed(request, _asked_load)
+        name, waits = await context.parsed(request, _parse_load)
         model = await context.when_read(lambda: _found(name, context)) or await _added(name, context)
         gate = gate_of(model)
         if waits:
@@ -108,7 +108,7 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
             CHANGED,
             changing,
             LOAD_BODY,
-            description="Bring a model into memory. Replies at once, or with `wait` when it is there.",
+            description="Load a model. Replies immediately, or with `wait` once it is loaded.",
         ),
         Endpoint(
             "POST",
@@ -118,13 +118,13 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
             CHANGED,
             changing,
             UNLOAD_BODY,
-            description="Take a model out of memory, after its running requests. The next request loads it again.",
+            description="Unload a model once its running requests are finished. The next request loads it again.",
         ),
     ]
 
 
 async def model_rows(context: RouteContext) -> list[dict[str, Any]]:
-    """Return all models with their states, and those that were created from them."""
+    """Return a row for each model and each variant, with its state."""
     await context.registry.read_all()
     unread = [gate for gate in context.registry.gates if gate.known is None]
     return [model_row(model, context) for model in (*context.registry.known(), *unread)]
@@ -154,38 +154,38 @@ def model_row(model: FoundModel, context: RouteContext) -> dict[str, Any]:
 
 
 def expires_in_s(gate: EngineGate) -> float | None:
-    """Return the seconds until an unused model is unloaded; None: it is not in memory, or stays."""
+    """Return the seconds until the model is unloaded if no request comes; None: it is not loaded, or stays loaded."""
     if gate.state != "loaded" or gate.is_pinned or gate.keep_alive_s is None:
         return None
     idle_s = time.monotonic() - gate.last_used_s if gate.is_idle else 0.0
     return round(max(0.0, gate.keep_alive_s - idle_s), 1)
 
 
-# ── changing ───────────────────────────────────────────────────────────────────────────────────────────
+# ── loading ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _asked_load(body: dict[str, Any]) -> tuple[str, bool]:
+def _parse_load(body: dict[str, Any]) -> tuple[str, bool]:
     fields = BodyFields(body)
     return fields.required_text("model"), fields.boolean("wait")
 
 
 def _found(name: str, context: RouteContext) -> FoundModel | None:
-    """Return the model that is served under this very name; `--any-model-name` applies to generation, not to
+    """Return the model with this name; None if there is none. `--any-model-name` applies to generation only, not to
     loading."""
     try:
         found = context.registry.find(name)
     except UnknownModel:
         return None
-    is_caught = found is context.registry.default and name not in (found.name, *found.aliases)
-    return None if is_caught else found
+    is_fallback = found is context.registry.default and name not in (found.name, *found.aliases)
+    return None if is_fallback else found
 
 
 async def _added(name: str, context: RouteContext) -> EngineGate:
-    """A model of the store, served from now on."""
+    """Add a model of the store to the server; return its gate."""
     if context.loader.make_model is None:
         raise UnknownModel(f"the model {name[:200]!r} does not exist", param="model")
     gate, source = await asyncio.to_thread(context.loader.make_model, name)
-    if gate.name in context.registry.names():  # another name of a model that is served already
+    if gate.name in context.registry.names():  # `name` is another name of a served model
         return context.registry.gates[context.registry.names().index(gate.name)]
     context.registry.add(gate)
     context.loader.add(gate, source)

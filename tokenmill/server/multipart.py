@@ -1,8 +1,7 @@
-"""Bodies of type multipart/form-data, parsed while they come: short fields in memory, the one file into a sink.
+"""Bodies of type multipart/form-data, parsed while they arrive: short fields are kept, the file goes to a sink.
 
-The file may be far larger than memory, so its bytes are handed on piece by piece; nothing of it is kept here. A body
-that is larger than it may be is refused as soon as that is known: by its announced length before a byte is read, or at
-the first byte too many.
+The file may be larger than memory, so its bytes are passed on piece by piece. A body that is too large is refused as
+early as possible: by its announced length before a byte is read, or at the first byte beyond the limit.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from tokenmill.server.errors import BodyTooLarge, BodyTooSlow, OtherOrigin, Wron
 
 MAX_FIELDS = 32
 MAX_FIELD_BYTES = 16 << 10
-MAX_OVERHEAD_BYTES = 1 << 20  # of a body that is not its file: fields, headers, boundaries
-PIECE_BYTES = 1 << 20  # of the file, handed on at once
+MAX_OVERHEAD_BYTES = 1 << 20  # fields, headers and boundaries: everything but the file
+PIECE_BYTES = 1 << 20  # minimum size of a piece of the file that is passed on
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a wrong form is its client's affair, not the log's
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a client's wrong form is reported to the client alone
 
 Sink = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass
 class Form:
-    """The fields of a body, and what its file was called."""
+    """The fields of a body, and the name of its file."""
 
     fields: dict[str, str] = field(default_factory=dict)
     file_name: str | None = None  # None: the body had no file
@@ -42,16 +41,16 @@ class Form:
 async def read_form(
     request: Request, sink: Sink, *, max_file_bytes: int, stall_s: float, origins: Collection[str] = ()
 ) -> Form:
-    """Parse a body; the bytes of its part `file` go to the sink. `stall_s`: how long the client may be silent.
-    `origins`: of web pages, besides our own, that may send forms."""
-    require_known_page(request, origins)
+    """Parse a body and pass the bytes of its part `file` to the sink. `stall_s`: longest pause of the client.
+    `origins`: web pages, besides our own, that may send forms."""
+    require_allowed_origin(request, origins)
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise WrongContentType(
             "the body must be multipart/form-data", hint="with curl: -F file=@lines.jsonl -F purpose=batch"
         )
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise WrongContentType("a form can't be compressed as a whole", hint="send it without content-encoding")
+        raise WrongContentType("a compressed form is not supported", hint="send it without content-encoding")
     stream = request.stream()
     try:
         announced = request.headers.get("content-length", "")
@@ -75,8 +74,8 @@ async def read_form(
         raise
 
 
-def require_known_page(request: Request, origins: Collection[str]) -> None:
-    """Refuse forms of web pages that are neither ours nor allowed: a browser sends them to any server."""
+def require_allowed_origin(request: Request, origins: Collection[str]) -> None:
+    """Refuse forms of web pages that are neither ours nor allowed: browsers send forms to any server without CORS."""
     origin = request.headers.get("origin")
     is_ours = origin is None or urlsplit(origin).netloc == request.headers.get("host", "")
     if not is_ours and origin not in origins and "*" not in origins:
@@ -88,17 +87,17 @@ def too_large(max_file_bytes: int) -> BodyTooLarge:
 
 
 class FormReader:
-    """Gathers fields and the pieces of the file from the parser's callbacks."""
+    """Collects the fields and the pieces of the file from the parser's callbacks."""
 
     def __init__(self, boundary: bytes, max_file_bytes: int) -> None:
         self.form = Form()
         self._max_file_bytes = max_file_bytes
         self._num_file_bytes = 0
         self._num_other_bytes = 0
-        self._pieces: list[bytes] = []  # of the file, not handed on yet
+        self._pieces: list[bytes] = []  # of the file, not passed on yet
         self._num_kept = 0
         self._header: list[bytes] = [b"", b""]
-        self._name: str | None = None  # of the part that is being read
+        self._name: str | None = None  # of the current part
         self._is_file = False
         self._has_ended = False
         self._parser = MultipartParser(
@@ -115,7 +114,7 @@ class FormReader:
         )
 
     def push(self, chunk: bytes) -> list[bytes]:
-        """Parse some bytes; the pieces of the file that are worth handing on."""
+        """Parse some bytes; return the file's bytes since the last call once they are PIECE_BYTES or more."""
         try:
             self._parser.write(chunk)
         except FormParserError as error:
@@ -131,7 +130,7 @@ class FormReader:
         whole, self._pieces, self._num_kept = b"".join(self._pieces), [], 0
         return [whole] if whole else []
 
-    # ── what the parser finds ──────────────────────────────────────────────────────────────────────────
+    # ── callbacks of the parser ────────────────────────────────────────────────────────────────────────
 
     def _begin_part(self) -> None:
         self._name, self._is_file = None, False
@@ -151,9 +150,9 @@ class FormReader:
 
     def _begin_file(self, file_name: str) -> None:
         if self._name != "file":
-            raise InvalidRequest(f"there is no use for a file in the field {self._name!r}", param="file")
+            raise InvalidRequest(f"the file must be in the field 'file', got {(self._name or '')[:60]!r}", param="file")
         if self.form.file_name is not None:
-            raise InvalidRequest("only one file can be sent at a time", param="file")
+            raise InvalidRequest("the form must hold only one file", param="file")
         self.form.file_name = file_name
 
     def _open_part(self) -> None:
@@ -161,7 +160,7 @@ class FormReader:
             raise InvalidRequest("a part of the body has no name")
         if not self._is_file:
             if self._name in self.form.fields:
-                raise InvalidRequest(f"the field {self._name[:60]!r} is there twice", param=self._name[:60])
+                raise InvalidRequest(f"the field {self._name[:60]!r} is repeated", param=self._name[:60])
             if len(self.form.fields) >= MAX_FIELDS:
                 raise InvalidRequest(f"the body has more than {MAX_FIELDS} fields")
             self.form.fields[self._name] = ""
@@ -177,7 +176,7 @@ class FormReader:
         assert self._name is not None
         self._num_other_bytes += len(data)
         if self._num_other_bytes > MAX_FIELD_BYTES:
-            raise InvalidRequest(f"the fields are longer than {MAX_FIELD_BYTES} bytes", param=self._name[:60])
+            raise InvalidRequest(f"the fields are longer than {MAX_FIELD_BYTES} bytes together", param=self._name[:60])
         self.form.fields[self._name] += data.decode("utf-8", "replace")
 
     def _end(self) -> None:

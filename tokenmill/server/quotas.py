@@ -1,14 +1,14 @@
-"""Limits of a key: requests and tokens in a time, and requests at the same time.
+"""Quotas of an API key: requests and tokens per minute or day, and concurrent requests.
 
-A limit is a bucket that fills evenly: "60 requests a minute" has room for 60 at once and gets one more each second. A
-request takes its prompt and the longest answer it may have before it runs, and gives back at its end what it did not
-use, so that a key can't exceed a limit by more than one request. One larger than the whole bucket runs once that is
-full, and leaves a debt.
+A limit is a token bucket that is refilled evenly: "60 requests a minute" allows a burst of 60 and gains one more each
+second. Before a request runs it takes its prompt and its longest possible answer from the bucket, and at its end it
+returns what it did not use, so a key exceeds a limit by at most one request. A request larger than the whole bucket
+runs once the bucket is full, and leaves a negative level.
 
-    begin: one request ──► reserve: prompt + max_tokens ──► end: what was used, instead
+    begin: one request ──► reserve: prompt + max_tokens ──► end: replaced by the tokens that were used
 
-Buckets live as long as the server's process. What is left of them goes to the client with every reply, in the headers
-that OpenAI's and Anthropic's clients know.
+Buckets last as long as the server's process. Every reply has the remaining amounts, in the headers that OpenAI's and
+Anthropic's clients read.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """Return what is left; negative where a request used more than it had reserved."""
+        """Return the remaining amount; negative after a request that was larger than the bucket."""
         now_s = self._clock()
         self._level = min(float(self.limit), self._level + (now_s - self._seen_s) * self._rate)
         self._seen_s = now_s
         return self._level
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until `amount` can be taken; 0: now."""
+        """Return the seconds until `amount` can be taken; 0 if it can be taken now."""
         return max(0.0, (min(amount, self.limit) - self.level) / self._rate)
 
     def take(self, amount: float) -> None:
@@ -56,11 +56,11 @@ class Bucket:
         self._level = min(float(self.limit), self.level + amount)
 
 
-LimitHeaders = Callable[[str, Bucket], list[Header]]  # what is limited, and what is left of it ─► headers
+LimitHeaders = Callable[[str, Bucket], list[Header]]  # name of the limit, its bucket ─► headers
 
 
 class KeyLimits:
-    """The remaining limits of one key."""
+    """The buckets of one key, and its number of running requests."""
 
     def __init__(self, record: KeyRecord, clock: Clock = time.monotonic) -> None:
         self.record = record
@@ -71,16 +71,16 @@ class KeyLimits:
 
     def begin(self) -> None:
         """Count a request that is about to run, or refuse it."""
-        most = self.record.max_running
-        if most is not None and self.num_running >= most:
-            raise Overloaded(f"this API key may have {most} requests at a time", retry_after_s=BUSY_RETRY_S)
+        limit = self.record.max_running
+        if limit is not None and self.num_running >= limit:
+            raise Overloaded(f"this API key may have {limit} requests at a time", retry_after_s=BUSY_RETRY_S)
         if self.requests is not None:
             _require(self.requests, 1, "requests a minute")
             self.requests.take(1)
         self.num_running += 1
 
     def reserve(self, num_tokens: int) -> None:
-        """Set aside the most that a request may use, or refuse it."""
+        """Reserve the most tokens that a request may use, or refuse it."""
         buckets = ((self.tokens, "tokens a minute"), (self.daily_tokens, "tokens a day"))
         for bucket, what in buckets:
             if bucket is not None:
@@ -95,15 +95,16 @@ class KeyLimits:
                 bucket.give(num_reserved - num_used)
 
     def headers(self, write: LimitHeaders) -> list[Header]:
-        """Return what is left as headers of a dialect. Of several token limits the one that is nearest its end is
-        shown."""
+        """Return the remaining amounts as headers of a dialect. Of two token limits it shows the one with the smaller
+        remaining share."""
         tokens = [bucket for bucket in (self.tokens, self.daily_tokens) if bucket is not None]
-        told = {"requests": self.requests, "tokens": min(tokens, key=lambda one: one.level / one.limit, default=None)}
-        return [header for name, bucket in told.items() if bucket is not None for header in write(name, bucket)]
+        tightest = min(tokens, key=lambda bucket: bucket.level / bucket.limit, default=None)
+        buckets = {"requests": self.requests, "tokens": tightest}
+        return [header for name, bucket in buckets.items() if bucket is not None for header in write(name, bucket)]
 
 
 class RunQuota:
-    """The part of a key's limits that one run takes."""
+    """What one generation takes from its key's limits."""
 
     def __init__(self, limits: KeyLimits) -> None:
         self._limits = limits
@@ -119,7 +120,7 @@ class RunQuota:
         self._num_reserved += num_tokens
 
     def end(self, num_used: int) -> None:
-        """Give back what was not used; once, however often it is called."""
+        """Return the unused part of the reservation. Further calls do nothing."""
         if self._is_running:
             self._is_running = False
             self._limits.num_running -= 1
@@ -127,14 +128,14 @@ class RunQuota:
 
 
 class Quotas:
-    """The limits of all keys that have some."""
+    """The limits of all keys that have any."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._by_id: dict[str, KeyLimits] = {}
 
     def of(self, record: KeyRecord | None) -> KeyLimits | None:
-        """Return the limits of a key; None where it has none. Changed limits start full."""
+        """Return the limits of a key; None if it has none. After a change of its record the buckets start full."""
         if record is None or not record.has_limits:
             return None
         known = self._by_id.get(record.id)
@@ -154,7 +155,7 @@ def _require(bucket: Bucket, amount: float, what: str) -> None:
     if wait_s > 0:
         raise Overloaded(
             f"the limit of this API key is reached: {bucket.limit} {what}, {max(0, int(bucket.level))} left, "
-            f"{int(amount)} asked for",
+            f"{int(amount)} needed",
             retry_after_s=wait_s,
         )
 
@@ -179,7 +180,7 @@ def anthropic_limit_headers(name: str, bucket: Bucket) -> list[Header]:
 
 
 def duration(seconds: float) -> str:
-    """A time as OpenAI's headers write it: 12ms, 1.5s, 6m0s, 2h3m4s."""
+    """Format a duration as OpenAI's headers do: 12ms, 1.5s, 6m0s, 2h3m4s."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     minutes, rest = divmod(seconds, 60)

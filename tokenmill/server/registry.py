@@ -1,13 +1,13 @@
-"""The models of a server by name. A name that a request says is looked for in this order:
+"""The models of a server by name. The name in a request is looked up in this order:
 
     1  a model's own name
     2  an alias                       coder = ["gpt-4o-mini"]
     3  an adapter of a model          coder:sql, or sql alone: the first model that has it
     4  a model created from a served one (`variants.py`)
-    5  an alias with a wildcard       claude-sonnet-*, the longest that fits
+    5  an alias with a wildcard       claude-sonnet-*; the longest matching one
     6  with --any-model-name: the default, which is the first model
 
-Every model is behind a gate (`gate.py`), which loads it when it is asked for.
+Every model is behind a gate (`gate.py`), which loads it on the first request.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ WILDCARDS = "*?["
 
 
 class ModelRegistry:
-    """All models behind one server; the first is the default for requests that need not name one."""
+    """All models of a server. The first one is the default for requests that need not name a model."""
 
     def __init__(self, *gates: EngineGate, any_name: bool = False) -> None:
-        """`any_name`: the default model answers to every name that no other has."""
+        """`any_name`: unknown names select the default model."""
         self._gates = list(gates)
         self._any_name = any_name
 
     @property
     def gates(self) -> list[EngineGate]:
-        """The gates of all models, in the order in which they were given."""
+        """The gates of all models, the default first."""
         return list(self._gates)
 
     @property
@@ -45,18 +45,18 @@ class ModelRegistry:
         return self._gates[0]
 
     def add(self, gate: EngineGate) -> None:
-        """Serve one more model."""
+        """Add a model to the server."""
         require_distinct([*self._gates, gate])
         self._gates.append(gate)
 
     def remove(self, gate: EngineGate) -> None:
-        """Serve a model no longer, once it is out of memory."""
+        """Stop serving a model, which must be unloaded."""
         self._gates.remove(gate)
 
-    # ── looking ────────────────────────────────────────────────────────────────────────────────────────
+    # ── lookup ─────────────────────────────────────────────────────────────────────────────────────────
 
     def names(self) -> list[str]:
-        """The names of all models; one whose name comes with its engine is an error while it loads."""
+        """Return the names of all models. A model without a configured name raises Loading until it is loaded."""
         return [gate.name for gate in self._gates]
 
     def known(self) -> list[FoundModel]:
@@ -68,17 +68,17 @@ class ModelRegistry:
         return [model.info for model in self.known()]
 
     async def read_all(self) -> None:
-        """Read the files of the models that were not read yet; those that can't be stay unknown."""
+        """Read the files of all models that were not read yet. A model whose files can't be read stays unknown."""
         readers = [gate.read() for gate in self._gates if gate.known is None and gate.read is not None]
         for problem in await asyncio.gather(*readers, return_exceptions=True):
             if problem is not None and not isinstance(problem, TokenmillError):
                 raise problem
         self.default.require_open()
         if self.default.read is None:
-            self.default.reader  # noqa: B018  # raises why there is none
+            self.default.reader  # noqa: B018  # raises the reason if there is none
 
     def find(self, name: str | None, *, is_required: bool = True) -> FoundModel:
-        """The model that a request names."""
+        """Return the model that a request names. `is_required`: refuse a request without a name."""
         names = self.names()
         self.default.require_open()
         if name in names:
@@ -93,7 +93,7 @@ class ModelRegistry:
         raise UnknownModel(f"the model {shown(name)} does not exist", param="model", hint=hint)
 
     def health(self) -> Health:
-        """The state of the server: that of its model, or whether it takes requests for any of several."""
+        """Return the health of the server: that of its only model, or a summary of several."""
         states = [gate.health() for gate in self._gates]
         if len(states) == 1 or states[0].state in ("draining", "loading"):
             return states[0]
@@ -102,12 +102,12 @@ class ModelRegistry:
         return Health("dead" if all(one.state == "dead" for one in states) else "ready", detail)
 
     def is_live(self) -> bool:
-        """False once no engine in memory will ever answer again: only a new process of the server helps."""
+        """Return False once every engine in memory was given up, so that only a restart of the server helps."""
         in_memory = [gate.health() for gate in self._gates if gate.loaded is not None]
         return not in_memory or not all(health.is_given_up for health in in_memory)
 
     def has_started(self) -> bool:
-        """Return whether the first model was in memory once, or is loaded when it is asked for."""
+        """Return whether the first model was loaded once, or can be loaded on request."""
         return self.default.has_started
 
     # ── other names ────────────────────────────────────────────────────────────────────────────────────
@@ -129,14 +129,14 @@ class ModelRegistry:
         return max(fitting, key=lambda entry: len(entry[0]))[1] if fitting else None
 
     def _adapters(self) -> Iterator[tuple[EngineGate, str]]:
-        """Return the adapters of all models whose files were read."""
+        """Yield (gate, adapter) for all models whose files were read."""
         for gate in self._gates:
             for adapter in gate.known.adapters if gate.known is not None else ():
                 if not adapter.startswith(CREATED):
                     yield gate, adapter
 
     def _variants(self) -> Iterator[Variant]:
-        """Return all names that answer with the engine of a served model."""
+        """Yield all variants: the adapters of served models, and the models created from them."""
         for gate, adapter in self._adapters():
             yield adapter_variant(gate, gate.info, adapter)
         for manifest in Store().manifests():
@@ -144,7 +144,7 @@ class ModelRegistry:
                 yield variant
 
     def _variant_of(self, manifest: Manifest) -> Variant | None:
-        """A created model, if the weights that it rests on are served here."""
+        """Return a created model as a variant, if a served model has the weights that it was created from."""
         weights = weights_of(Store().path_of(manifest))
         for gate in self._gates:
             if gate.known is not None and gate.known.path is not None and weights_of(gate.known.path) == weights:
@@ -152,7 +152,7 @@ class ModelRegistry:
         return None
 
     def _require_read(self) -> None:
-        """Ask for the files of a model to be read: it may be the one that another was created from."""
+        """Raise NotRead for a model whose files were not read: a created model may be based on it."""
         for gate in self._gates:
             if gate.known is None and gate.read is not None and gate.failure is None:
                 raise NotRead(gate.name, gate.read)
@@ -163,10 +163,10 @@ def has_wildcard(alias: str) -> bool:
 
 
 def require_distinct(gates: list[EngineGate]) -> None:
-    """Refuse two models that answer to the same name."""
+    """Refuse two models with the same name or alias."""
     seen: dict[str, str] = {}
     for gate in gates:
         for name in (gate.name, *gate.aliases):
             if name in seen:
-                raise InvalidConfig(f"two models answer to {name!r}: {seen[name]} and {gate.name}", param="aliases")
+                raise InvalidConfig(f"two models are called {name!r}: {seen[name]} and {gate.name}", param="aliases")
             seen[name] = gate.name

@@ -1,4 +1,4 @@
-"""The engine processes of models in memory: what each does, and how they are drained, started anew and scaled."""
+"""Endpoints that list, drain, restart and scale the replicas (engine processes) of loaded models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tokenmill.server.variants import gate_of
 
 @runtime_checkable
 class FleetEngine(Protocol):
-    """An engine whose processes can be drained and started anew."""
+    """An engine whose replicas can be drained, restarted and scaled."""
 
     def drain_replica(self, index: int, is_drained: bool = True) -> None: ...
     async def restart_replicas(self, index: int | None = None) -> list[int]: ...
@@ -63,7 +63,7 @@ REPLICA: Schema = object_of(
 
 
 def replica_rows(context: RouteContext) -> list[dict[str, Any]]:
-    """Return the state of each engine process of the models in memory."""
+    """Return a row for each replica of the loaded models."""
     return [
         {"model": gate.label, **row}
         for gate in context.registry.gates
@@ -79,22 +79,22 @@ def replica_endpoints(context: RouteContext) -> list[Endpoint]:
 
     async def restart_replicas(request: Request) -> Response:
         require_manager(request, context.config)
-        model, replica = await context.parsed(request, _asked_replica)
+        model, replica = await context.parsed(request, _parse_replica)
         return json_response({"success": True, "restarted": await _fleet_of(model, context).restart_replicas(replica)})
 
     async def drain_replica(request: Request) -> Response:
         require_manager(request, context.config)
         (model, replica), is_drained = await context.parsed(
-            request, lambda body: (_asked_replica(body), BodyFields(body).boolean("is_drained", True))
+            request, lambda body: (_parse_replica(body), BodyFields(body).boolean("is_drained", True))
         )
         if replica is None:
-            raise InvalidRequest("say which replica", param="replica")
+            raise InvalidRequest("replica is required", param="replica")
         _fleet_of(model, context).drain_replica(replica, is_drained)
         return json_response({"success": True, "replica": replica, "is_drained": is_drained})
 
     async def scale_replicas(request: Request) -> Response:
         require_manager(request, context.config)
-        model, (least, most) = await context.parsed(request, _asked_range)
+        model, (least, most) = await context.parsed(request, _parse_range)
         _fleet_of(model, context).scale_replicas(least, most)
         return json_response({"success": True, "least": least, "most": most})
 
@@ -107,8 +107,8 @@ def replica_endpoints(context: RouteContext) -> list[Endpoint]:
             TAG,
             object_of(object=TEXT, data=list_of(REPLICA)),
             (403, 503),
-            description="The engine processes of models in memory: state, requests, KV blocks, sums since the start. "
-            "Of several keys, for one that sees all.",
+            description="The replicas of loaded models: state, requests, KV blocks, totals since the start. "
+            "With several API keys, it needs one with `sees_all`.",
         ),
         Endpoint(
             "POST",
@@ -118,7 +118,7 @@ def replica_endpoints(context: RouteContext) -> list[Endpoint]:
             object_of(success=FLAG, restarted=list_of(COUNT)),
             changing,
             {"type": "object", "properties": {"model": TEXT, "replica": COUNT}},
-            description="Start engine processes anew, one after the other (or one of them). No request fails.",
+            description="Restart all replicas one after the other, or one of them. No request fails.",
         ),
         Endpoint(
             "POST",
@@ -132,7 +132,7 @@ def replica_endpoints(context: RouteContext) -> list[Endpoint]:
                 "required": ["replica"],
                 "properties": {"model": TEXT, "replica": COUNT, "is_drained": FLAG},
             },
-            description="Move an engine process's requests to others and give it no more, or let it work again.",
+            description="Move the requests of a replica to others and assign it no more, or put it to use again.",
         ),
         Endpoint(
             "POST",
@@ -147,17 +147,17 @@ def replica_endpoints(context: RouteContext) -> list[Endpoint]:
                 "properties": {"model": TEXT, "replicas": {"anyOf": [COUNT, TEXT]}},
                 "example": {"replicas": "1..4"},
             },
-            description="Let a cluster have so many replicas, or as many of a range as its load needs.",
+            description="Set the number of replicas of a cluster, or a range in which it follows the load.",
         ),
     ]
 
 
-def _asked_replica(body: dict[str, Any]) -> tuple[str | None, int | None]:
+def _parse_replica(body: dict[str, Any]) -> tuple[str | None, int | None]:
     fields = BodyFields(body)
     return fields.text("model"), fields.integer("replica", 0, MAX_REPLICAS - 1)
 
 
-def _asked_range(body: dict[str, Any]) -> tuple[str | None, tuple[int, int]]:
+def _parse_range(body: dict[str, Any]) -> tuple[str | None, tuple[int, int]]:
     fields = BodyFields(body)
     try:
         return fields.text("model"), replica_range(fields.get("replicas"))
@@ -166,9 +166,9 @@ def _asked_range(body: dict[str, Any]) -> tuple[str | None, tuple[int, int]]:
 
 
 def _fleet_of(model: str | None, context: RouteContext) -> FleetEngine:
-    """The engine of a model in memory; without a name the first model's."""
+    """Return the engine of a loaded model; without a name the first model's."""
     gate = context.registry.default if model is None else gate_of(context.registry.find(model))
     engine: object = gate.loaded
     if not isinstance(engine, FleetEngine):
-        raise InvalidRequest(f"{gate.label} is not in memory", param="model")
+        raise InvalidRequest(f"{gate.label} is not loaded", param="model")
     return engine

@@ -1,13 +1,12 @@
-"""The log of requests with their texts, for an operator who asks for one: what was asked, what was answered, what it
-took.
+"""The optional log of requests with their texts: prompts, answers, token counts and times.
 
     {"timestamp": 1800000000000, "id": …, "path": …, "messages": […], "answers": […], "input_length": 12,
      "output_length": 64, "status": 200, …}
 
-One JSON object a line, readable by its owner alone, a share of the requests, with personal data redacted unless that
-was turned off. `tokenmill bench serve --trace requests.jsonl` sends the same requests again at the same times: lines
-have the fields of a Mooncake trace, and the messages beside them. Files are put aside at `ROTATE_BYTES` and the oldest
-deleted beyond `--request-log-bytes`.
+The files hold one JSON object per line, for a random share of the requests, with personal data redacted unless that is
+turned off; only their owner can read them. The lines have the fields of a Mooncake trace and the messages, so
+`tokenmill bench serve --trace requests.jsonl` can replay the same requests at the same times. A file is rotated at
+`ROTATE_BYTES`, and the oldest files are deleted beyond `--request-log-bytes`.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from tokenmill.text.redaction import Redactor
 
 FILE_NAME = "requests.jsonl"
 ROTATE_BYTES = 64 << 20
-WRITTEN = ("messages", "tools", "prompts", "params", "answers", "user")  # by clients and models
-MAX_UNWRITTEN = 1000  # lines; each may be as large as a request
+REDACTED_FIELDS = ("messages", "tools", "prompts", "params", "answers", "user")  # written by clients or the model
+MAX_UNWRITTEN = 1000  # lines kept in memory while writing fails; each may be as large as a request
 
 
 class RequestLog:
-    """Keeps a share of the requests of a server in files; one without a folder keeps none."""
+    """Writes a share of the server's requests to files; does nothing without a configured folder."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._folder = config.request_log
         self._share = config.request_log_share
         self._redacts = config.request_log_redact
-        self._most_bytes = config.request_log_bytes
+        self._max_bytes = config.request_log_bytes
         self._rows: WriteBehind[dict[str, Any]] = WriteBehind("lines of the request log", self._write, MAX_UNWRITTEN)
         self._writing: asyncio.Task[None] | None = None
 
     def begin(self, requests: Sequence[ClientRequest]) -> LoggedTexts | None:
-        """Return the object that gathers the texts of a new request; None: it is not logged."""
+        """Return the object that collects the texts of a new request; None if it is not logged."""
         if self._folder is None or not requests or random.random() >= self._share:
             return None
         return LoggedTexts(requests)
 
     def finish(self, record: RequestRecord) -> None:
-        """Keep a request that has ended, if it is logged."""
+        """Log a request that has ended, if it was chosen at its start."""
         if record.texts is not None:
             self._rows.add(line_of(record, record.texts))
 
@@ -66,7 +65,7 @@ class RequestLog:
         await self._rows.flush()
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        """Redact and append lines; this is a thread."""
+        """Redact and append lines. Runs in a thread."""
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / FILE_NAME
@@ -75,14 +74,14 @@ class RequestLog:
             file.write(lines)
         if path.stat().st_size > ROTATE_BYTES:
             path.rename(path.with_name(f"requests.{time.time_ns()}.jsonl"))
-        self._forget_oldest()
+        self._delete_oldest()
 
-    def _forget_oldest(self) -> None:
+    def _delete_oldest(self) -> None:
         assert self._folder is not None
-        aside = sorted(self._folder.glob("requests.*.jsonl"))
-        sizes = {path: path.stat().st_size for path in aside}
-        while aside and sum(sizes[path] for path in aside) + ROTATE_BYTES > self._most_bytes:
-            aside.pop(0).unlink()
+        rotated = sorted(self._folder.glob("requests.*.jsonl"))
+        sizes = {path: path.stat().st_size for path in rotated}
+        while rotated and sum(sizes[path] for path in rotated) + ROTATE_BYTES > self._max_bytes:
+            rotated.pop(0).unlink()
 
 
 def line_of(record: RequestRecord, texts: LoggedTexts) -> dict[str, Any]:
@@ -107,6 +106,6 @@ def line_of(record: RequestRecord, texts: LoggedTexts) -> dict[str, Any]:
 
 
 def redacted(line: dict[str, Any]) -> dict[str, Any]:
-    """A line without personal data in what clients and the model wrote."""
+    """Return a line with the personal data in REDACTED_FIELDS redacted."""
     redactor = Redactor()
-    return {name: redactor.redact_all(value) if name in WRITTEN else value for name, value in line.items()}
+    return {name: redactor.redact_all(value) if name in REDACTED_FIELDS else value for name, value in line.items()}

@@ -1,11 +1,11 @@
-"""Endpoints as rows of a table: from it come the routes and the description of them that /openapi.json gives.
+"""Endpoints as rows of a table, from which the routes and their OpenAPI description are made.
 
     Endpoint(method, path, handler, body schema, reply schema) ──► Starlette route
                                                                └─► /openapi.json, which /docs shows
 
-Bodies are parsed by hand (`body.py`), strictly and in microseconds, so a web framework with models of its own would
-check everything twice. The server is plain Starlette and the schemas are JSON Schema, held against real replies by
-tests.
+Bodies are parsed by hand (`body.py`), strictly and in microseconds; a web framework with its own models would check
+everything twice. So the server is plain Starlette, and the schemas are JSON Schema, which tests compare with real
+replies.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from tokenmill.server.tenancy import as_tenant, require_allowed
 
 Schema = dict[str, Any]
 JsonHandler = Callable[[Request], Awaitable[Response]]
-MakeJob = Callable[[bytes, str], Awaitable[GenerationJob]]  # the JSON of a body, and whose it is
+MakeJob = Callable[[bytes, str], Awaitable[GenerationJob]]  # the JSON of a body, the id of its key ─► job
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 MAX_USER_LENGTH = 128
-LONG_BODY = 64 << 10  # bytes: parsed in a few milliseconds at most
-READING = (400, 404, 408, 413, 415, 429, 503)  # how a request with a body may fail
+LONG_BODY = 64 << 10  # bytes: shorter ones are parsed on the event loop, in a few milliseconds at most
+READING = (400, 404, 408, 413, 415, 429, 503)  # error statuses of endpoints that read a body
 FAILURES = {
-    400: "The request is wrong; `param` names the field, `message` says why.",
+    400: "The request is invalid; `param` names the field, `message` the reason.",
     403: "Clients may not change the models of this server.",
     404: "There is no such model.",
     408: "The body did not arrive in time.",
-    409: "Something that has not ended needs it.",
+    409: "It is still needed by something that has not ended.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests are waiting; try again after `Retry-After` seconds.",
-    501: "There is no such operation here.",
-    502: "No source could deliver the model.",
-    503: "Loading, stopping or starting again; try again after `Retry-After` seconds.",
+    501: "This server does not support the operation.",
+    502: "The model could not be downloaded.",
+    503: "Loading, stopping or restarting; try again after `Retry-After` seconds.",
 }
 
 
@@ -70,12 +70,12 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return json_bytes(orjson.dumps(content), status, headers)
 
 
-# ── what handlers have at hand ─────────────────────────────────────────────────────────────────────────
+# ── shared by all handlers ─────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class RouteContext:
-    """The models, the settings, and the way from a request's body to its reply."""
+    """What handlers share: models, settings and services, and the steps from a request's body to its reply."""
 
     registry: ModelRegistry
     config: ServerConfig
@@ -83,24 +83,25 @@ class RouteContext:
     bodies: BodyReader
     workers: TextWorkers
     live: LiveRequests
-    gaps_of: Callable[[str], LiveHistogram]  # where the times between a model's outputs are counted
-    log_texts: Callable[[Sequence[ClientRequest]], LoggedTexts | None]  # of a new request, for the request log
-    count: Callable[[RequestRecord], None]  # a generation that no HTTP request waited for, into the metrics
+    gaps_of: Callable[[str], LiveHistogram]  # model name ─► its histogram of times between outputs
+    log_texts: Callable[[Sequence[ClientRequest]], LoggedTexts | None]  # collects the texts for the request log
+    count: Callable[[RequestRecord], None]  # counts a finished generation that belongs to no HTTP request
     state: ServerState
     loader: ModelLoader
     keys: KeyRing = field(default_factory=KeyRing)
     cache: ResponseCache | None = None
     quotas: Quotas = field(default_factory=Quotas)
-    services: list[Service] = field(default_factory=list)  # added by endpoints: started and ended with the server
+    services: list[Service] = field(default_factory=list)  # started and closed with the server
 
     async def parsed(self, request: Request, parse: Callable[[dict[str, Any]], Result]) -> Result:
-        """Read and parse the body. Wrong JSON is refused even while the model still loads."""
+        """Read and parse the body. Invalid JSON is refused even while the model still loads."""
         dialect = self.dialects.of(head_of(request.scope))
         data = await self.bodies.read(request, takes_any_type=dialect.takes_any_content_type)
-        return await self.made_of(data, parse)
+        return await self.parse_json(data, parse)
 
-    async def made_of(self, data: bytes, parse: Callable[[dict[str, Any]], Result]) -> Result:
-        """Parse some JSON; a long text is parsed in a thread."""
+    async def parse_json(self, data: bytes, parse: Callable[[dict[str, Any]], Result]) -> Result:
+        """Parse the JSON of a body, in a thread if it is long. If the parser needs a model whose files were not read
+        yet, read them and parse again."""
         while True:
             try:
                 return await self.workers.run(len(data), lambda: parse(parse_object(data)), long=LONG_BODY)
@@ -108,32 +109,33 @@ class RouteContext:
                 await unread.read()
 
     def job_maker(self, make_job: Callable[[dict[str, Any], str], GenerationJob]) -> MakeJob:
-        """Return a function that makes a job of a batch line's body, from a parser that takes the body and its
-        owner."""
+        """Return a function that makes a job from the body of a batch line. `make_job`: the parser, which takes the
+        body's fields and the owner."""
 
         async def make(data: bytes, owner: str) -> GenerationJob:
-            return await self.made_of(data, lambda body: make_job(body, owner))
+            return await self.parse_json(data, lambda body: make_job(body, owner))
 
         return make
 
     def settings_of(self, key: KeyRecord | None) -> ServerConfig:
-        """The settings that hold for a client: its key may have a smallest priority of its own."""
+        """Return the settings for a client, with the `min_priority` of its key if it has one."""
         if key is None or key.min_priority is None:
             return self.config
         return replace(self.config, min_priority=key.min_priority)
 
-    async def when_read(self, ask: Callable[[], Result]) -> Result:
-        """The answer to a question about a model, after its files were read if they were not."""
+    async def when_read(self, call: Callable[[], Result]) -> Result:
+        """Return `call()`; if it needs a model whose files were not read yet, read them and call again."""
         while True:
             try:
-                return ask()
+                return call()
             except NotRead as unread:
                 await unread.read()
 
     async def generate(
         self, request: Request, make_job: Callable[[dict[str, Any]], GenerationJob | Response]
     ) -> Response:
-        """A generation from body to reply; `make_job` is the dialect's parser, which may have a reply already."""
+        """Handle a generation from body to reply. `make_job`: the dialect's parser, which may return a reply instead
+        of a job."""
         record: RequestRecord = request.state.record
         record.is_generation = True
 
@@ -149,8 +151,8 @@ class RouteContext:
         return GenerationResponse(self.start_run(job, record), self.config.keep_alive_s)
 
     def start_run(self, job: GenerationJob, record: RequestRecord) -> GenerationRun:
-        """The run of a job. Every generation begins here, so that none shares cached work with another key's, and all
-        are shown among the live ones once they are accepted, until they are closed."""
+        """Create the run of a job. Every generation starts here, so that each is bound to its tenant and quota and is
+        listed among the live requests while it runs."""
         record.key = record.key or self.keys.get(record.key_id)
         require_allowed(job, record.key)
         if record.key_id:
@@ -162,12 +164,18 @@ class RouteContext:
         return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits), self.cache)
 
 
+def owner_of(request: Request) -> str:
+    """Return the owner of what a request stores: the id of its API key, "" if the server has no keys."""
+    key_id: str = request.state.record.key_id
+    return key_id
+
+
 def user_in(body: dict[str, Any]) -> str:
-    """The user that a client names in a body, in OpenAI's way or in Anthropic's."""
+    """Return the end user that a body names, in OpenAI's or Anthropic's field; "" if it names none."""
     metadata = body.get("metadata")
-    named = [body.get("safety_identifier"), body.get("user")]
-    named += [metadata.get("user_id")] if isinstance(metadata, dict) else []
-    return next((name[:MAX_USER_LENGTH] for name in named if isinstance(name, str) and name), "")
+    names = [body.get("safety_identifier"), body.get("user")]
+    names += [metadata.get("user_id")] if isinstance(metadata, dict) else []
+    return next((name[:MAX_USER_LENGTH] for name in names if isinstance(name, str) and name), "")
 
 
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────────
@@ -175,21 +183,21 @@ def user_in(body: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One row: a route and its description."""
+    """One row: a route and its OpenAPI description."""
 
     method: Literal["GET", "POST", "DELETE"]
-    path: str  # as Starlette writes it: `/v1/models/{model_id:path}`
+    path: str  # in Starlette's notation: `/v1/models/{model_id:path}`
     handler: JsonHandler
     tag: str
     reply: Schema
-    failures: tuple[int, ...] = ()  # statuses; any endpoint may also fail in ways that all share
+    failures: tuple[int, ...] = ()  # error statuses, besides those that every endpoint has
     body: Schema | None = None
     description: str = ""
-    stream: str | None = None  # what a streamed reply is like, where there is one
+    stream: str | None = None  # description of the streamed reply, if it can be streamed
     media_type: str = "application/json"
     stream_media_type: str = "text/event-stream"
-    when: Recognises | None = None  # of several endpoints with this path the first that recognises a request answers
-    job: MakeJob | None = None  # what a body asks for, where a line of a batch may ask it too
+    when: Recognises | None = None  # of several endpoints of a path, the first that recognises the request handles it
+    job: MakeJob | None = None  # makes a generation job from a body, if lines of a batch may use this endpoint
     body_media_type: str = "application/json"
 
     @property
@@ -198,7 +206,7 @@ class Endpoint:
 
 
 def routes_of(endpoints: Sequence[Endpoint], dialects: Dialects) -> list[Route]:
-    """The routes of all endpoints, and of their description."""
+    """Return the routes of all endpoints, and of their OpenAPI description."""
     document = openapi_document(endpoints, dialects)
 
     async def openapi(request: Request) -> Response:
@@ -211,11 +219,11 @@ def routes_of(endpoints: Sequence[Endpoint], dialects: Dialects) -> list[Route]:
 
 
 def _route_of(path: str, endpoints: list[Endpoint]) -> Route:
-    """Return one route for all endpoints of a path, so that the answer to a wrong method lists the allowed ones."""
+    """Return one route for all endpoints of a path, so that a 405 lists all allowed methods."""
     methods: set[str] = {endpoint.method for endpoint in endpoints}
     if len(endpoints) == 1:
         return _route(path, endpoints[0].handler, methods)
-    ordered = sorted(endpoints, key=lambda endpoint: endpoint.when is None)  # the one for all others comes last
+    ordered = sorted(endpoints, key=lambda endpoint: endpoint.when is None)  # the endpoint without `when` comes last
 
     async def choose(request: Request) -> Response:
         head = head_of(request.scope)
@@ -228,23 +236,23 @@ def _route_of(path: str, endpoints: list[Endpoint]) -> Route:
 
 
 def get_route(path: str, handler: JsonHandler) -> Route:
-    """Return a route that the OpenAPI description leaves out: files of pages, and the description itself."""
+    """Return a route that is not part of the OpenAPI description: files of pages, and the description itself."""
     return _route(path, handler, {"GET"})
 
 
 def _route(path: str, handler: JsonHandler, methods: set[str]) -> Route:
     route = Route(path, handler)
-    route.methods = methods  # without HEAD, which Starlette adds: the middleware answers it as GET
+    route.methods = methods  # without HEAD, which Starlette adds: the middleware turns it into GET
     return route
 
 
 def openapi_document(endpoints: Sequence[Endpoint], dialects: Dialects) -> Schema:
-    """The OpenAPI 3.1 description of a server."""
+    """Return the OpenAPI 3.1 description of a server."""
     paths: dict[str, Schema] = {}
-    for endpoint in sorted(endpoints, key=lambda endpoint: endpoint.when is None):  # the one for all others counts
+    for endpoint in sorted(endpoints, key=lambda endpoint: endpoint.when is None):  # one without `when` overrides
         dialect = dialects.of(RequestHead(endpoint.method, endpoint.path, Headers()))
         operation, methods = _operation(endpoint, dialect), paths.setdefault(endpoint.documented_path, {})
-        if (other := methods.get(endpoint.method.lower())) is not None:  # replies of other media types
+        if (other := methods.get(endpoint.method.lower())) is not None:  # add its replies of other media types
             content = operation["responses"]["200"]["content"]
             operation["responses"]["200"]["content"] = {**other["responses"]["200"]["content"], **content}
         methods[endpoint.method.lower()] = operation
@@ -274,7 +282,7 @@ def _responses(endpoint: Endpoint, dialect: Dialect) -> Schema:
     error_content = {"application/json": {"schema": dialect.error_schema}}
     content: Schema = {endpoint.media_type: {"schema": endpoint.reply}}
     if endpoint.stream is not None:
-        content[endpoint.stream_media_type] = {}  # OpenAPI 3.1 has no schemas for events
+        content[endpoint.stream_media_type] = {}  # OpenAPI 3.1 can't describe server-sent events
     failures = {
         str(dialect.statuses.get(status, status)): {"description": FAILURES[status], "content": error_content}
         for status in endpoint.failures
@@ -287,7 +295,7 @@ def _responses(endpoint: Endpoint, dialect: Dialect) -> Schema:
 
 
 def object_of(**properties: Schema) -> Schema:
-    """Return the schema of an object that always has these fields, and perhaps more."""
+    """Return the schema of an object that has at least these fields."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 

@@ -1,9 +1,10 @@
-"""The life of a server process, from the socket to the exit code.
+"""The lifecycle of a server process, from binding the socket to the exit code.
 
     bind ─► answer 503 "loading" ─► engine ready ─► SIGTERM ─► drain: refuse new, finish running ─► exit 0
-                     └── failed: one line, exit 1                └── a second SIGTERM ends at once
+                     └── failed: one line, exit 1                └── a second SIGTERM exits immediately
 
-The socket is bound before anything is loaded, so a busy port is known at once and health checks always have an answer.
+The socket is bound before anything is loaded, so a busy port is reported immediately and health checks are always
+answered.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from tokenmill.server.ui.model_lists import MakeFinder
 from tokenmill.store import LocalModel, parse_name, plain_name, resolve_model
 
 log = get_log("server")
-FLUSH_S = 5  # for replies that are computed but not yet read by their clients
-DISCONNECT_S = 2  # for connections that are cut off to notice it
+FLUSH_S = 5  # how long clients may take to read replies that are already computed
+DISCONNECT_S = 2  # how long the tasks of aborted connections may take to end
 FORCED_CLOSE_S = 1.0
-KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so that they close first
+KEEP_ALIVE_S = 75  # longer than clients and proxies keep idle connections, so that they close them and not we
 EXIT_FORCED = 1
-SWITCH_INTERVAL_S = 0.0005  # the event loop waits so long for the GIL while a thread renders a long chat template
+SWITCH_INTERVAL_S = 0.0005  # longest wait of the event loop for the GIL while a thread renders a long chat template
 MAX_DESCRIPTORS = 65_536
 
 
@@ -73,11 +74,11 @@ def run_server(
     base: EngineConfig | None = None,
     fits: MakeFinder | None = None,
 ) -> int:
-    """Serve models until told to stop; return the process's exit code.
+    """Serve models until a signal arrives; return the process's exit code.
 
-    `plan` says what a model takes of the memory, where there are several. `child`: the first model's core, if its
-    process was started already. `announce`: says, in lines for the log, what the first model's settings will take.
-    `base`: the settings of models that clients add. `fits`: makes what knows which models fit this machine.
+    `plan`: computes the memory of each model, where there are several. `child`: the first model's core, if its process
+    was started already. `announce`: returns log lines with the expected memory of the first model. `base`: the settings
+    of models that clients add. `fits`: makes the function that decides which models fit this machine.
     """
     configure_logging(config.log_level)
     starts_fast = (base or models[0].engine).ops.fast_start is not False
@@ -117,17 +118,17 @@ def gate_of_config(model: ServedModelConfig) -> EngineGate:
 
 
 def stored_model(base: EngineConfig, plan: PlanMemory, spare: SpareCore, name: str) -> tuple[EngineGate, EngineSource]:
-    """Make the gate and the source of a stored model that the server was not started with, for a client that may add
-    it. Paths are refused."""
+    """Make the gate and the source of a model in the store that a client adds to the running server. Paths are
+    refused."""
     if isinstance(parse_name(plain_name(name)), LocalModel):
-        raise UnknownModel(f"no model of the store is called {shown(name)}", param="model")
+        raise UnknownModel(f"the store has no model called {shown(name)}", param="model")
     found = resolve_model(plain_name(name), allow_pull=False)
     engine = engine_config(base, {"model": plain_name(name), "served_name": found.name})
     return EngineGate(name=found.name, is_added=True), EngineSource(engine, plan, spare)
 
 
 def require_servable(config: ServerConfig) -> None:
-    """Check keys and address, before a model is fetched, which may take long."""
+    """Check keys, roles, certificate and ports before a model is downloaded, which may take long."""
     require_safe_exposure(config, key_ring(config, os.environ))
     if config.roles:
         read_roles(config.roles, config.replicas)
@@ -137,7 +138,7 @@ def require_servable(config: ServerConfig) -> None:
 
 
 def serve(start_engine: StartEngine, config: ServerConfig, metrics: Metrics) -> int:
-    """Serve one engine, whatever starts it; return the exit code."""
+    """Serve the one engine that `start_engine` starts; return the exit code."""
     loader, gate = loader_of(config), EngineGate(is_pinned=True, aliases=config.alias)
     loader.add(gate, StartedSource(start_engine), waits=False)
     return serve_models([gate], loader, config, metrics)
@@ -150,7 +151,7 @@ def serve_models(
     metrics: Metrics,
     fits: MakeFinder | None = None,
 ) -> int:
-    """Answer on the configured address while the first model loads, and from then on until a signal; return the exit
+    """Listen on the configured address, load the first model and serve until a signal arrives; return the exit
     code."""
     keys = key_ring(config, os.environ)
     require_safe_exposure(config, keys)
@@ -162,18 +163,17 @@ def serve_models(
     allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        life = ServerLifecycle(http_server, listeners, context, app.state.audit)
-        return runner.run(life.run())
+        return runner.run(ServerLifecycle(http_server, listeners, context, app.state.audit).run())
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files to what the system allows. Each client takes a descriptor, and shells give a
-    process 1,024; later clients would be cut off instead of told to try again."""
+    """Raise the limit of open files to what the system allows. Each client takes a descriptor, and the usual limit is
+    1,024; clients beyond it would be disconnected instead of getting a 429."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # a system that counts in another way
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with contextlib.suppress(OSError, ValueError):  # the system may have a lower limit that it does not report
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def uvicorn_config(app: Starlette, flush_s: int, tls: TlsFiles | None = None) -> uvicorn.Config:
@@ -193,8 +193,8 @@ def uvicorn_config(app: Starlette, flush_s: int, tls: TlsFiles | None = None) ->
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, except that signals are left to `ServerLifecycle`, and that clients that do not read are cut off at the
-    end: uvicorn would cancel their tasks, with a traceback for each of them."""
+    """uvicorn's server, but `ServerLifecycle` handles signals, and at shutdown the connections of clients that do not
+    read their replies are aborted: uvicorn would cancel their tasks, with a traceback for each."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -202,20 +202,20 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         flush_s = (self.config.timeout_graceful_shutdown or 0) - DISCONNECT_S
-        hanging_up = asyncio.get_running_loop().call_later(flush_s, self._hang_up)
+        abort_timer = asyncio.get_running_loop().call_later(flush_s, self._abort_connections)
         await super().shutdown(sockets)
-        hanging_up.cancel()
+        abort_timer.cancel()
 
-    def _hang_up(self) -> None:
+    def _abort_connections(self) -> None:
         late = list(self.server_state.connections)
         if late:
-            log.warning("%d clients did not read their answers within %d s and are disconnected", len(late), FLUSH_S)
+            log.warning("disconnecting %d clients that did not read their replies within %d s", len(late), FLUSH_S)
         for connection in late:
             connection.transport.abort()
 
 
 class ServerLifecycle:
-    """Loads the first model behind open ports, and drains all on a signal."""
+    """Loads the first models while the ports are already open, and drains all models on a signal."""
 
     def __init__(
         self, http_server: HttpServer, listeners: list[socket.socket], context: RouteContext, audit: AuditTrail
@@ -231,7 +231,7 @@ class ServerLifecycle:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
-        if EARLY_STOP.was_asked:
+        if EARLY_STOP.is_requested:
             self._on_signal()
         answering = asyncio.create_task(self._http_server.serve(sockets=self._listeners))
         try:
@@ -240,7 +240,7 @@ class ServerLifecycle:
                     await service.start()
                 names = self._context.registry.names()
                 print(
-                    welcome(
+                    startup_message(
                         self._listeners,
                         names,
                         needs_key=bool(self._keys),
@@ -248,7 +248,7 @@ class ServerLifecycle:
                     ),
                     flush=True,
                 )
-                gc.freeze()  # imported modules stay: streams need not wait for collections that look through them
+                gc.freeze()  # collections skip the imported modules, so streams are not held up by them
                 with relaxed_gc():
                     await self._stop.wait()
                     await self._drain()
@@ -258,21 +258,22 @@ class ServerLifecycle:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            asyncio.get_running_loop().create_task(self._end_at_once())
+            asyncio.get_running_loop().create_task(self._force_exit())
         self._stop.set()
         self._context.loader.refuse_all()
 
     def _reload(self) -> None:
-        """Read keys and certificate again, while streams go on. Many keys take a moment, so a thread reads them."""
+        """Read the keys and the certificate again while requests run. Reading many keys is slow, so a thread does
+        it."""
         self._reload_certificate()
 
         def reload() -> None:
             try:
                 self._keys.reload()
             except InvalidConfig as problem:
-                log.error("%s; the keys stay as they were", problem)
+                log.error("%s; the previous keys stay in use", problem)
             else:
-                log.info("%d API keys were read", len(self._keys))
+                log.info("read %d API keys", len(self._keys))
                 loop.call_soon_threadsafe(self._audit.note_keys)
 
         loop = asyncio.get_running_loop()
@@ -285,13 +286,13 @@ class ServerLifecycle:
         try:
             tls.require_usable()
         except InvalidConfig as problem:
-            log.error("%s; the certificate stays as it was", problem)
+            log.error("%s; the previous certificate stays in use", problem)
         else:
-            context.load_cert_chain(tls.cert, tls.key)  # for connections from now on
-            log.info("the certificate was read")
+            context.load_cert_chain(tls.cert, tls.key)  # used by new connections
+            log.info("read the certificate again")
 
     async def _load(self) -> bool:
-        """Load the first models; False when told to stop before that was done."""
+        """Load the first models; return False if a stop signal arrived first."""
         loading = asyncio.create_task(self._load_first())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -305,12 +306,12 @@ class ServerLifecycle:
         return not self._stop.is_set()
 
     async def _load_first(self) -> None:
-        """Load the default model and those that are pinned, and read the files of all. A model that can't be loaded
-        keeps the server from starting only if there is no other."""
+        """Load the default model and the pinned ones, and read the files of the others. The server fails to start only
+        if no model can be loaded or read."""
         registry, loader = self._context.registry, self._context.loader
-        wanted = [gate for gate in registry.gates if gate.is_pinned or gate is registry.default]
-        loads = [loader.load(gate) for gate in wanted]
-        reads = [loader.read(gate) for gate in registry.gates if gate not in wanted]
+        preloaded = [gate for gate in registry.gates if gate.is_pinned or gate is registry.default]
+        loads = [loader.load(gate) for gate in preloaded]
+        reads = [loader.read(gate) for gate in registry.gates if gate not in preloaded]
         for problem in await asyncio.gather(*loads, *reads, return_exceptions=True):
             if problem is not None and not isinstance(problem, LoadFailed):
                 raise problem
@@ -319,12 +320,13 @@ class ServerLifecycle:
             raise failures[0]
 
     async def _drain(self) -> None:
-        print("tokenmill: stopping; running requests are being finished", file=sys.stderr, flush=True)
+        print("tokenmill: stopping; waiting for running requests", file=sys.stderr, flush=True)
         if not await self._context.loader.drain(self._context.config.drain_timeout_s):
-            print("tokenmill: some requests did not finish in time and are ended", file=sys.stderr, flush=True)
+            print("tokenmill: aborting the requests that did not finish in time", file=sys.stderr, flush=True)
 
     async def _end(self, answering: asyncio.Task[None]) -> None:
-        """Close the engines, then the server: requests that still run end with an error that their clients can read."""
+        """Close the engines, then the HTTP server, so that requests that still run end with an error that their
+        clients can read."""
         for service in self._context.services:
             await service.close()
         await self._context.loader.close()
@@ -332,7 +334,7 @@ class ServerLifecycle:
         await answering
         await self._context.state.close()
 
-    async def _end_at_once(self) -> None:
+    async def _force_exit(self) -> None:
         engines = [gate.loaded for gate in self._context.registry.gates if gate.loaded is not None]
         pids = [core["engine_pid"] for engine in engines for core in engine.replicas()]
         with contextlib.suppress(TimeoutError):
@@ -343,7 +345,7 @@ class ServerLifecycle:
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child process. A process that is not our child, because the id was reused, is left alone."""
+    """Kill a child process. If the id was reused by a process that is not our child, do nothing."""
     if pid in (0, os.getpid()):
         return
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
@@ -352,11 +354,11 @@ def kill_child(pid: int) -> None:
             os.waitpid(pid, 0)
 
 
-def welcome(listeners: list[socket.socket], models: list[str], *, needs_key: bool, is_tls: bool = False) -> str:
+def startup_message(listeners: list[socket.socket], models: list[str], *, needs_key: bool, is_tls: bool = False) -> str:
     url, *others = [_url(listener, "https" if is_tls else "http") for listener in listeners]
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     question = '[{"role": "user", "content": "What is the capital of France?"}]'
-    body = f'{{"model": "{models[0]}", "temperature": 0, "messages": {question}}}'  # at 1 small models talk nonsense
+    body = f'{{"model": "{models[0]}", "temperature": 0, "messages": {question}}}'  # small models ramble at 1
     ready = f"{models[0]} is ready" if len(models) == 1 else f"{', '.join(models)} are ready"
     also = "".join(f" and {other}" for other in others)
     return (

@@ -1,7 +1,8 @@
 """Notifications to systemd (`Type=notify`): ready, alive, stopping.
 
-systemd gives the path of a datagram socket in NOTIFY_SOCKET and, where the unit has `WatchdogSec`, in WATCHDOG_USEC how
-often it wants a sign of life. An engine that was given up gives none any more, so that systemd starts the server anew.
+systemd passes the path of a datagram socket in NOTIFY_SOCKET and, if the unit has `WatchdogSec`, the watchdog timeout
+in WATCHDOG_USEC. Once the engine has died too often to be restarted, the keep-alive messages stop, so that systemd
+restarts the server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ log = get_log("server")
 
 
 class ServiceNotifier:
-    """Tells the service manager, if there is one, how the server is."""
+    """Reports the server's state to the service manager, if there is one."""
 
     def __init__(self, environment: Mapping[str, str], is_live: Callable[[], bool]) -> None:
         self._address = environment.get("NOTIFY_SOCKET", "")
@@ -27,24 +28,24 @@ class ServiceNotifier:
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._tell("READY=1\nSTATUS=answering requests")
+        self._notify("READY=1\nSTATUS=answering requests")
         if self._address and self._period_s:
             self._beating = asyncio.create_task(self._beat())
 
     async def close(self) -> None:
-        self._tell("STOPPING=1")
+        self._notify("STOPPING=1")
         if self._beating is not None:
             self._beating.cancel()
 
     async def _beat(self) -> None:
         while True:
             if self._is_live():
-                self._tell("WATCHDOG=1")
+                self._notify("WATCHDOG=1")
             else:
-                self._tell("STATUS=the engine was given up")
+                self._notify("STATUS=the engine died too often to be restarted")
             await asyncio.sleep(self._period_s)
 
-    def _tell(self, message: str) -> None:
+    def _notify(self, message: str) -> None:
         if not self._address:
             return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
@@ -52,4 +53,4 @@ class ServiceNotifier:
             try:
                 manager.sendto(message.encode(), address)
             except OSError as problem:
-                log.warning("the service manager can't be told that %s: %s", message.splitlines()[0], problem)
+                log.warning("could not send %s to the service manager: %s", message.splitlines()[0], problem)

@@ -1,11 +1,11 @@
-"""Isolation of tenants: clients with different API keys learn nothing of each other's prompts and answers.
+"""Isolation of tenants: clients with different API keys learn nothing about each other's prompts and answers.
 
-Blocks of the prefix cache, and recent answers from which speculation guesses, are shared by requests with the same
-salt. The number of cached tokens, the number of accepted guesses and the time of a first token would all tell a client
-whether another one sent the same beginning. So every key has salts of its own, made with a secret that lives as long as
-this process; what a client says in `cache_salt` divides its own share further.
+Requests with the same salt share blocks of the prefix cache and the recent answers that speculation draws drafts from.
+The number of cached tokens, the number of accepted draft tokens and the time to the first token would all tell a client
+whether another one sent the same prefix. So every key has its own salts, derived with a secret of this process;
+`cache_salt` divides a client's own cache further.
 
-A key is also a tenant of the engine, which gives each its share by weight (scheduler/tenants.py).
+A key is also a tenant of the engine, which shares its time among tenants by weight (scheduler/tenants.py).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _SECRET = secrets.token_bytes(32)
 
 
 def own_salt(key_id: str, salt: str) -> str:
-    """The salt of a key's requests; no other key can have it, whatever its clients send."""
+    """Return the salt of a key's requests. No other key can get the same salt, whatever its clients send."""
     return hmac.digest(_SECRET, f"{key_id}\0{salt}".encode(), "sha256").hex()
 
 
 def require_allowed(job: GenerationJob, key: KeyRecord | None) -> None:
-    """Refuse a model that a key may not use."""
+    """Refuse a job for a model that its key may not use."""
     model = job.engine.info.name
     if key is not None and not key.may_use(model):
         raise ModelNotAllowed(f"this API key may not use the model {model}", param="model")
 
 
 def as_tenant(job: GenerationJob, key_id: str, key: KeyRecord | None, *, shares_cache: bool) -> GenerationJob:
-    """Return a job whose requests belong to a key: they have its share of the engine, and share cached prefixes only
-    with the same key's requests, unless all keys share them."""
+    """Return a job whose requests belong to the tenant of a key: they get its share of the engine, and share cached
+    prefixes only with the same key's requests, unless `shares_cache`."""
     tenant = Tenant(id=key_id) if key is None else Tenant(id=key_id, weight=key.weight, max_sequences=key.max_sequences)
     requests = [
         msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""The certificate of a server that speaks https, checked before it is used."""
+"""The TLS certificate and key of a server, checked before they are used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class TlsFiles:
     key: Path
 
     def require_usable(self) -> None:
-        """Refuse files that can't be read or do not belong together, in a context of their own: one that serves
-        already is not left with half of them."""
+        """Refuse files that can't be read or do not match. This uses a new SSL context: a failure in the context in
+        use would leave it with a certificate and another one's key."""
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.cert, self.key, password=_no_password)
         except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
             why = getattr(problem, "reason", None) or getattr(problem, "strerror", None) or problem
-            raise InvalidConfig(f"{self.cert} and {self.key} are no certificate with its key: {why}") from None
+            raise InvalidConfig(f"{self.cert} and {self.key} are not a certificate and its key: {why}") from None
 
 
 def tls_files(config: ServerConfig) -> TlsFiles | None:

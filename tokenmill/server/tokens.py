@@ -1,12 +1,12 @@
-"""/tokenize and /detokenize, which three dialects have: the field that holds the text says which is spoken.
+"""/tokenize and /detokenize, which three dialects share: the field with the text determines the dialect.
 
-| field | spoken by | reply |
+| field | dialect | reply |
 |---|---|---|
 | prompt, messages | vLLM | `{count, max_model_len, tokens, token_strs?}` |
 | content | llama.cpp | `{tokens: [id]}`, or `[{id, piece}]` `with_pieces` |
 | inputs | TGI | `[{id, text, start, stop}]`, positions counted in characters |
 
-A long text is tokenised in a thread. The reply of /detokenize has the text under both of its names.
+A long text is tokenised in a thread. The reply of /detokenize has the text in the fields of both vLLM and llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TAG = "Tokens"
 
 @dataclass(frozen=True)
 class TokenizeCall:
-    """A text to tokenise: how long it is, and the work itself."""
+    """A text to tokenise: its length, and the function that makes the reply."""
 
     num_characters: int
     reply: Callable[[], Any]
@@ -62,12 +62,12 @@ def token_endpoints(context: RouteContext) -> list[Endpoint]:
 def tokenize_call(body: dict[str, Any], context: RouteContext) -> TokenizeCall:
     fields = BodyFields(body)
     model = context.registry.find(fields.text("model"), is_required=False)
-    given = [name for name in ("prompt", "messages", "content", "inputs") if fields.get(name) is not None]
-    if len(given) != 1:
+    present = [name for name in ("prompt", "messages", "content", "inputs") if fields.get(name) is not None]
+    if len(present) != 1:
         refuse("prompt", "or messages, content or inputs is required, and only one of them")
-    if given[0] == "content":
+    if present[0] == "content":
         return _llamacpp_call(fields, model)
-    return _tgi_call(fields, model) if given[0] == "inputs" else _vllm_call(fields, model)
+    return _tgi_call(fields, model) if present[0] == "inputs" else _vllm_call(fields, model)
 
 
 def _text(fields: BodyFields, name: str, model: FoundModel) -> str:
@@ -80,18 +80,18 @@ def _text(fields: BodyFields, name: str, model: FoundModel) -> str:
 
 
 def _vllm_call(fields: BodyFields, model: FoundModel) -> TokenizeCall:
-    asked, engine, info = parse_tokenize(fields, model.info), model.engine, model.info
+    prompt, engine, info = parse_tokenize(fields, model.info), model.engine, model.info
     adds_special_tokens = fields.boolean("add_special_tokens", True)
     wants_texts = fields.boolean("return_token_strs")
 
     def reply() -> dict[str, Any]:
-        ids = engine.tokenize(asked, adds_special_tokens) if isinstance(asked, str) else engine.tokenize_chat(asked)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_context, "tokens": ids}
+        ids = engine.tokenize(prompt, adds_special_tokens) if isinstance(prompt, str) else engine.tokenize_chat(prompt)
+        content: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_context, "tokens": ids}
         if wants_texts:
-            found["token_strs"] = [raw.decode("utf-8", "replace") for raw in engine.token_bytes(ids)]
-        return found
+            content["token_strs"] = [raw.decode("utf-8", "replace") for raw in engine.token_bytes(ids)]
+        return content
 
-    return TokenizeCall(len(asked) if isinstance(asked, str) else text_size(asked), reply)
+    return TokenizeCall(len(prompt) if isinstance(prompt, str) else text_size(prompt), reply)
 
 
 # ── llama.cpp ──────────────────────────────────────────────────────────────────────────────────────────
@@ -113,7 +113,7 @@ def _llamacpp_call(fields: BodyFields, model: FoundModel) -> TokenizeCall:
 
 
 def _piece(raw: bytes) -> str | list[int]:
-    """The text of a token; one that is only part of a character is shown as its bytes."""
+    """Return the text of a token, or its bytes if it holds only part of a character."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -125,11 +125,12 @@ def _piece(raw: bytes) -> str | list[int]:
 
 def _tgi_call(fields: BodyFields, model: FoundModel) -> TokenizeCall:
     text, engine = _text(fields, "inputs", model), model.engine
-    return TokenizeCall(len(text), lambda: placed_tokens(text, engine, fields.boolean("add_special_tokens", True)))
+    adds_special_tokens = fields.boolean("add_special_tokens", True)
+    return TokenizeCall(len(text), lambda: tokens_with_offsets(text, engine, adds_special_tokens))
 
 
-def placed_tokens(text: str, engine: ServedEngine, adds_special_tokens: bool) -> list[dict[str, Any]]:
-    """Return the tokens of a text, each with its range of characters; special tokens around it have none.
+def tokens_with_offsets(text: str, engine: ServedEngine, adds_special_tokens: bool) -> list[dict[str, Any]]:
+    """Return the tokens of a text, each with its character range; that of a special token is empty.
 
     text    " caf" "é" (two tokens)   →   start, stop: 0 4, 4 4, 4 5: a character belongs to its last token
     """
@@ -137,17 +138,17 @@ def placed_tokens(text: str, engine: ServedEngine, adds_special_tokens: bool) ->
     ids = engine.tokenize(text, True) if adds_special_tokens else plain
     first = next((at for at in range(len(ids)) if ids[at : at + len(plain)] == plain), 0)
     bounds = _bounds(text, engine.token_bytes(plain))
-    around = (0, 0), (len(text), len(text))
-    placed = [around[0]] * first + bounds + [around[1]] * (len(ids) - first - len(plain))
+    end = len(text)
+    ranges = [(0, 0)] * first + bounds + [(end, end)] * (len(ids) - first - len(plain))
     return [
         {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
-        for token_id, (start, stop) in zip(ids, placed, strict=True)
+        for token_id, (start, stop) in zip(ids, ranges, strict=True)
     ]
 
 
 def _bounds(text: str, pieces: list[bytes]) -> list[tuple[int, int]]:
-    """Return the borders of each token's characters. Tokenizers that put a space before a text have one character
-    more."""
+    """Return the character range of each token. Tokenizers that add a space before the text yield one character more,
+    which is not counted."""
     num_added = max(0, len(b"".join(pieces).decode("utf-8", "replace")) - len(text))
     decoder = getincrementaldecoder("utf-8")("replace")
     bounds, num_read, last = [], 0, 0

@@ -1,7 +1,7 @@
-"""Makes the spans of a request from its record, in the names of OpenTelemetry's conventions for generative AI.
+"""Makes the trace spans of a request from its record, following OpenTelemetry's conventions for generative AI.
 
-Never any text: prompts and answers are not attributes. What the conventions say of a request's parameters is taken from
-its first engine request; all of a job's have the same.
+Spans contain no text: prompts and answers are not attributes. The request's parameters are those of its first engine
+request, which are the same for all engine requests of a job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def tracer_of(config: ServerConfig) -> Tracer | None:
 
 
 class RequestTracing:
-    """Begins a trace with a request, and makes its spans when it has ended; without a tracer it does neither."""
+    """Starts a trace for each request and exports its spans at the end; does nothing without a tracer."""
 
     def __init__(self, tracer: Tracer | None) -> None:
         self._tracer = tracer
@@ -45,7 +45,7 @@ class RequestTracing:
 
 
 def server_span(record: RequestRecord) -> SpanDraft:
-    """The span of an HTTP request, with those of its generation inside."""
+    """Return the span of an HTTP request, with its generation as a child."""
     end_s = record.elapsed_s()
     attributes: dict[str, Attribute] = {
         "http.request.method": record.method,
@@ -57,23 +57,23 @@ def server_span(record: RequestRecord) -> SpanDraft:
     error = error_of(record)
     if error is not None:
         attributes["error.type"] = error
-    inside = () if record.first_request is None else (generation_span(record, record.first_request, end_s, error),)
+    children = () if record.first_request is None else (generation_span(record, record.first_request, end_s, error),)
     name = f"{record.method} {record.path}"
-    return SpanDraft(name, 0.0, end_s, attributes, is_server=True, error=server_error(record), children=inside)
+    return SpanDraft(name, 0.0, end_s, attributes, is_server=True, error=server_error(record), children=children)
 
 
 def error_of(record: RequestRecord) -> str | None:
-    """Return the kind of failure of a request; None: it succeeded."""
+    """Return the error code or status of a failed request; None if it succeeded."""
     return (record.error_code or str(record.status)) if record.status >= 400 else None
 
 
 def server_error(record: RequestRecord) -> str | None:
-    """Why a SERVER span failed: not by what its client did wrong, as the conventions have it."""
+    """Return the error of a SERVER span. By the conventions a client's error (4xx) is not one."""
     return error_of(record) if record.status >= 500 else None
 
 
 def generation_span(record: RequestRecord, request: ClientRequest, end_s: float, error: str | None) -> SpanDraft:
-    """The span of a generation, with where its time went."""
+    """Return the span of a generation, with its phases as children."""
     operation = operation_of(request)
     attributes = {**request_attributes(record, request), **reply_attributes(record)}
     if error is not None:

@@ -1,8 +1,8 @@
-"""Names that answer with another model's engine: models created from a served one, and adapters of one.
+"""Variants: model names that are served by another model's engine.
 
-A variant is a name, what it says of itself, and a change of every request. A model that was created (`tokenmill
-create`, /api/create) gives its system prompt, first messages and chat template to its requests; an adapter gives them
-its name. They then go to the engine of the model that the variant rests on.
+A variant is a name, a description, and a function that changes every request. A created model (`tokenmill create`,
+/api/create) adds its system prompt, first messages and chat template to its requests; an adapter's variant adds the
+adapter's name. The requests then go to the engine of the parent model.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Change = Callable[[ClientRequest], ClientRequest]
 
 
 async def nothing() -> None:
-    """Nothing has to be done before a request."""
+    """Do nothing before a request."""
 
 
 class Variant:
-    """A name for a served model, asked in its own way. It has what a gate has for those who ask."""
+    """A model name that is served by the engine of `parent`. It has the attributes of a gate that requests need."""
 
     def __init__(
         self, parent: EngineGate, info: ModelInfo, change: Change, before: Callable[[], Awaitable[None]] = nothing
     ) -> None:
-        """`before`: what is done before a request is prepared."""
+        """`before`: awaited before each request is prepared."""
         self.parent = parent
         self.info = info
         self.engine: ServedEngine = VariantEngine(parent.engine, info, change, before)
@@ -53,18 +53,18 @@ FoundModel = EngineGate | Variant
 
 
 def gate_of(model: FoundModel) -> EngineGate:
-    """The gate that a model's requests go through."""
+    """Return the gate that a model's requests go through."""
     return model.parent if isinstance(model, Variant) else model
 
 
 def created_variant(parent: EngineGate, manifest: Manifest) -> Variant:
-    """A created model, on the gate of the one it was made from."""
+    """Return the variant of a created model. `parent`: the gate of the model that it was created from."""
     custom, base = manifest.custom, parent.info
     assert custom is not None
     adapter = own_adapter(custom)
 
     def change(request: ClientRequest) -> ClientRequest:
-        sampling_settings(custom.parameters, max_context=base.max_context)  # it may want a larger context
+        sampling_settings(custom.parameters, max_context=base.max_context)  # refuses a larger context than the base's
         if isinstance(request, ChatRequest):
             return customized(request, custom)
         return msgspec.structs.replace(request, adapter=request.adapter or adapter)
@@ -85,7 +85,7 @@ def created_variant(parent: EngineGate, manifest: Manifest) -> Variant:
 
 
 def adapter_variant(parent: EngineGate, base: ModelInfo, adapter: str) -> Variant:
-    """A served model with one of its adapters, called BASE:ADAPTER."""
+    """Return the variant BASE:ADAPTER of a served model and one of its adapters."""
 
     def change(request: ClientRequest) -> ClientRequest:
         return msgspec.structs.replace(request, adapter=adapter)
@@ -94,12 +94,12 @@ def adapter_variant(parent: EngineGate, base: ModelInfo, adapter: str) -> Varian
 
 
 def weights_of(path: Path) -> tuple[Path, ...]:
-    """Return the files of a model's weights; the same for all models that share them."""
+    """Return the resolved weight files of a model, which are equal for models that share weights."""
     return tuple(sorted(file.resolve() for file in ([path] if path.is_file() else path.glob("*.safetensors"))))
 
 
 class VariantEngine:
-    """The engine of another model, with every request changed."""
+    """Passes changed requests to the engine of another model."""
 
     def __init__(
         self, engine: ServedEngine, info: ModelInfo, change: Change, before: Callable[[], Awaitable[None]]
@@ -158,4 +158,4 @@ class VariantEngine:
         return self._engine.replicas()
 
     async def close(self) -> None:
-        """Leave the engine to the model it belongs to."""
+        """Do nothing: the engine belongs to the parent model."""

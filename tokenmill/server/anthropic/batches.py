@@ -1,10 +1,10 @@
-"""Anthropic's Message Batches: many requests at once, answered when there is time, collected later.
+"""Anthropic's Message Batches: many requests in one body, processed in the background, with results to fetch later.
 
     create ─► in_progress: every request is `processing` ─► ended: each has succeeded, errored, expired or was canceled
-                   └─► canceling ─┘                              └─► results, one JSON line a request, in any order
+                   └─► canceling ─┘                              └─► results, one JSON line per request, in any order
 
-They are batches as all others (`server/batches`), seen in another way: the requests come in the body of one call and
-are kept as the batch's file, each with its own model, and the results are asked for instead of being a file.
+They use the same machinery as OpenAI's batches (`server/batches`): the requests of the body are stored as the batch's
+input file, each with its own model, and the results are served from the database instead of a file.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from tokenmill.server.batches.lines import BatchLine
 from tokenmill.server.batches.runner import BatchDialect, BatchRunner
 from tokenmill.server.batches.table import NewBatch, Outcome
 from tokenmill.server.body import BodyFields, kind_of, refuse, shown
-from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response, owner_of
 from tokenmill.server.state.files import HIDDEN
 
 DIALECT = "anthropic"
 ENDPOINT = "/v1/messages"
-LIFE_S = 24 * 3600.0  # then what has not begun expires
+LIFETIME_S = 24 * 3600.0  # requests that did not start by then expire
 OUTCOMES = ("succeeded", "errored", "canceled", "expired")
 ENDED = ("completed", "expired", "cancelled")
 
 
 def message_batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[Endpoint]:
     database = context.state.database
-    runner.dialects[DIALECT] = BatchDialect(answered_line, left_line, lambda row, ends_as: finish(runner, row, ends_as))
+    runner.dialects[DIALECT] = BatchDialect(
+        answered_line, unanswered_line, lambda row, status: finish(runner, row, status)
+    )
 
-    async def found(request: Request) -> sqlite3.Row:
-        owner, batch_id = request.state.record.key_id, request.path_params["batch_id"]
+    async def find(request: Request) -> sqlite3.Row:
+        owner, batch_id = owner_of(request), request.path_params["batch_id"]
         return await database.read(lambda connection: table.find_batch(connection, owner, DIALECT, batch_id))
 
-    def shown_batch(request: Request, row: sqlite3.Row) -> Response:
+    def batch_reply(request: Request, row: sqlite3.Row) -> Response:
         return json_response(batch_object(row, origin_of(request)))
 
     async def create_message_batch(request: Request) -> Response:
         lines = await context.parsed(request, parse_batch)
-        owner, writer = request.state.record.key_id, runner.files.writer()
+        owner, writer = owner_of(request), runner.files.writer()
         try:
             await writer.add(b"".join(lines))
             file = await runner.files.keep(writer, owner, name="", purpose=HIDDEN, expires_s=None)
@@ -62,35 +64,35 @@ def message_batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[
             DIALECT,
             ENDPOINT,
             file["id"],
-            LIFE_S,
+            LIFETIME_S,
             status="in_progress",
             num_lines=len(lines),
             num_bytes=file["num_bytes"],
             prefix="msgbatch_",
         )
-        return shown_batch(request, await runner.add(batch))
+        return batch_reply(request, await runner.add(batch))
 
     async def message_batches(request: Request) -> Response:
-        owner, origin = request.state.record.key_id, origin_of(request)
+        owner, origin = owner_of(request), origin_of(request)
         rows = await database.read(lambda connection: table.list_batches(connection, owner, DIALECT))
         return json_response(page_of([batch_object(row, origin) for row in rows], request))
 
     async def message_batch(request: Request) -> Response:
-        return shown_batch(request, await found(request))
+        return batch_reply(request, await find(request))
 
     async def cancel_message_batch(request: Request) -> Response:
-        row = await runner.cancel(request.state.record.key_id, DIALECT, request.path_params["batch_id"])
-        return shown_batch(request, row)
+        row = await runner.cancel(owner_of(request), DIALECT, request.path_params["batch_id"])
+        return batch_reply(request, row)
 
     async def delete_message_batch(request: Request) -> Response:
-        row = await found(request)
+        row = await find(request)
         if row["status"] not in ENDED:
             raise InvalidRequest("a message batch that is in progress can't be deleted", hint="cancel it first")
         await database.write(lambda connection: connection.execute("DELETE FROM batches WHERE id = ?", (row["id"],)))
         return json_response({"id": row["id"], "type": "message_batch_deleted"})
 
     async def message_batch_results(request: Request) -> Response:
-        row = await found(request)
+        row = await find(request)
         if row["status"] not in ENDED:
             raise InvalidRequest("the message batch has not ended yet, so it has no results")
         return StreamingResponse(result_lines(runner, row["id"]), media_type="application/x-jsonl")
@@ -115,21 +117,21 @@ def message_batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[
     ]
 
 
-# ── what a client asks for ─────────────────────────────────────────────────────────────────────────────
+# ── requests ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parse_batch(body: dict[str, Any]) -> list[bytes]:
-    """The requests of a batch as lines of its file. Their bodies are checked when it is their turn: a wrong one is an
-    error of its own."""
-    given = BodyFields(body).items("requests", MAX_REQUESTS)
-    if not given:
+    """Return the requests of a batch as the lines of its input file. Their bodies are checked when they are run, so an
+    invalid one fails alone."""
+    requests = BodyFields(body).items("requests", MAX_REQUESTS)
+    if not requests:
         refuse("requests", "is required and must not be empty")
     seen: set[str] = set()
     lines = []
-    for number, value in enumerate(given):
+    for number, value in enumerate(requests):
         custom_id, params = _request(value, f"requests[{number}]")
         if custom_id in seen:
-            refuse(f"requests[{number}].custom_id", f"{shown(custom_id)} is there twice")
+            refuse(f"requests[{number}].custom_id", f"{shown(custom_id)} is repeated")
         seen.add(custom_id)
         line = {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": params}
         lines.append(orjson.dumps(line) + b"\n")
@@ -151,7 +153,7 @@ def _request(value: object, path: str) -> tuple[str, dict[str, Any]]:
     return custom_id, params.values
 
 
-# ── what a client sees ─────────────────────────────────────────────────────────────────────────────────
+# ── replies ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def origin_of(request: Request) -> str:
@@ -159,7 +161,7 @@ def origin_of(request: Request) -> str:
 
 
 def batch_object(row: sqlite3.Row, origin: str) -> dict[str, Any]:
-    """The batch as clients see it. Requests count as processing until all have ended."""
+    """Return the batch in Anthropic's form. All requests count as processing until the batch has ended."""
     facts, is_ended = table.facts_of(row), row["status"] in ENDED
     cancelled_s = facts.get("cancelling_s")
     status = "ended" if is_ended else "in_progress" if cancelled_s is None else "canceling"
@@ -170,16 +172,16 @@ def batch_object(row: sqlite3.Row, origin: str) -> dict[str, Any]:
         "type": "message_batch",
         "processing_status": status,
         "request_counts": {"processing": 0 if is_ended else row["num_lines"], **counts},
-        "created_at": _written(row["created_s"]),
-        "expires_at": _written(row["due_s"]),
-        "cancel_initiated_at": _written(cancelled_s),
-        "ended_at": _written(ended_s),
+        "created_at": _timestamp(row["created_s"]),
+        "expires_at": _timestamp(row["due_s"]),
+        "cancel_initiated_at": _timestamp(cancelled_s),
+        "ended_at": _timestamp(ended_s),
         "archived_at": None,
         "results_url": f"{origin}/v1/messages/batches/{row['id']}/results" if is_ended else None,
     }
 
 
-def _written(moment_s: float | None) -> str | None:
+def _timestamp(moment_s: float | None) -> str | None:
     return None if moment_s is None else datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -189,15 +191,15 @@ def answered_line(line: BatchLine, answer: LineAnswer) -> bytes:
     return b'{"custom_id":' + orjson.dumps(line.custom_id) + b',"result":' + result + b"}"
 
 
-def left_line(line: BatchLine, outcome: Outcome) -> bytes:
+def unanswered_line(line: BatchLine, outcome: Outcome) -> bytes:
     return orjson.dumps({"custom_id": line.custom_id, "result": {"type": outcome}})
 
 
-async def finish(runner: BatchRunner, row: sqlite3.Row, ends_as: str) -> None:
-    """Bring a batch to its last status; its results stay with it, its requests go."""
+async def finish(runner: BatchRunner, row: sqlite3.Row, status: str) -> None:
+    """Set the final status of a batch and delete its requests; its results are kept."""
 
     def work(connection: sqlite3.Connection) -> None:
-        table.move(connection, row["id"], ends_as, server=None)
+        table.move(connection, row["id"], status, server=None)
         runner.files.remove(connection, row["input"])
 
     await runner.database.write(work)
@@ -206,8 +208,8 @@ async def finish(runner: BatchRunner, row: sqlite3.Row, ends_as: str) -> None:
 async def result_lines(runner: BatchRunner, batch_id: str) -> AsyncIterator[bytes]:
     last = 0
     while True:
-        found = await runner.database.read(table.Results(batch_id, last, OUTCOMES))
-        if not found:
+        lines = await runner.database.read(table.Results(batch_id, last, OUTCOMES))
+        if not lines:
             return
-        yield b"".join(line["result"] + b"\n" for line in found)
-        last = found[-1]["line"]
+        yield b"".join(line["result"] + b"\n" for line in lines)
+        last = lines[-1]["line"]

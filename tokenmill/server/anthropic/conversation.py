@@ -1,18 +1,19 @@
-"""The conversation of a Messages body, `system` and `messages`, as `Message`s that know no dialect.
+"""Converts the conversation of a Messages body (`system` and `messages`) to `Message`s, which know no dialect.
 
-A turn is a string or a list of blocks. Text blocks of a turn are joined by line breaks; turns of one role in a row are
-one turn. An assistant's blocks become one message: its thoughts, its text, its calls. A user's `tool_result` blocks
-become messages of the role `tool`.
+The content of a turn is a string or a list of blocks. The text blocks of a turn are joined by line breaks, and
+consecutive turns of the same role are merged. An assistant's blocks become one message with reasoning, text and calls.
+A user's `tool_result` blocks become messages of the role `tool`.
 
     user       [text, tool_result, tool_result, text]  ──►  user, tool, tool, user
     assistant  [thinking, text, tool_use]              ──►  assistant (reasoning, content, tool_calls)
-    system                                             ──►  system, where it stands
+    system                                             ──►  system, at the same position
 
-Claude Code begins its system prompt with a block for Anthropic's accounting that differs between requests. It says
-nothing to a model and would keep every prompt from finding its prefix in the cache, so it is left out.
+Claude Code begins its system prompt with a block for Anthropic's accounting, which differs between requests. It has no
+meaning for a model and would prevent all prefix cache hits, so it is removed.
 
-A thought counts only with this server's signature (`signatures.py`). What a model can't read (images, results of
-tools that Anthropic's servers run) is refused by name. An assistant's turn at the end (prefill) is continued.
+Thinking blocks are used only with a valid signature of this server (`signatures.py`). Blocks that no model here can
+read (images, results of Anthropic's server tools) are refused with their type. A final assistant turn (prefill) is
+continued.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ from tokenmill.server.body import BodyFields, kind_of, refuse, shown
 from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import Message, ToolCall
 
-MAX_MESSAGES = 100_000  # Anthropic's
+MAX_MESSAGES = 100_000  # Anthropic's limit
 MAX_BLOCKS = 10_000
 ROLES = ("user", "assistant", "system")
-ACCOUNTING = "x-anthropic-billing-header:"
+ACCOUNTING_PREFIX = "x-anthropic-billing-header:"
 USER_BLOCKS = "text, document or tool_result"
 ASSISTANT_BLOCKS = "text, thinking, redacted_thinking or tool_use"
 
 
 @dataclass(frozen=True)
 class ParsedTurns:
-    """Messages in order, and the tools that were loaded in the course of them."""
+    """The messages of a conversation, and the tools that were loaded in it."""
 
     messages: list[Message]
     loaded_tools: frozenset[str]  # named by `tool_reference` blocks
 
 
 def parse_conversation(fields: BodyFields, signer: ThoughtSigner) -> ParsedTurns:
-    given = fields.items("messages", MAX_MESSAGES)
-    if not given:
+    values = fields.items("messages", MAX_MESSAGES)
+    if not values:
         refuse("messages", "is required and must not be empty")
     turns = _Turns(signer)
     system = _system(fields)
     if system:
         turns.add(Message(role="system", content=system))
-    for number, value in enumerate(given):
+    for number, value in enumerate(values):
         turns.add_turn(value, f"messages[{number}]")
     _check_prefill(turns.messages[-1])
     return ParsedTurns(turns.messages, frozenset(turns.loaded_tools))
 
 
 def _check_prefill(last: Message) -> None:
-    """Refuse an assistant's turn at the end that can't be continued."""
+    """Refuse a final assistant turn that can't be continued."""
     if last.role == "assistant" and (last.tool_calls or not last.content):
-        refuse("messages", "that end with an assistant turn must end with its text, which is continued")
+        refuse("messages", "may end with an assistant turn only if it ends with text, which is continued")
     if last.role == "assistant" and (last.content or "")[-1:].isspace():
         refuse("messages", "final assistant content cannot end with trailing whitespace")
 
@@ -70,9 +71,9 @@ def _system(fields: BodyFields) -> str:
     if isinstance(fields.get("system"), str):
         blocks = [fields.required_text("system")]
     else:
-        given = fields.items("system", MAX_BLOCKS) or []
-        blocks = [_text_only(value, f"system[{number}]") for number, value in enumerate(given)]
-    return "\n".join(text for text in blocks if not text.startswith(ACCOUNTING))
+        values = fields.items("system", MAX_BLOCKS) or []
+        blocks = [_text_only(value, f"system[{number}]") for number, value in enumerate(values)]
+    return "\n".join(text for text in blocks if not text.startswith(ACCOUNTING_PREFIX))
 
 
 def _text_only(value: object, path: str) -> str:
@@ -89,14 +90,14 @@ def _block(value: object, path: str) -> BodyFields:
 
 
 def _blocks(fields: BodyFields, key: str) -> list[BodyFields]:
-    """The blocks of a content; a string is one block of text."""
+    """Return the blocks of a content; a string is one text block."""
     content = fields.get(key)
     if isinstance(content, str):
         return [BodyFields({"type": "text", "text": content}, f"{fields.name(key)}.")]
-    given = fields.items(key, MAX_BLOCKS)
-    if given is None:
+    values = fields.items(key, MAX_BLOCKS)
+    if values is None:
         refuse(fields.name(key), "is required: a string or a list of blocks")
-    return [_block(value, f"{fields.name(key)}[{number}]") for number, value in enumerate(given)]
+    return [_block(value, f"{fields.name(key)}[{number}]") for number, value in enumerate(values)]
 
 
 def _refuse_block(block: BodyFields, kind: str, known: str) -> NoReturn:
@@ -107,7 +108,7 @@ def _refuse_block(block: BodyFields, kind: str, known: str) -> NoReturn:
 
 @dataclass
 class _Turns:
-    """Messages so far; turns of one role in a row are joined."""
+    """Collects messages; consecutive turns of the same role are merged."""
 
     signer: ThoughtSigner
     messages: list[Message] = field(default_factory=list)
@@ -123,7 +124,7 @@ class _Turns:
         if role == "assistant":
             self.add(self._assistant(turn))
         elif role == "system":
-            self.add(Message(role="system", content=_joined(turn)))
+            self.add(Message(role="system", content=_joined_text(turn)))
         else:
             self._add_user(turn)
 
@@ -152,7 +153,7 @@ class _Turns:
                 case "tool_use":
                     calls.append(_call(block))
                 case "redacted_thinking":
-                    block.required_text("data")  # another server's: nothing here can read it
+                    block.required_text("data")  # encrypted by another server, so it is dropped
                 case _:
                     _refuse_block(block, kind, ASSISTANT_BLOCKS)
         return Message(
@@ -186,7 +187,7 @@ class _Turns:
             texts.clear()
 
     def _result(self, block: BodyFields) -> Message:
-        """A tool's result. Templates have no place to say that a call failed, so its text does."""
+        """Convert a tool's result. Chat templates have no field for a failed call, so the text says it."""
         call_id = native_id(block.required_text("tool_use_id"))
         parts = [] if block.get("content") is None else _blocks(block, "content")
         text = "\n".join(map(self._result_text, parts))
@@ -208,8 +209,9 @@ class _Turns:
                 _refuse_block(part, kind, "text, document or tool_reference")
 
 
-def _joined(turn: BodyFields) -> str:
-    return "\n".join(_text_only(block.values, block.prefix.rstrip(".")) for block in _blocks(turn, "content"))
+def _joined_text(fields: BodyFields) -> str:
+    """Return the text of a content that may hold only text blocks."""
+    return "\n".join(_text_only(block.values, block.prefix.rstrip(".")) for block in _blocks(fields, "content"))
 
 
 def _lines(first: str | None, second: str | None) -> str | None:
@@ -217,15 +219,15 @@ def _lines(first: str | None, second: str | None) -> str | None:
 
 
 def _call(block: BodyFields) -> ToolCall:
-    given = block.object("input")
-    if given is None:
+    arguments = block.object("input")
+    if arguments is None:
         refuse(block.name("input"), "is required: an object")
-    name = block.required_text("name")
-    return ToolCall(id=native_id(block.required_text("id")), name=name, arguments=orjson.dumps(given.values).decode())
+    call_id, name = native_id(block.required_text("id")), block.required_text("name")
+    return ToolCall(id=call_id, name=name, arguments=orjson.dumps(arguments.values).decode())
 
 
 def _document(block: BodyFields) -> str:
-    """A document of plain text, after its title and context. Others need a model that reads images."""
+    """Return the title, context and text of a plain-text document. Other kinds need a model that reads images."""
     source = block.object("source")
     if source is None:
         refuse(block.name("source"), "is required")
@@ -236,28 +238,19 @@ def _document(block: BodyFields) -> str:
     if kind == "text":
         text = source.required_text("data")
     elif kind == "content":
-        text = _joined_source(source)
+        text = _joined_text(source)
     else:
         refuse(source.name("type"), f"{shown(kind)} is not supported by this model; it reads text only")
     return "\n".join(filter(None, (block.text("title"), block.text("context"), text)))
 
 
-def _joined_source(source: BodyFields) -> str:
-    return "\n".join(_text_only(part.values, part.prefix.rstrip(".")) for part in _blocks(source, "content"))
-
-
-def with_thinking_of(messages: list[Message], num_turns: int) -> list[Message]:
-    """The messages without the thoughts of all but the last `num_turns` assistant turns that have any."""
-    kept, left = [], num_turns
+def keep_recent_reasoning(messages: list[Message], num_turns: int) -> list[Message]:
+    """Return the messages with reasoning only in the last `num_turns` assistant turns that have any."""
+    edited, num_left = [], num_turns
     for message in reversed(messages):
         if message.reasoning is not None:
-            left -= 1
-            if left < 0:
+            num_left -= 1
+            if num_left < 0:
                 message = msgspec.structs.replace(message, reasoning=None)
-        kept.append(message)
-    return kept[::-1]
-
-
-def num_characters(messages: list[Message]) -> int:
-    """The length of all contents; what a template makes of the rest is measured once it is rendered."""
-    return sum(len(message.content or "") for message in messages)
+        edited.append(message)
+    return edited[::-1]

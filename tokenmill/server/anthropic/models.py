@@ -1,4 +1,4 @@
-"""The models of a server in Anthropic's form."""
+"""The descriptions of models in Anthropic's form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model_card(info: ModelInfo) -> dict[str, Any]:
 
 
 def capabilities(info: ModelInfo) -> dict[str, Any]:
-    """Describe a model's capabilities. Those that no model here has are listed as absent: clients expect every key."""
+    """Return a model's capabilities, including those that no model here has: clients expect every key."""
     no, yes, thinks = {"supported": False}, {"supported": True}, {"supported": info.can_think}
     return {
         "batch": yes,

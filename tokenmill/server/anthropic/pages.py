@@ -1,4 +1,4 @@
-"""Lists of Anthropic's API, page by page: at most `limit` entries, after `after_id` or before `before_id`."""
+"""Pagination of Anthropic's lists: at most `limit` entries, after `after_id` or before `before_id`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 from starlette.requests import Request
 
 from tokenmill.server.body import refuse
+from tokenmill.server.openai.pages import query_integer
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 1000
 
 
 def page_of(entries: list[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """Return the page that a request asks for; every entry has an `id`."""
+    """Return the requested page of a list; every entry has an `id`."""
     ids = [entry["id"] for entry in entries]
-    limit = _limit(request)
+    limit = query_integer(request, "limit", DEFAULT_LIMIT, 1, MAX_LIMIT)
     first, last = 0, len(entries)
     after, before = (request.query_params.get(name) for name in ("after_id", "before_id"))
     if after is not None and before is not None:
@@ -34,14 +35,7 @@ def page_of(entries: list[dict[str, Any]], request: Request) -> dict[str, Any]:
     }
 
 
-def _limit(request: Request) -> int:
-    given = request.query_params.get("limit", str(DEFAULT_LIMIT))
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= MAX_LIMIT:
-        refuse("limit", f"must be an integer between 1 and {MAX_LIMIT}")
-    return int(given)
-
-
-def _position(ids: list[str], param: str, wanted: str) -> int:
-    if wanted not in ids:
+def _position(ids: list[str], param: str, entry_id: str) -> int:
+    if entry_id not in ids:
         refuse(param, "is not in this list")
-    return ids.index(wanted)
+    return ids.index(entry_id)

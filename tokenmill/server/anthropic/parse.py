@@ -1,16 +1,19 @@
-"""Messages bodies into native requests. All that the server can check is checked here, before anything runs; what only
-the engine knows (does the prompt fit?) is checked when it prepares a request, still before the first byte.
+"""Parses Messages bodies into engine requests.
 
-Both API versions are one: 2026-10-21 adds `system` turns inside `messages` and drops the sampling parameters from the
-SDKs' types, and nothing that one of them says means something else in the other. `cache_control` is accepted anywhere
-and changes nothing: every prefix is kept in the cache as it is. A field that can't be honoured is refused by name.
+Everything that needs no engine is checked here, before anything runs. The rest (does the prompt fit?) is checked when
+the engine prepares the request, still before the first byte of the reply.
 
-    thinking   absent: as the model's template does by default      adaptive: on, for a model that can think
+Both API versions are handled alike: 2026-10-21 adds `system` turns inside `messages` and removes the sampling
+parameters from the SDKs' types, and no field has a different meaning in the two. `cache_control` is accepted anywhere
+and has no effect: every prefix is cached anyway. A field that can't be honoured is refused with its name.
+
+    thinking   absent: the default of the model's template          adaptive: on, for a model that can think
                enabled: on, for at most `budget_tokens`             disabled, between_tools: off
-    effort     of `output_config`: how long to think; for a model that does not think it says nothing
+    effort     of `output_config`: how long to think; ignored for a model that does not think
 
-An answer may end with the context before it has `max_tokens` (stop reason `model_context_window_exceeded`). Where a
-prompt leaves very little room for it, the request is refused in the words that Claude Code reads to ask for less.
+An answer may reach the end of the context before `max_tokens` (stop reason `model_context_window_exceeded`). If the
+prompt leaves very little room for it, the request is refused with the message by which Claude Code knows to reduce
+`max_tokens`.
 """
 
 from __future__ import annotations
@@ -24,15 +27,16 @@ from tokenmill.engine.input_processor import prompt_limit, require_plausible_len
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded
 from tokenmill.params import MAX_STOP_STRINGS, Guided, SamplingParams
-from tokenmill.server.anthropic.conversation import num_characters, parse_conversation, with_thinking_of
+from tokenmill.server.anthropic.conversation import keep_recent_reasoning, parse_conversation
 from tokenmill.server.anthropic.tools import parse_tool_choice, parse_tools
 from tokenmill.server.body import BodyFields, refuse, shown
+from tokenmill.server.openai.parse import num_characters
 from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import ChatRequest, Message, Reasoning, Request
 
 MAX_COUNT = 2**31 - 1
 MAX_EDITS = 16
-SMALLEST_ROOM = 16  # a request is refused if the prompt leaves less than this fraction of the context (1/16)
+MIN_ROOM_DIVISOR = 16  # the prompt must leave at least 1/16 of the context for the answer
 UNSUPPORTED = ("container", "mcp_servers", "inference_geo", "diagnostics", "fallbacks")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 THINKING_TYPES = ("enabled", "adaptive", "disabled", "between_tools")
@@ -40,11 +44,11 @@ THINKING_TYPES = ("enabled", "adaptive", "disabled", "between_tools")
 
 @dataclass(frozen=True)
 class Thinking:
-    """The client's thinking settings: for the model (`reasoning`) and for the reply."""
+    """The client's thinking settings, for the model (`reasoning`) and for the rendering of the reply."""
 
     reasoning: Reasoning
     is_shown: bool = True
-    is_between_tools: bool = False  # text before a call comes back as a thinking block
+    is_between_tools: bool = False  # text before a tool call is returned as a thinking block
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def parse_messages(body: dict[str, Any], info: ModelInfo, signer: ThoughtSigner)
 
 
 def parse_count(body: dict[str, Any], info: ModelInfo, signer: ThoughtSigner) -> ChatRequest:
-    """Parse a request whose prompt is to be counted; `max_tokens` is not required."""
+    """Parse a request to count the tokens of a prompt; `max_tokens` is not required."""
     request, _ = _parse(BodyFields(body), info, signer, None)
     return request
 
@@ -98,7 +102,7 @@ def _parse(
 
 
 def _params(fields: BodyFields, max_tokens: int | None, info: ModelInfo) -> SamplingParams:
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "temperature": fields.number("temperature", 0.0, 1.0),
         "top_p": fields.number("top_p", 0.0, 1.0),
         "top_k": fields.integer("top_k", 0, MAX_COUNT),
@@ -106,7 +110,8 @@ def _params(fields: BodyFields, max_tokens: int | None, info: ModelInfo) -> Samp
         "guided": _output_format(fields),
         "max_tokens": max_tokens,
     }
-    return SamplingParams(**{**info.defaults, **{name: value for name, value in given.items() if value is not None}})
+    present = {name: value for name, value in settings.items() if value is not None}
+    return SamplingParams(**{**info.defaults, **present})
 
 
 def _stop_sequences(fields: BodyFields) -> list[str] | None:
@@ -118,19 +123,20 @@ def _stop_sequences(fields: BodyFields) -> list[str] | None:
 
 
 def _output_format(fields: BodyFields) -> Guided | None:
-    """A schema that the answer follows, in `output_config.format`, or where the beta of it had it."""
+    """Parse the schema of the answer in `output_config.format`, or in `output_format`, its name in the beta API."""
     config = fields.object("output_config")
-    places = [config.object("format") if config is not None else None, fields.object("output_format")]
-    wanted = [place for place in places if place is not None]
-    if len(wanted) > 1:
-        refuse("output_format", "does not combine with output_config.format, which says the same")
-    if not wanted:
+    current = config.object("format") if config is not None else None
+    beta = fields.object("output_format")
+    if current is not None and beta is not None:
+        refuse("output_format", "does not combine with output_config.format, which has the same meaning")
+    output_format = beta if current is None else current
+    if output_format is None:
         return None
-    if wanted[0].required_text("type") != "json_schema":
-        refuse(wanted[0].name("type"), f"must be json_schema, got {shown(wanted[0].get('type'))}")
-    schema = wanted[0].object("schema")
+    if output_format.required_text("type") != "json_schema":
+        refuse(output_format.name("type"), f"must be json_schema, got {shown(output_format.get('type'))}")
+    schema = output_format.object("schema")
     if schema is None:
-        refuse(wanted[0].name("schema"), "is required")
+        refuse(output_format.name("schema"), "is required")
     return Guided.schema(schema.values)
 
 
@@ -142,13 +148,13 @@ def _thinking(fields: BodyFields, info: ModelInfo, max_tokens: int | None) -> Th
     effort: Any = config.one_of("effort", EFFORTS) if config is not None else None
     if not info.can_think:
         effort = None
-    given = fields.object("thinking")
-    if given is None:
+    settings = fields.object("thinking")
+    if settings is None:
         return Thinking(Reasoning(effort=effort))
-    kind = given.required_text("type")
-    is_shown = given.one_of("display", ("summarized", "omitted")) != "omitted"
+    kind = settings.required_text("type")
+    is_shown = settings.one_of("display", ("summarized", "omitted")) != "omitted"
     if kind not in THINKING_TYPES:
-        refuse(given.name("type"), f"must be one of {', '.join(THINKING_TYPES)}, got {shown(kind)}")
+        refuse(settings.name("type"), f"must be one of {', '.join(THINKING_TYPES)}, got {shown(kind)}")
     if kind in ("disabled", "between_tools"):
         off = Reasoning(is_on=False if info.can_think else None)
         return Thinking(off, is_shown, is_between_tools=kind == "between_tools")
@@ -156,20 +162,20 @@ def _thinking(fields: BodyFields, info: ModelInfo, max_tokens: int | None) -> Th
         return Thinking(Reasoning(effort=effort, is_on=True if info.can_think else None), is_shown)
     if not info.can_think:
         refuse("thinking", f"enabled needs a model that thinks, which {info.name} does not")
-    return Thinking(Reasoning(effort=effort, is_on=True, budget=_budget(given, max_tokens)), is_shown)
+    return Thinking(Reasoning(effort=effort, is_on=True, budget=_budget(settings, max_tokens)), is_shown)
 
 
-def _budget(given: BodyFields, max_tokens: int | None) -> int:
-    budget = given.integer("budget_tokens", 1, MAX_COUNT)
+def _budget(settings: BodyFields, max_tokens: int | None) -> int:
+    budget = settings.integer("budget_tokens", 1, MAX_COUNT)
     if budget is None:
-        refuse(given.name("budget_tokens"), "is required")
+        refuse(settings.name("budget_tokens"), "is required")
     if max_tokens and budget >= max_tokens:
-        refuse(given.name("budget_tokens"), f"must be less than max_tokens ({max_tokens}), got {budget}")
+        refuse(settings.name("budget_tokens"), f"must be less than max_tokens ({max_tokens}), got {budget}")
     return budget
 
 
 def _edited(fields: BodyFields, messages: list[Message], thinking: Thinking) -> tuple[list[Message], Thinking]:
-    """Messages and thinking after `context_management`, of which thoughts of earlier turns can be kept or dropped."""
+    """Apply `context_management` to messages and thinking; of its edits, `clear_thinking` is supported."""
     management = fields.object("context_management")
     edits = management.items("edits", MAX_EDITS) if management is not None else None
     for number, value in enumerate(edits or []):
@@ -177,14 +183,14 @@ def _edited(fields: BodyFields, messages: list[Message], thinking: Thinking) -> 
         if not isinstance(value, dict) or value.get("type") != "clear_thinking_20251015":
             refuse(f"{path}.type", f"must be clear_thinking_20251015, got {shown(value)}")
         keep = _kept_turns(BodyFields(value, f"{path}."))
-        kept = msgspec.structs.replace(thinking.reasoning, keep_history=True)
-        thinking = replace(thinking, reasoning=kept)
-        messages = messages if keep is None else with_thinking_of(messages, keep)
+        reasoning = msgspec.structs.replace(thinking.reasoning, keep_history=True)
+        thinking = replace(thinking, reasoning=reasoning)
+        messages = messages if keep is None else keep_recent_reasoning(messages, keep)
     return messages, thinking
 
 
 def _kept_turns(edit: BodyFields) -> int | None:
-    """Return how many turns keep their thoughts; None: all."""
+    """Return how many turns keep their thinking; None for all."""
     if edit.get("keep") == "all":
         return None
     keep = edit.object("keep")
@@ -198,12 +204,12 @@ def _kept_turns(edit: BodyFields) -> int | None:
 
 
 def require_room(request: Request, max_context: int) -> None:
-    """Refuse a request whose answer would be cut far short by the end of the context, in the words that Claude Code
-    reads: it asks for less, or shortens the conversation."""
-    num_prompt, asked = len(request.prompt_token_ids), request.params.max_tokens or 0
+    """Refuse a request whose answer the end of the context would cut very short. Claude Code parses the message and
+    reduces `max_tokens` or shortens the conversation."""
+    num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens or 0
     room = max_context - num_prompt
-    if request.shift is None and asked > room and room * SMALLEST_ROOM < max_context:
+    if request.shift is None and max_tokens > room and room * MIN_ROOM_DIVISOR < max_context:
         raise ContextLengthExceeded(
-            f"input length and `max_tokens` exceed context limit: {num_prompt} + {asked} > {max_context}",
+            f"input length and `max_tokens` exceed context limit: {num_prompt} + {max_tokens} > {max_context}",
             param="max_tokens",
         )

@@ -3,14 +3,14 @@
     message_start ─► a block: content_block_start ─► content_block_delta … ─► content_block_stop ─► the next block …
                   ─► message_delta (stop reason, usage) ─► message_stop
 
-Blocks are numbered from 0 and never overlap. Every event has a name, since the SDKs drop those without one; a `ping`
-event fills silence. A delta of text is the same bytes every time but for the text, so the rest is made once a block.
+Blocks are numbered from 0 and never overlap. Every event has a name, since the SDKs ignore unnamed events; `ping`
+events keep an idle stream open. The text deltas of a block differ only in their text, so the other bytes are made once
+per block.
 
-The input of a call is streamed as it is generated: all fragments so far are the beginning of valid JSON. A thinking
-block ends with its signature (`signatures.py`); with `display: omitted` that is all there is in it.
+The input of a tool call is streamed while it is generated: the fragments so far are always a prefix of valid JSON. A
+thinking block ends with its signature (`signatures.py`); with `display: omitted` it has nothing else.
 
-`input_tokens` are those of the prompt that were computed; the others, found in the prefix cache, are
-`cache_read_input_tokens`.
+`input_tokens` counts the prompt tokens that were computed, `cache_read_input_tokens` those from the prefix cache.
 """
 
 from __future__ import annotations
@@ -50,20 +50,19 @@ ERROR_TYPES = {
 def error_content(error: TokenmillError, request_id: str) -> dict[str, Any]:
     default = "invalid_request_error" if error.http_status < 500 else "api_error"
     kind = ERROR_TYPES.get(error.http_status, default)
-    shown = {"type": kind, "message": _message(error)}
-    return {"type": "error", "error": shown, "request_id": request_id}
+    return {"type": "error", "error": {"type": kind, "message": _message(error)}, "request_id": request_id}
 
 
 def _message(error: TokenmillError) -> str:
-    """Word an error message; a prompt that is too long gets the wording by which Claude Code knows that it must shorten
-    it."""
+    """Return the message of an error. For a prompt that is too long it has the wording that Claude Code recognises in
+    order to shorten the conversation."""
     if isinstance(error, ContextLengthExceeded) and error.num_tokens is not None:
         return f"prompt is too long: {error.num_tokens} tokens > {error.limit} maximum"
     return str(error)
 
 
 def names_a_version(head: RequestHead) -> bool:
-    """True for requests of Anthropic's clients, which all say the version of the API that they expect."""
+    """Return whether a request comes from a client of Anthropic's API: they all send its version."""
     return "anthropic-version" in head.headers
 
 
@@ -97,26 +96,26 @@ def _frame(payload: dict[str, Any]) -> bytes:
 
 
 class PartFilter:
-    """Parts as blocks show them: text that is nothing but blanks is no block.
+    """Prepares the parts of an answer for blocks: text that is only white space is dropped.
 
-    With `holds_text` (thinking `between_tools`) text that comes before a call is a thought: a note on what the model is
-    about to do. Text is held until it is known what follows it.
+    With `holds_text` (thinking `between_tools`) text before a tool call becomes thinking: it says what the model is
+    about to do. Such text is held back until the next part is known.
     """
 
     def __init__(self, *, holds_text: bool) -> None:
         self._holds_text = holds_text
         self._held = ""
-        self.is_in_text = False  # more text goes on with the same block
+        self.is_in_text = False  # further text continues the open text block
 
     def push(self, parts: Iterable[Part]) -> list[Part]:
-        shown: list[Part] = []
+        filtered: list[Part] = []
         for part in parts:
             if isinstance(part, TextPart):
-                shown += self._text(part)
+                filtered += self._text(part)
             else:
-                shown += self._before_others()
-                shown.append(part)
-        return shown
+                filtered += self._release_held()
+                filtered.append(part)
+        return filtered
 
     def finish(self) -> list[Part]:
         return text_parts(self._held) if self._held.strip() else []
@@ -130,13 +129,14 @@ class PartFilter:
         held, self._held, self.is_in_text = self._held, "", True
         return [TextPart(held)]
 
-    def _before_others(self) -> list[Part]:
+    def _release_held(self) -> list[Part]:
+        """Return the held text as thinking, before a part that is not text."""
         held, self._held, self.is_in_text = self._held, "", False
         return [ThoughtPart(held)] if self._holds_text and held.strip() else []
 
 
 def _blocks(parts: Iterable[Part], signer: ThoughtSigner, *, is_shown: bool) -> list[dict[str, Any]]:
-    """The content of a whole reply."""
+    """Return the content blocks of a reply that is not streamed."""
     blocks: list[dict[str, Any]] = []
     for part in merge_parts(parts):
         match part:
@@ -165,17 +165,17 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class BlockStream:
-    """The events of blocks, one after the other."""
+    """Renders the events of consecutive blocks."""
 
-    HOLE = "\0"
+    PLACEHOLDER = "\0"
 
     def __init__(self, signer: ThoughtSigner, *, is_shown: bool) -> None:
         self._signer = signer
         self._is_shown = is_shown
         self._index = -1
-        self._kind = ""  # of the open block; "": none is open
-        self._around = b"", b""  # of a delta of the open block
-        self._thought: list[str] = []
+        self._kind = ""  # of the open block; "" if none is open
+        self._around = b"", b""  # the bytes around the text of a delta of the open block
+        self._thought: list[str] = []  # the text of the open thinking block
 
     def render(self, parts: Iterable[Part]) -> bytes:
         return b"".join(map(self._part, parts))
@@ -197,20 +197,20 @@ class BlockStream:
         opened = b""
         if self._kind != "text":
             opened = self._open("text", {"type": "text", "text": ""})
-            self._around = self._delta_around({"type": "text_delta", "text": self.HOLE})
+            self._around = self._delta_around({"type": "text_delta", "text": self.PLACEHOLDER})
         return opened + self._around[0] + orjson.dumps(text) + self._around[1]
 
     def _think(self, text: str) -> bytes:
         opened = b""
         if self._kind != "thinking":
             opened = self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            self._around = self._delta_around({"type": "thinking_delta", "thinking": self.HOLE})
+            self._around = self._delta_around({"type": "thinking_delta", "thinking": self.PLACEHOLDER})
         self._thought.append(text)
         return opened + self._around[0] + orjson.dumps(text) + self._around[1] if self._is_shown else opened
 
     def _delta_around(self, delta: dict[str, Any]) -> tuple[bytes, bytes]:
-        """The bytes around the text of a delta, which all deltas of a block share."""
-        before, _, after = self._delta(delta).rpartition(orjson.dumps(self.HOLE))
+        """Return the bytes before and after the text of a delta, which all deltas of a block share."""
+        before, _, after = self._delta(delta).rpartition(orjson.dumps(self.PLACEHOLDER))
         return before, after
 
     def _open(self, kind: str, block: dict[str, Any]) -> bytes:
@@ -251,7 +251,7 @@ class MessageRendering:
         self._id = new_id("msg_")
         self._filter = self._new_filter()
         self._stream = BlockStream(signer, is_shown=call.thinking.is_shown)
-        self._last: Event | None = None  # the one that says how the answer ended
+        self._last: Event | None = None  # the event with the finish reason
 
     def _new_filter(self) -> PartFilter:
         return PartFilter(holds_text=self._call.thinking.is_between_tools and bool(self._call.request.tools))
@@ -275,13 +275,13 @@ class MessageRendering:
         return _frame(end) + _frame({"type": "message_stop"})
 
     def failure(self, error: TokenmillError, request_id: str) -> bytes:
-        """The last event of a stream that failed; the SDKs raise it."""
+        """Return the last event of a failed stream; Anthropic's SDKs raise it as an exception."""
         return named_sse_frame("error", ANTHROPIC.error_body(error, request_id))
 
     def whole(self, choices: list[Event], facts: GenerationFacts) -> Response:
         parts = self._new_filter()
-        shown = [*parts.push(_parts(choices[0])), *parts.finish()]
-        content = _blocks(shown, self._signer, is_shown=self._call.thinking.is_shown)
+        filtered = [*parts.push(_parts(choices[0])), *parts.finish()]
+        content = _blocks(filtered, self._signer, is_shown=self._call.thinking.is_shown)
         reason, sequence = self._stop(choices[0], facts.usage)
         return json_bytes(orjson.dumps(self._message(content, reason, sequence, facts.usage)))
 
@@ -301,16 +301,17 @@ class MessageRendering:
         }
 
     def _stop(self, last: Event | None, usage: Usage) -> tuple[str, str | None]:
-        """Stop reason, and the stop sequence that was met."""
-        assert last is not None, "an answer ends with an event that says how"
+        """Return the stop reason, and the stop sequence if one ended the answer."""
+        assert last is not None, "the last event of an answer has a finish reason"
         if last.finish_reason == "tool_calls":
             return "tool_use", None
         if last.finish_reason == "stop":
-            met = last.stop_reason if isinstance(last.stop_reason, str) else None
-            return ("end_turn", None) if met is None else ("stop_sequence", met)
-        num_tokens, asked = usage.prompt_tokens + usage.completion_tokens, self._call.request.params.max_tokens or 0
-        ends_with_context = num_tokens >= self._info.max_context and usage.completion_tokens < asked
-        return ("model_context_window_exceeded" if ends_with_context else "max_tokens"), None
+            sequence = last.stop_reason if isinstance(last.stop_reason, str) else None
+            return ("end_turn", None) if sequence is None else ("stop_sequence", sequence)
+        num_tokens = usage.prompt_tokens + usage.completion_tokens
+        max_tokens = self._call.request.params.max_tokens or 0
+        is_context_full = num_tokens >= self._info.max_context and usage.completion_tokens < max_tokens
+        return ("model_context_window_exceeded" if is_context_full else "max_tokens"), None
 
 
 def _parts(event: Event) -> list[Part]:

@@ -1,6 +1,6 @@
-"""Anthropic's endpoints: messages, batches of them, counting tokens, and its form of the list of models.
+"""Anthropic's endpoints: messages, token counts, and the list of models in its form.
 
-The paths of the models are OpenAI's too; a request that says a version of Anthropic's API gets Anthropic's form.
+OpenAI's API has the same paths for models; a request with a version of Anthropic's API gets Anthropic's form.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def anthropic_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: messages_job(body, context, signer(request)))
 
     async def count_tokens(request: Request) -> Response:
-        return json_response({"input_tokens": await counted(request, context, signer(request))})
+        return json_response({"input_tokens": await count_prompt_tokens(request, context, signer(request))})
 
     async def anthropic_models(request: Request) -> Response:
         await context.registry.read_all()
@@ -101,13 +101,13 @@ def messages_job(
     )
 
 
-async def counted(request: Request, context: RouteContext, signer: ThoughtSigner) -> int:
-    """The number of tokens of a prompt; a long one is tokenised in a thread."""
+async def count_prompt_tokens(request: Request, context: RouteContext, signer: ThoughtSigner) -> int:
+    """Return the number of tokens of a prompt; a long one is tokenised in a thread."""
 
     def parse(body: dict[str, Any]) -> tuple[FoundModel, ChatRequest]:
         model = _named_model(body, context)
         return model, parse_count(body, model.info, signer)
 
-    model, asked = await context.parsed(request, parse)
+    model, chat = await context.parsed(request, parse)
     engine = model.engine
-    return await context.workers.run(text_size(asked), lambda: len(engine.tokenize_chat(asked)))
+    return await context.workers.run(text_size(chat), lambda: len(engine.tokenize_chat(chat)))

@@ -1,7 +1,7 @@
 """JSON Schemas of Anthropic's endpoints, for /openapi.json.
 
-Bodies are parsed by hand, so this names the fields that matter, with the ranges that the parser itself holds. Null
-counts as absent everywhere; fields that are not named here are ignored or refused.
+Bodies are parsed by hand; the schemas describe the important fields, with the ranges of the parser. Null counts as
+absent everywhere; fields that are not listed are ignored or refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOOL: Schema = {
     },
 }
 CONTENT: Schema = {
-    "model": {**TEXT, "description": "The name that GET /v1/models shows."},
+    "model": {**TEXT, "description": "The name of a model, as listed by GET /v1/models."},
     "messages": {"type": "array", "items": TURN, "minItems": 1, "maxItems": MAX_MESSAGES},
     "system": {"anyOf": [BLOCKS, {"type": "null"}]},
     "tools": {"type": ["array", "null"], "items": TOOL, "maxItems": MAX_TOOLS},

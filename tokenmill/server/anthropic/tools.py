@@ -1,8 +1,8 @@
-"""Tools of a Messages body: those that the client runs itself, with a schema.
+"""Parses the tools of a Messages body: tools with a schema that the client runs itself.
 
-Tools that Anthropic's servers run (web search, code execution) and those whose schema only its models know (bash,
-text editor) are refused by their type. A tool with `defer_loading` is shown to the model once a result of the client's
-own tool search has named it (`tool_reference`).
+Tools that Anthropic's servers run (web search, code execution) and tools whose schema only its models know (bash, text
+editor) are refused with their type. A tool with `defer_loading` is shown to the model once a result of the client's
+tool search has referred to it (`tool_reference`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CHOICES = ("auto", "any", "tool", "none")
 
 
 def parse_tools(fields: BodyFields, loaded: frozenset[str]) -> list[Tool]:
-    """The tools that the model sees; `loaded`: the names of deferred ones that have been loaded."""
-    given = fields.items("tools", MAX_TOOLS) or []
-    parsed = [_tool(value, f"tools[{number}]") for number, value in enumerate(given)]
+    """Return the tools that the model sees. `loaded`: the names of the deferred tools that were loaded."""
+    values = fields.items("tools", MAX_TOOLS) or []
+    parsed = [_tool(value, f"tools[{number}]") for number, value in enumerate(values)]
     return [tool for tool, is_deferred in parsed if not is_deferred or tool.name in loaded]
 
 
@@ -35,12 +35,12 @@ def _tool(value: object, path: str) -> tuple[Tool, bool]:
         refuse(
             fields.name("type"),
             f"{shown(kind)} is not supported by this server",
-            hint="tools that the client runs are served, as type custom with an input_schema",
+            hint="only tools of the type custom with an input_schema, which the client runs, are supported",
         )
     callers = fields.items("allowed_callers", 16)
     if callers is not None and "direct" not in callers:
-        refuse(fields.name("allowed_callers"), "must hold direct: this server runs no code that could call tools")
-    fields.boolean("eager_input_streaming")  # always: input is streamed as it is generated
+        refuse(fields.name("allowed_callers"), "must contain direct: this server runs no code that could call tools")
+    fields.boolean("eager_input_streaming")  # input is always streamed as it is generated
     tool = Tool(
         name=fields.required_text("name"),
         description=fields.text("description"),
@@ -61,40 +61,40 @@ def _schema(fields: BodyFields) -> dict[str, Any]:
 
 
 def parse_tool_choice(fields: BodyFields, tools: list[Tool]) -> ToolChoice:
-    given = fields.object("tool_choice")
-    if given is None:
+    choice = fields.object("tool_choice")
+    if choice is None:
         return ToolChoice()
-    kind = given.required_text("type")
+    kind = choice.required_text("type")
     if kind not in CHOICES:
-        refuse(given.name("type"), f"must be one of {', '.join(CHOICES)}, got {shown(kind)}")
+        refuse(choice.name("type"), f"must be one of {', '.join(CHOICES)}, got {shown(kind)}")
     if kind in ("any", "tool") and not tools:
         refuse("tool_choice", f"{kind} needs tools")
-    parallel = not given.boolean("disable_parallel_tool_use")
+    parallel = not choice.boolean("disable_parallel_tool_use")
     if kind == "tool":
-        return ToolChoice(mode="required", names=[given.required_text("name")], parallel=parallel)
+        return ToolChoice(mode="required", names=[choice.required_text("name")], parallel=parallel)
     return ToolChoice(mode="required" if kind == "any" else "none" if kind == "none" else "auto", parallel=parallel)
 
 
 # ── ids ────────────────────────────────────────────────────────────────────────────────────────────────
 
 WIRE_ID = re.compile(r"[A-Za-z0-9_-]+")
-PACKED = "toolu_x_"
+ENCODED_PREFIX = "toolu_x_"
 
 
 def wire_id(call_id: str) -> str:
-    """The id of a call as clients get it: letters, digits, _ and -. Some models have ids with other characters, which
-    must come back to them as they were."""
-    if WIRE_ID.fullmatch(call_id) and not call_id.startswith(PACKED):
+    """Return the id of a call for clients, which expect letters, digits, _ and -. Ids with other characters, which some
+    models generate, are encoded so that `native_id` can restore them."""
+    if WIRE_ID.fullmatch(call_id) and not call_id.startswith(ENCODED_PREFIX):
         return call_id
-    return PACKED + base64.urlsafe_b64encode(call_id.encode()).decode().rstrip("=")
+    return ENCODED_PREFIX + base64.urlsafe_b64encode(call_id.encode()).decode().rstrip("=")
 
 
 def native_id(wire: str) -> str:
-    """Return the id that `wire_id` was given."""
-    if not wire.startswith(PACKED):
+    """Return the model's id of a call: the inverse of `wire_id`."""
+    if not wire.startswith(ENCODED_PREFIX):
         return wire
-    packed = wire.removeprefix(PACKED)
+    encoded = wire.removeprefix(ENCODED_PREFIX)
     try:
-        return base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)).decode()
+        return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
     except ValueError:
         return wire

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.server.ollama.parse import MAX_MESSAGES, MAX_TOP_LOGPROBS, ROLES
-from tokenmill.server.openai.schemas import FLAG, body_of, maybe, whole
+from tokenmill.server.openai.schemas import FLAG, body_of, integer, maybe
 from tokenmill.server.routing import COUNT, TEXT, Schema, list_of, object_of
 
 OBJECT: Schema = {"type": "object"}
@@ -22,7 +22,7 @@ SHARED: Schema = {
     "keep_alive": {"type": ["string", "number", "null"]},
     "think": {"anyOf": [{"type": "boolean"}, {"enum": ["low", "medium", "high", "max", None]}]},
     "logprobs": FLAG,
-    "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+    "top_logprobs": integer(0, MAX_TOP_LOGPROBS),
     "shift": FLAG,
 }
 HELLO: Schema = {"role": "user", "content": "What is the capital of France?"}

@@ -1,7 +1,7 @@
-"""OpenAI's Batches: a file of requests in, a file of answers and a file of errors out.
+"""OpenAI's Batches: a file of requests in, a file of replies and a file of errors out.
 
-Lines that were answered are in the output file, with their status and body; those that failed, expired or were
-cancelled are in the error file. A file is there only if it has lines.
+The output file has the lines that succeeded, with status and body; the error file has those that failed, expired or
+were cancelled. A file without lines is not created.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tokenmill.server.batches.runner import BatchDialect, BatchRunner
 from tokenmill.server.batches.table import NewBatch, Outcome
 from tokenmill.server.body import BodyFields, refuse, shown
 from tokenmill.server.openai import schemas
-from tokenmill.server.openai.files import BATCH_FILES_KEPT_S, parse_expiry
+from tokenmill.server.openai.files import BATCH_FILE_LIFETIME_S, parse_expiry
 from tokenmill.server.openai.pages import page_after, query_integer
-from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.openai.params import parse_metadata
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response, owner_of
 from tokenmill.server.state.files import FileWriter
 
 DIALECT = "openai"
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 WINDOW = re.compile(r"([1-9][0-9]{0,3})(m|h|d)")
 WINDOW_UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
 MAX_WINDOW_S = 30 * 86_400
-LEFT = {
+UNANSWERED_ERRORS = {
     "canceled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
     "expired": ("batch_expired", "the batch's completion window ended before this request was answered"),
 }
@@ -44,14 +44,12 @@ STATUSES = ("in_progress", "finalizing", "completed", "failed", "expired", "canc
 
 def batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[Endpoint]:
     database = context.state.database
-    runner.dialects[DIALECT] = BatchDialect(answered_line, left_line, lambda row, ends_as: finish(runner, row, ends_as))
-
-    def owner(request: Request) -> str:
-        key_id: str = request.state.record.key_id
-        return key_id
+    runner.dialects[DIALECT] = BatchDialect(
+        answered_line, unanswered_line, lambda row, status: finish(runner, row, status)
+    )
 
     async def create_batch(request: Request) -> Response:
-        batch = await context.parsed(request, lambda body: parse_batch(body, owner(request), list(runner.jobs)))
+        batch = await context.parsed(request, lambda body: parse_batch(body, owner_of(request), list(runner.jobs)))
         file = await runner.files.use(batch.owner, batch.input, "input_file_id")
         if file["purpose"] != "batch":
             refuse("input_file_id", f"must be a file with the purpose batch, not {file['purpose']}")
@@ -59,16 +57,17 @@ def batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[Endpoint
 
     async def list_batches(request: Request) -> Response:
         limit = query_integer(request, "limit", 20, 1, 100)
-        rows = await database.read(lambda connection: table.list_batches(connection, owner(request), DIALECT))
+        rows = await database.read(lambda connection: table.list_batches(connection, owner_of(request), DIALECT))
         return json_response(page_after([batch_object(row) for row in rows], request, limit))
 
     async def retrieve_batch(request: Request) -> Response:
         batch_id = request.path_params["batch_id"]
-        row = await database.read(lambda connection: table.find_batch(connection, owner(request), DIALECT, batch_id))
+        owner = owner_of(request)
+        row = await database.read(lambda connection: table.find_batch(connection, owner, DIALECT, batch_id))
         return json_response(batch_object(row))
 
     async def cancel_batch(request: Request) -> Response:
-        row = await runner.cancel(owner(request), DIALECT, request.path_params["batch_id"])
+        row = await runner.cancel(owner_of(request), DIALECT, request.path_params["batch_id"])
         return json_response(batch_object(row))
 
     one, reply = "/v1/batches/{batch_id}", schemas.BATCH_REPLY
@@ -80,7 +79,7 @@ def batch_endpoints(context: RouteContext, runner: BatchRunner) -> list[Endpoint
     ]
 
 
-# ── what a client asks for ─────────────────────────────────────────────────────────────────────────────
+# ── requests ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parse_batch(body: dict[str, Any], owner: str, urls: Sequence[str]) -> NewBatch:
@@ -89,49 +88,37 @@ def parse_batch(body: dict[str, Any], owner: str, urls: Sequence[str]) -> NewBat
     if endpoint not in urls:
         refuse("endpoint", f"must be one of {', '.join(urls)}, got {shown(endpoint)}")
     window = fields.required_text("completion_window")
-    life_s = window_s(window)
-    facts: dict[str, Any] = {"completion_window": window, "metadata": parse_metadata(fields)}
+    metadata = None if fields.get("metadata") is None else parse_metadata(fields)
+    facts: dict[str, Any] = {"completion_window": window, "metadata": metadata}
     expiry = fields.object("output_expires_after")
     if expiry is not None:
         expiry.one_of("anchor", ("created_at",))
         facts["output_kept_s"] = parse_expiry(expiry.get("seconds"), "output_expires_after.seconds")
-    return NewBatch(owner, DIALECT, endpoint, fields.required_text("input_file_id"), life_s, facts=facts)
+    return NewBatch(owner, DIALECT, endpoint, fields.required_text("input_file_id"), window_s(window), facts=facts)
 
 
 def window_s(window: str) -> int:
-    found = WINDOW.fullmatch(window)
-    seconds = 0 if found is None else int(found[1]) * WINDOW_UNITS_S[found[2]]
+    """Parse a completion window such as 24h."""
+    match = WINDOW.fullmatch(window)
+    seconds = 0 if match is None else int(match[1]) * WINDOW_UNITS_S[match[2]]
     if not 0 < seconds <= MAX_WINDOW_S:
         refuse("completion_window", f"must be a time of up to 30 days, such as 24h or 90m, got {shown(window)}")
     return seconds
 
 
-def parse_metadata(fields: BodyFields) -> dict[str, str] | None:
-    given = fields.object("metadata")
-    if given is None:
-        return None
-    if len(given.values) > MAX_METADATA:
-        refuse("metadata", f"takes at most {MAX_METADATA} pairs, got {len(given.values)}")
-    for key, value in given.values.items():
-        if len(key) > MAX_METADATA_KEY or not isinstance(value, str) or len(value) > MAX_METADATA_VALUE:
-            problem = f"has keys of up to {MAX_METADATA_KEY} characters and strings of up to {MAX_METADATA_VALUE}"
-            refuse("metadata", problem)
-    return given.values
-
-
-# ── what a client sees ─────────────────────────────────────────────────────────────────────────────────
+# ── replies ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def batch_object(row: sqlite3.Row) -> dict[str, Any]:
     facts = table.facts_of(row)
     moments = {f"{status}_at": _seconds(facts.get(f"{status}_s")) for status in STATUSES}
-    faults = facts.get("errors")
+    errors = facts.get("errors")
     return {
         "id": row["id"],
         "object": "batch",
         "endpoint": row["endpoint"],
         "model": row["model"],
-        "errors": None if faults is None else {"object": "list", "data": faults},
+        "errors": None if errors is None else {"object": "list", "data": errors},
         "input_file_id": row["input"],
         "completion_window": facts["completion_window"],
         "status": row["status"],
@@ -161,7 +148,7 @@ def _seconds(moment: float | None) -> int | None:
 
 
 def answered_line(line: BatchLine, answer: LineAnswer) -> bytes:
-    """A line of an output file, or of an error file. The reply's JSON goes in as it is."""
+    """Return a line of an output or error file. The reply's JSON is inserted unchanged."""
     head = {"id": new_id("batch_req_"), "custom_id": line.custom_id}
     response = {"status_code": answer.status, "request_id": answer.request_id}
     return (
@@ -174,25 +161,26 @@ def answered_line(line: BatchLine, answer: LineAnswer) -> bytes:
     )
 
 
-def left_line(line: BatchLine, outcome: Outcome) -> bytes:
-    code, message = LEFT[outcome]
+def unanswered_line(line: BatchLine, outcome: Outcome) -> bytes:
+    code, message = UNANSWERED_ERRORS[outcome]
     error = {"code": code, "message": message}
     return orjson.dumps({"id": new_id("batch_req_"), "custom_id": line.custom_id, "response": None, "error": error})
 
 
-async def finish(runner: BatchRunner, row: sqlite3.Row, ends_as: str) -> None:
-    """Write the files of a batch of which all lines have ended; they and its last status are there together."""
-    output = await written(runner, row, ("succeeded",))
-    errors = await written(runner, row, ("errored", "canceled", "expired"))
+async def finish(runner: BatchRunner, row: sqlite3.Row, status: str) -> None:
+    """Create the result files of a batch whose lines have all ended. They and the final status become visible in one
+    transaction."""
+    output = await write_results(runner, row, ("succeeded",))
+    errors = await write_results(runner, row, ("errored", "canceled", "expired"))
     facts = table.facts_of(row)
-    expires_s = time.time() + facts.get("output_kept_s", BATCH_FILES_KEPT_S)
+    expires_s = time.time() + facts.get("output_kept_s", BATCH_FILE_LIFETIME_S)
     contents = [
         (fact, name, writer, await asyncio.to_thread(writer.finish))
         for fact, name, writer in (("output_file", "output", output), ("error_file", "error", errors))
     ]
 
     def work(connection: sqlite3.Connection) -> None:
-        made: dict[str, str] = {}
+        file_ids: dict[str, str] = {}
         for fact, name, writer, sha256 in contents:
             if writer.num_bytes:
                 file = runner.files.insert(
@@ -204,9 +192,9 @@ async def finish(runner: BatchRunner, row: sqlite3.Row, ends_as: str) -> None:
                     purpose="batch_output",
                     expires_s=expires_s,
                 )
-                made[fact] = file["id"]
+                file_ids[fact] = file["id"]
         connection.execute("DELETE FROM batch_lines WHERE batch = ?", (row["id"],))
-        table.move(connection, row["id"], ends_as, server=None, num_bytes=0, **made)
+        table.move(connection, row["id"], status, server=None, num_bytes=0, **file_ids)
 
     try:
         await runner.database.write(work)
@@ -215,13 +203,13 @@ async def finish(runner: BatchRunner, row: sqlite3.Row, ends_as: str) -> None:
             writer.drop()
 
 
-async def written(runner: BatchRunner, row: sqlite3.Row, outcomes: Sequence[str]) -> FileWriter:
-    """The results of lines that ended in one of these ways, a line each, in the order of the batch."""
+async def write_results(runner: BatchRunner, row: sqlite3.Row, outcomes: Sequence[str]) -> FileWriter:
+    """Write the results of all lines with these outcomes to a file, in the order of the batch."""
     writer = runner.files.writer()
     last = 0
     while True:
-        found = await runner.database.read(table.Results(row["id"], last, outcomes))
-        if not found:
+        lines = await runner.database.read(table.Results(row["id"], last, outcomes))
+        if not lines:
             return writer
-        await writer.add(b"".join(line["result"] + b"\n" for line in found))
-        last = found[-1]["line"]
+        await writer.add(b"".join(line["result"] + b"\n" for line in lines))
+        last = lines[-1]["line"]

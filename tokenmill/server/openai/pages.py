@@ -1,4 +1,4 @@
-"""Lists of OpenAI's API, page by page: at most `limit` entries, after the one whose id is `after`."""
+"""Pagination of OpenAI's lists: at most `limit` entries, after the one whose id is `after`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ from starlette.requests import Request
 
 from tokenmill.server.body import refuse
 
+MAX_DIGITS = 9
+
+
+def parse_digits(text: str) -> int | None:
+    """Convert at most nine ASCII digits to an integer; None for any other text."""
+    return int(text) if len(text) <= MAX_DIGITS and text.isascii() and text.isdigit() else None
+
 
 def query_integer(request: Request, name: str, default: int, low: int, high: int) -> int:
-    """An integer among the parameters of a URL."""
-    given = request.query_params.get(name, str(default))
-    if not given.isascii() or not given.isdigit() or not low <= int(given[:9]) <= high:
+    """Return an integer query parameter."""
+    value = parse_digits(request.query_params.get(name, str(default)))
+    if value is None or not low <= value <= high:
         refuse(name, f"must be an integer between {low} and {high}")
-    return int(given)
+    return value
 
 
 def page_after(entries: list[dict[str, Any]], request: Request, limit: int) -> dict[str, Any]:
-    """Return the page that a request asks for; every entry has an `id`."""
+    """Return the requested page of a list; every entry has an `id`."""
     after = request.query_params.get("after")
     first = 0
     if after is not None:
-        found = next((place for place, entry in enumerate(entries) if entry["id"] == after), None)
-        if found is None:
+        position = next((position for position, entry in enumerate(entries) if entry["id"] == after), None)
+        if position is None:
             refuse("after", "is not in this list")
-        first = found + 1
+        first = position + 1
     page = entries[first : first + limit]
     return {
         "object": "list",

@@ -1,11 +1,11 @@
-"""The parameters of a generation as OpenAI and vLLM name them, into `SamplingParams`.
+"""Parses the parameters of a generation, named as by OpenAI and vLLM, into `SamplingParams`.
 
-OpenAI's ranges hold for OpenAI's fields; the extensions that users of vLLM and llama.cpp know have their own.
+OpenAI's fields have OpenAI's ranges; the extensions of vLLM and llama.cpp have their own.
 
-What an answer must follow is said by `response_format` or by the fields of other engines: vLLM's `guided_...`,
-llama.cpp's `json_schema` and `grammar`, SGLang's `regex` and `ebnf`, Ollama's `format`. `strict` makes no
-difference here: a schema is always followed exactly, or refused. Whether a schema or a grammar can be followed at all
-is found out by the engine, before the first byte of the answer.
+A constraint on the answer is set by `response_format` or by the fields of other engines: vLLM's `guided_...`,
+llama.cpp's `json_schema` and `grammar`, SGLang's `regex` and `ebnf`, Ollama's `format`. `strict` makes no difference: a
+schema is always followed exactly, or refused. The engine decides whether a schema or a grammar is supported, before the
+first byte of the answer.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ UNSUPPORTED = (
 def parse_chat_params(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> SamplingParams:
     settings = _shared(fields, info, config)
     aliases = [key for key in ("max_completion_tokens", "max_tokens") if fields.get(key) is not None]
-    limits = [fields.integer(key, 1, MAX_COUNT) for key in aliases]  # both are checked, the first one counts
+    limits = [fields.integer(key, 1, MAX_COUNT) for key in aliases]  # both are checked, the first one is used
     settings["max_tokens"] = limits[0] if limits else None
     wants_logprobs = fields.boolean("logprobs")
-    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top is not None and not wants_logprobs:
+    num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if num_top is not None and not wants_logprobs:
         refuse("top_logprobs", "needs logprobs to be true")
-    settings["logprobs"] = (top or 0) if wants_logprobs else None
+    settings["logprobs"] = (num_top or 0) if wants_logprobs else None
     return _build(settings, info)
 
 
@@ -83,15 +83,15 @@ def parse_completion_params(fields: BodyFields, info: ModelInfo, config: ServerC
 
 
 def _build(settings: dict[str, Any], info: ModelInfo) -> SamplingParams:
-    """Set only what the client gave: everything else keeps the model's own default, or that of SamplingParams."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    return SamplingParams(**{**info.defaults, **given})
+    """Build the parameters. What the client did not set keeps the model's default, or else that of SamplingParams."""
+    present = {name: value for name, value in settings.items() if value is not None}
+    return SamplingParams(**{**info.defaults, **present})
 
 
 def _shared(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> dict[str, Any]:
-    """Read the fields that chats and completions have in common, each by its reader in a table."""
+    """Parse the fields that chat and text completions have in common, each by its function in SETTINGS."""
     fields.refuse_any(UNSUPPORTED)
-    rows = [(key, SETTINGS[key]) for key in fields.values if key in SETTINGS]  # a body has few of them
+    rows = [(key, SETTINGS[key]) for key in fields.values if key in SETTINGS]  # iterate over the body: it has few
     settings = {name: read(fields, key, info) for key, (name, read) in rows}
     if settings.get("prompt_logprobs") is not None and fields.boolean("stream"):
         refuse("prompt_logprobs", "does not combine with stream")
@@ -122,48 +122,48 @@ def _beam(fields: BodyFields, width: int) -> BeamParams | None:
     return None
 
 
-def _texts(fields: BodyFields, key: str, most: int) -> list[str] | None:
-    """One string or a list of them."""
-    given = fields.get(key)
-    texts = [given] if isinstance(given, str) else fields.items(key, most)
+def _texts(fields: BodyFields, key: str, max_items: int) -> list[str] | None:
+    """Parse one string, or a list of strings."""
+    value = fields.get(key)
+    texts = [value] if isinstance(value, str) else fields.items(key, max_items)
     for text in texts or []:
         if not isinstance(text, str) or not text:
             refuse(key, f"must be a string or a list of strings, none of them empty, got {shown(text)}")
     return texts
 
 
-def _markers(fields: BodyFields) -> tuple[str, str] | None:
+def _thinking_markers(fields: BodyFields) -> tuple[str, str] | None:
     texts = _texts(fields, "thinking_markers", 2)
     if texts is None:
         return None
     if len(texts) != 2:
-        refuse("thinking_markers", "must be two strings: what opens a think section and what closes it")
+        refuse("thinking_markers", "must be two strings: the start and the end of a thinking section")
     return texts[0], texts[1]
 
 
 def _watermark(fields: BodyFields) -> Watermark | None:
-    given = fields.object("watermark")
-    if given is None:
+    watermark = fields.object("watermark")
+    if watermark is None:
         return None
-    key = given.integer("key", 0, INT64_MAX)
+    key = watermark.integer("key", 0, INT64_MAX)
     if key is None:
         refuse("watermark.key", "is required")
-    asked = {
-        "gamma": given.number("gamma", 0.0, 1.0),
-        "delta": given.number("delta", 0.0, 100.0),
-        "context": given.integer("context", 1, MAX_WATERMARK_CONTEXT),
+    settings = {
+        "gamma": watermark.number("gamma", 0.0, 1.0),
+        "delta": watermark.number("delta", 0.0, 100.0),
+        "context": watermark.integer("context", 1, MAX_WATERMARK_CONTEXT),
     }
-    changes = {name: value for name, value in asked.items() if value is not None}
+    changes = {name: value for name, value in settings.items() if value is not None}
     return msgspec.structs.replace(Watermark(key), **changes)
 
 
 def _logit_bias(fields: BodyFields, vocab_size: int) -> dict[int, float] | None:
-    given = fields.object("logit_bias")
-    if given is None:
+    biases = fields.object("logit_bias")
+    if biases is None:
         return None
-    if len(given.values) > MAX_LOGIT_BIAS:
-        refuse("logit_bias", f"takes at most {MAX_LOGIT_BIAS} entries, got {len(given.values)}")
-    return {_bias_token(key, vocab_size): _bias_value(given, key) for key in given.values}
+    if len(biases.values) > MAX_LOGIT_BIAS:
+        refuse("logit_bias", f"takes at most {MAX_LOGIT_BIAS} entries, got {len(biases.values)}")
+    return {_bias_token(key, vocab_size): _bias_value(biases, key) for key in biases.values}
 
 
 def _bias_token(key: str, vocab_size: int) -> int:
@@ -173,8 +173,8 @@ def _bias_token(key: str, vocab_size: int) -> int:
     return int(key)
 
 
-def _bias_value(given: BodyFields, key: str) -> float:
-    value = given.values[key]
+def _bias_value(biases: BodyFields, key: str) -> float:
+    value = biases.values[key]
     if type(value) not in (int, float) or not -100 <= value <= 100:
         refuse("logit_bias", f"values must be numbers between -100 and 100, got {shown(value)}")
     return float(value)
@@ -198,8 +198,8 @@ def _integer(low: int, high: int) -> Read:
     return lambda fields, key, info: fields.integer(key, low, high)
 
 
-def _text_list(most: int) -> Read:
-    return lambda fields, key, info: _texts(fields, key, most)
+def _text_list(max_items: int) -> Read:
+    return lambda fields, key, info: _texts(fields, key, max_items)
 
 
 def _flag(fields: BodyFields, key: str, info: ModelInfo) -> bool | None:
@@ -210,7 +210,7 @@ def _token_ids(fields: BodyFields, key: str, info: ModelInfo) -> list[int] | Non
     return fields.token_ids(key, info.vocab_size, info.vocab_size)
 
 
-Read = Callable[[BodyFields, str, ModelInfo], Any]  # the value of a field; None where it is null
+Read = Callable[[BodyFields, str, ModelInfo], Any]  # parses a field; None if it is null
 SETTINGS: dict[str, tuple[str, Read]] = {
     **{name: (name, _number(low, high)) for name, (low, high) in NUMBERS.items()},
     **{name: (name, _integer(low, high)) for name, (low, high) in INTEGERS.items() if name != "n"},
@@ -219,7 +219,7 @@ SETTINGS: dict[str, tuple[str, Read]] = {
     "top_n_sigma": ("top_n_sigma", _top_n_sigma),
     "seed": ("seed", _integer(INT64_MIN, INT64_MAX)),
     "thinking_token_budget": ("thinking_budget", _integer(0, MAX_COUNT)),
-    "thinking_markers": ("thinking_markers", lambda fields, key, info: _markers(fields)),
+    "thinking_markers": ("thinking_markers", lambda fields, key, info: _thinking_markers(fields)),
     "logit_bias": ("logit_bias", lambda fields, key, info: _logit_bias(fields, info.vocab_size)),
     "allowed_token_ids": ("allowed_token_ids", _token_ids),
     "banned_token_ids": ("banned_token_ids", _token_ids),
@@ -238,13 +238,13 @@ SETTINGS: dict[str, tuple[str, Read]] = {
     "context_shift": ("context_shift", _flag),
     "context_keep": ("context_keep", lambda fields, key, info: fields.integer(key, 0, info.max_context // 2)),
 }
-"""Fields of a body, by the names of vLLM and llama.cpp where they have them: our name, and how the value is read."""
+"""Field of a body, named as by vLLM and llama.cpp ─► name in SamplingParams, and the function that parses its value."""
 
 
 def parse_metadata(fields: BodyFields) -> dict[str, str]:
-    """A client's own notes on what it keeps here: a few short strings by name."""
-    given = fields.object("metadata")
-    values = {} if given is None else given.values
+    """Parse the metadata that a client attaches to a stored object: a few short strings by name."""
+    metadata = fields.object("metadata")
+    values = {} if metadata is None else metadata.values
     if len(values) > MAX_METADATA:
         refuse(fields.name("metadata"), f"takes at most {MAX_METADATA} pairs, got {len(values)}")
     for key, value in values.items():
@@ -256,31 +256,31 @@ def parse_metadata(fields: BodyFields) -> dict[str, str]:
     return values
 
 
-# ── what an answer must follow ─────────────────────────────────────────────────────────────────────────
+# ── constraints on the answer ──────────────────────────────────────────────────────────────────────────
 
 
 def guided_field(body: dict[str, Any]) -> str | None:
-    """Return the field of a body that constrains the answer (a schema, a grammar, a regex)."""
+    """Return the name of the field that constrains the answer (a schema, a grammar, a regex); None if there is none."""
     return next((key for key in READERS if body.get(key) is not None), None)
 
 
 def parse_guided(fields: BodyFields) -> Guided | None:
     present = [key for key in READERS if key in fields.values]
-    given = {key: guided for key in present if (guided := READERS[key](fields, key)) is not None}
-    if len(given) > 1:
-        first, second = list(given)[:2]
-        refuse(second, f"does not combine with {first}: an answer follows one of them")
-    return next(iter(given.values()), None)
+    constraints = {key: guided for key in present if (guided := READERS[key](fields, key)) is not None}
+    if len(constraints) > 1:
+        first, second = list(constraints)[:2]
+        refuse(second, f"does not combine with {first}: an answer can follow only one of them")
+    return next(iter(constraints.values()), None)
 
 
 def _response_format(fields: BodyFields, key: str) -> Guided | None:
-    wanted = fields.object(key)
-    if wanted is None:
+    response_format = fields.object(key)
+    if response_format is None:
         return None
-    kind = wanted.required_text("type")
-    bare = wanted.object("schema")  # as llama.cpp and others write it
+    kind = response_format.required_text("type")
+    bare = response_format.object("schema")  # the form of llama.cpp and others
     if kind == "json_schema":
-        return _named_schema(wanted) if bare is None else Guided.schema(bare.values)
+        return _named_schema(response_format) if bare is None else Guided.schema(bare.values)
     if kind == "json_object" and bare is not None:
         return Guided.schema(bare.values)
     if kind not in ("text", "json_object"):
@@ -288,15 +288,15 @@ def _response_format(fields: BodyFields, key: str) -> Guided | None:
     return Guided("json_object") if kind == "json_object" else None
 
 
-def _named_schema(wanted: BodyFields) -> Guided:
-    named = wanted.object("json_schema")
+def _named_schema(response_format: BodyFields) -> Guided:
+    named = response_format.object("json_schema")
     if named is None:
-        refuse(wanted.name("json_schema"), "is required")
+        refuse(response_format.name("json_schema"), "is required")
     return schema_of(named)
 
 
 def schema_of(named: BodyFields) -> Guided:
-    """The schema of an object that names and describes it."""
+    """Parse an object with the fields name, description, strict and schema."""
     named.text("name")
     named.text("description")
     named.boolean("strict")
@@ -307,7 +307,7 @@ def schema_of(named: BodyFields) -> Guided:
 
 
 def _guided_json(fields: BodyFields, key: str) -> Guided | None:
-    """A schema as an object, or as the text of one."""
+    """Parse a JSON schema, given as an object or as its text."""
     if not isinstance(fields.get(key), str):
         schema = fields.object(key)
         return None if schema is None else Guided.schema(schema.values)
@@ -339,21 +339,21 @@ def _grammar(fields: BodyFields, key: str) -> Guided | None:
 
 
 def _structured_outputs(fields: BodyFields, key: str) -> Guided | None:
-    """vLLM's newer field: one object with exactly one constraint."""
-    wanted = fields.object(key)
-    if wanted is None:
+    """Parse vLLM's newer field: an object with exactly one constraint."""
+    outer = fields.object(key)
+    if outer is None:
         return None
-    unknown = [name for name, value in wanted.values.items() if name not in STRUCTURED and value not in (None, False)]
+    unknown = [name for name, value in outer.values.items() if name not in STRUCTURED and value not in (None, False)]
     if unknown:
-        refuse(wanted.name(unknown[0]), f"is not supported; {key} takes one of {', '.join(STRUCTURED)}")
-    given = [guided for name, read in STRUCTURED.items() if (guided := read(wanted, name)) is not None]
-    if len(given) != 1:
+        refuse(outer.name(unknown[0]), f"is not supported; {key} takes one of {', '.join(STRUCTURED)}")
+    constraints = [guided for name, read in STRUCTURED.items() if (guided := read(outer, name)) is not None]
+    if len(constraints) != 1:
         refuse(key, f"must hold exactly one of {', '.join(STRUCTURED)}")
-    return given[0]
+    return constraints[0]
 
 
 def _format(fields: BodyFields, key: str) -> Guided | None:
-    """Ollama's field: "json", or a schema."""
+    """Parse Ollama's field: "json", or a schema."""
     return Guided.json() if fields.get(key) == "json" else _guided_json(fields, key)
 
 

@@ -1,10 +1,11 @@
-"""OpenAI request bodies into native requests. All that the server can check is checked here, before anything runs;
-what only the engine knows (does the prompt fit?) is checked when it prepares a request, still before the first byte.
+"""Parses the bodies of OpenAI's endpoints into engine requests.
 
-A field that is known but cannot be honoured is refused by name.
+Everything that needs no engine is checked here, before anything runs. The rest (does the prompt fit?) is checked when
+the engine prepares the request, still before the first byte of the reply. A known field that can't be honoured is
+refused with its name.
 
-Conversations become `Message`s that know no dialect. `developer` is today's name for `system`, and the legacy
-`function` role is a `tool` answer; templates know the plain names. Content parts are joined.
+Messages become `Message`s, which are independent of the dialect. The role `developer` is the newer name of `system`,
+and the legacy role `function` is that of a tool's result; templates know `system` and `tool`. Content parts are joined.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # all three are in use
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # clients use all three
 CHAT_UNSUPPORTED = (
     "audio",
     "chat_template",
@@ -50,7 +51,7 @@ CHAT_UNSUPPORTED = (
 )
 MAX_LISTED_IDS = 2_000_000
 SERVICE_TIERS = {"auto": 0, "default": 0, "scale": 0, "flex": 1, "priority": -1, "fast": -1, "ultrafast": -1}
-"""What a tier adds to the priority of a request: smaller runs first."""
+"""What a tier adds to the priority of a request; the smallest priority runs first."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class StreamOptions:
 class ChatCall:
     request: ChatRequest
     stream: StreamOptions
-    tier: str | None  # the one that it gets; None where the client named none
+    tier: str | None  # the service tier that it gets; None if the client named none
 
 
 @dataclass(frozen=True)
@@ -110,21 +111,21 @@ def parse_chat(body: dict[str, Any], info: ModelInfo, config: ServerConfig) -> C
 
 
 def _continues_last(fields: BodyFields, messages: list[Message]) -> bool:
-    """vLLM's way to have the assistant's last message continued."""
+    """Parse vLLM's field that makes the model continue the assistant's last message."""
     continues = fields.boolean("continue_final_message")
     if continues and [message.role for message in messages[-2:]] == ["assistant", "assistant"]:
-        refuse("messages", "must not end with two messages of the assistant: which one is to be continued?")
+        refuse("messages", "must not end with two assistant messages: it is ambiguous which one to continue")
     if continues and fields.get("add_generation_prompt"):
         refuse("continue_final_message", "does not combine with add_generation_prompt")
     return continues
 
 
 def template_args(fields: BodyFields) -> dict[str, Any]:
-    given = fields.object("chat_template_kwargs")
-    for name in given.values if given else ():
+    arguments = fields.object("chat_template_kwargs")
+    for name in arguments.values if arguments else ():
         if name in RESERVED_VARIABLES:
-            refuse("chat_template_kwargs", f"must not hold {name}, which the request itself says")
-    return given.values if given else {}
+            refuse("chat_template_kwargs", f"must not hold {name}, which other fields of the request set")
+    return arguments.values if arguments else {}
 
 
 def _refuse_unsupported_output(fields: BodyFields) -> None:
@@ -145,14 +146,15 @@ def _refuse_legacy(fields: BodyFields) -> None:
 
 
 def parse_messages(fields: BodyFields) -> list[Message]:
-    given = fields.items("messages", MAX_MESSAGES)
-    if not given:
+    messages = fields.items("messages", MAX_MESSAGES)
+    if not messages:
         refuse("messages", "is required and must not be empty")
-    return [_message(value, f"messages[{number}]") for number, value in enumerate(given)]
+    return [_message(value, f"messages[{number}]") for number, value in enumerate(messages)]
 
 
 def num_characters(messages: list[Message]) -> int:
-    """The length of all contents; what a template makes of the rest (tools, calls) is measured once it is rendered."""
+    """Return the length of all contents. Tools and tool calls are not counted: their length is known only once the
+    template is rendered."""
     return sum(len(message.content or "") for message in messages)
 
 
@@ -227,18 +229,18 @@ def _function_call(call_id: str, fields: BodyFields) -> ToolCall:
 
 
 def _arguments(fields: BodyFields) -> str:
-    """Arguments are JSON text in OpenAI's API; some clients send the object itself."""
-    given = fields.get("arguments")
-    if isinstance(given, dict):
-        return orjson.dumps(given).decode()
+    """Return the arguments of a call as JSON text, which is OpenAI's form; some clients send the object itself."""
+    arguments = fields.get("arguments")
+    if isinstance(arguments, dict):
+        return orjson.dumps(arguments).decode()
     return fields.text("arguments") or "{}"
 
 
 def _required_object(fields: BodyFields, key: str) -> BodyFields:
-    found = fields.object(key)
-    if found is None:
+    value = fields.object(key)
+    if value is None:
         refuse(fields.name(key), "is required")
-    return found
+    return value
 
 
 # ── completions ────────────────────────────────────────────────────────────────────────────────────────
@@ -258,9 +260,9 @@ def parse_completion(body: dict[str, Any], info: ModelInfo, config: ServerConfig
     suffix = fields.text("suffix") or ""
     require_plausible_length(len(suffix), longest_prompt_of(params, info), "suffix")
     if suffix and not info.can_fill_in:
-        refuse("suffix", "needs a model that can fill in the middle; this one has no tokens for it")
+        refuse("suffix", "needs a model with fill-in-the-middle tokens, which this one does not have")
     num_listed = len(params.allowed_token_ids or ()) + len(params.banned_token_ids or ())
-    if num_listed * len(prompts) > MAX_LISTED_IDS:  # each prompt's request carries them
+    if num_listed * len(prompts) > MAX_LISTED_IDS:  # each prompt's request has its own copy
         refuse("prompt", f"times the allowed and banned token ids must be at most {MAX_LISTED_IDS}")
     fields.text("user")
     return CompletionCall([_prompt_request(fields, prompt, params, config) for prompt in prompts], stream, echo)
@@ -288,22 +290,22 @@ def _require_bounded_choices(num_prompts: int, params: SamplingParams, config: S
 def parse_prompts(
     fields: BodyFields, key: str, info: ModelInfo, max_tokens: int, max_prompts: int
 ) -> list[str | list[int]]:
-    """A string, a list of strings, one list of token ids, or a list of such lists; never a mixture."""
-    given = fields.get(key)
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, list):
+    """Parse a string, a list of strings, one list of token ids, or a list of such lists; mixtures are refused."""
+    prompts = fields.get(key)
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, list):
         refuse(key, "is required: a string, a list of strings, or token ids")
-    if not given:
+    if not prompts:
         refuse(key, "must not be empty")
-    if type(given[0]) is int:
-        given = [given]
-    if len(given) > max_prompts:
-        refuse(key, f"takes at most {max_prompts} prompts, got {len(given)}")
-    kind = type(given[0])
-    for prompt in given:
+    if type(prompts[0]) is int:
+        prompts = [prompts]
+    if len(prompts) > max_prompts:
+        refuse(key, f"takes at most {max_prompts} prompts, got {len(prompts)}")
+    kind = type(prompts[0])
+    for prompt in prompts:
         _require_prompt(prompt, kind, key, info.vocab_size, max_tokens)
-    return given
+    return prompts
 
 
 def _require_prompt(prompt: object, kind: type, key: str, vocab_size: int, max_tokens: int) -> None:
@@ -341,11 +343,11 @@ def parse_embedding(body: dict[str, Any], info: ModelInfo, config: ServerConfig)
     return EmbeddingCall(requests, dimensions, is_base64)
 
 
-# ── /tokenize and /detokenize, as vLLM has them ────────────────────────────────────────────────────────
+# ── vLLM's /tokenize and /detokenize ───────────────────────────────────────────────────────────────────
 
 
 def parse_tokenize(fields: BodyFields, info: ModelInfo) -> ChatRequest | str:
-    """The conversation or the text to tokenise."""
+    """Parse the conversation or the text to tokenise."""
     if (fields.get("prompt") is None) == (fields.get("messages") is None):
         refuse("prompt", "or messages is required, and not both")
     if fields.get("messages") is None:
@@ -372,7 +374,7 @@ def parse_detokenize(fields: BodyFields, info: ModelInfo) -> list[int]:
     return ids
 
 
-# ── fields of every call ───────────────────────────────────────────────────────────────────────────────
+# ── fields of several endpoints ────────────────────────────────────────────────────────────────────────
 
 
 def longest_prompt_of(params: SamplingParams, info: ModelInfo) -> int:
@@ -396,20 +398,20 @@ def _priority(fields: BodyFields, config: ServerConfig) -> int:
 
 
 def tiered_priority(fields: BodyFields, config: ServerConfig) -> int:
-    """The priority with what the tier adds."""
+    """Return the priority of a request, changed by its service tier."""
     return _priority(fields, config) + SERVICE_TIERS[tier_of(fields, config) or "default"]
 
 
 def tier_of(fields: BodyFields, config: ServerConfig) -> str | None:
-    """Return the service tier that a request gets, as OpenAI names it in replies: the default one where the key may not
-    have a faster one."""
-    asked = fields.one_of("service_tier", tuple(SERVICE_TIERS))
-    if asked is None:
+    """Return the service tier that a request gets, as OpenAI names it in replies: the default one if the key may not
+    use a faster one."""
+    tier = fields.one_of("service_tier", tuple(SERVICE_TIERS))
+    if tier is None:
         return None
-    added, least = SERVICE_TIERS[asked], config.min_priority
-    if added < 0:
-        return "priority" if least is None or least < 0 else "default"
-    return "flex" if added else "default"
+    offset, min_priority = SERVICE_TIERS[tier], config.min_priority
+    if offset < 0:
+        return "priority" if min_priority is None or min_priority < 0 else "default"
+    return "flex" if offset else "default"
 
 
 def cache_salt(fields: BodyFields) -> str:

@@ -1,15 +1,15 @@
 """Replies and errors in OpenAI's form.
 
-    role chunk a choice ─► deltas ─► `delta: {}` with finish_reason a choice ─► (usage) ─► [DONE]
+    role chunk per choice ─► deltas ─► `delta: {}` with finish_reason per choice ─► (usage) ─► [DONE]
 
-    deltas   {content}, {reasoning_content}, and of a call {index, id, type, function: {name, arguments: ""}} once,
+    deltas   {content}, {reasoning_content}, and for a call {index, id, type, function: {name, arguments: ""}} once,
              then {index, function: {arguments: fragment}}
 
-A chunk is the same bytes every time but for index, delta and finish reason, so the rest is made once a request; per
+The chunks of a stream differ only in index, delta and finish reason, so the other bytes are made once per request; per
 token there is one small `orjson.dumps`.
 
-Errors always have message, type, param and code; `code` is a string. OpenAI's SDKs retry 408, 409, 429 and 5xx, so a
-client's own mistake must never become one of those.
+Errors always have message, type, param and code; `code` is a string. OpenAI's SDKs retry 408, 409, 429 and 5xx, so an
+invalid request must never get one of these.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tokenmill.types import (
     Usage,
 )
 
-ARGUMENTS: dict[ToolKind, str] = {"function": "arguments", "custom": "input"}  # what a call's text is called
+ARGUMENTS: dict[ToolKind, str] = {"function": "arguments", "custom": "input"}  # field with the text of a call
 DONE = sse_frame(b"[DONE]")
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "overloaded_error"}
 MAYBE_TEXT = {"type": ["string", "null"]}
@@ -112,9 +112,9 @@ class Envelope:
 
 
 class TextChunks:
-    """Chunks with nothing but text, as nearly all are: the bytes around the text are made once a choice."""
+    """Renders chunks that have only text, as nearly all do. The bytes around the text are made once per choice."""
 
-    HOLE = "\0"
+    PLACEHOLDER = "\0"
 
     def __init__(self, chunk: Callable[[int, str], bytes]) -> None:
         self._chunk = chunk
@@ -123,19 +123,19 @@ class TextChunks:
     def render(self, choice: int, text: str) -> bytes:
         around = self._around.get(choice)
         if around is None:
-            before, _, after = self._chunk(choice, self.HOLE).rpartition(orjson.dumps(self.HOLE))
+            before, _, after = self._chunk(choice, self.PLACEHOLDER).rpartition(orjson.dumps(self.PLACEHOLDER))
             around = self._around[choice] = before, after
         return around[0] + orjson.dumps(text) + around[1]
 
 
 class OpenAIRendering:
-    """The common parts of OpenAI's replies: server-sent events, and errors in them."""
+    """The common parts of OpenAI's renderings: server-sent events, and errors in them."""
 
     stream_headers: Sequence[tuple[bytes, bytes]] = SSE_HEADERS
     ping = SSE_PING
 
     def failure(self, error: TokenmillError, request_id: str) -> bytes:
-        """The last event of a stream that failed; the SDKs raise it."""
+        """Return the last event of a failed stream; OpenAI's SDKs raise it as an exception."""
         return sse_frame(OPENAI.error_body(error, request_id))
 
 
@@ -143,7 +143,7 @@ class OpenAIRendering:
 
 
 class ChatRendering(OpenAIRendering):
-    """Replies of /v1/chat/completions. `reasoning_fields`: under which names clients get what the model thought."""
+    """Replies of /v1/chat/completions. `reasoning_fields`: the names of the fields with the model's reasoning."""
 
     def __init__(
         self,
@@ -155,13 +155,13 @@ class ChatRendering(OpenAIRendering):
         reasoning_fields: Sequence[str] = ("reasoning_content",),
         tier: str | None = None,
     ) -> None:
-        """`tier`: the service tier, told to a client that asked for one."""
+        """`tier`: the service tier that the reply names; None if the client did not set one."""
         kind = "chat.completion.chunk" if is_stream else "chat.completion"
         self._envelope = Envelope(info, "chatcmpl", kind, include_usage, tier)
         self._num_choices = num_choices
         self._reasoning_fields = reasoning_fields
         self._texts = TextChunks(lambda choice, text: self._chunk(choice, {"content": text}))
-        self._held: dict[int, list[TokenInfo]] = {}  # logprobs whose text is not out yet
+        self._held: dict[int, list[TokenInfo]] = {}  # by choice: logprobs whose text was not sent yet
         self._kinds: dict[tuple[int, int], ToolKind] = {}  # by choice and call
 
     def begin(self, facts: GenerationFacts) -> bytes:
@@ -177,7 +177,7 @@ class ChatRendering(OpenAIRendering):
             delta = self._delta(choice, part)
             if "content" in delta:
                 chunks.append(self._chunk(choice, delta, logprobs))
-                logprobs = None  # once, with the first of the text
+                logprobs = None  # sent once, with the first text of the event
             elif delta:
                 chunks.append(self._chunk(choice, delta))
         if event.finish_reason is not None:
@@ -185,7 +185,7 @@ class ChatRendering(OpenAIRendering):
         return b"".join(chunks)
 
     def _delta(self, choice: int, part: Part) -> dict[str, Any]:
-        """One part as a delta. SDKs join all strings of a call's deltas, so id and name come only once."""
+        """Render a part as a delta. SDKs concatenate the strings of a call's deltas, so id and name are sent once."""
         match part:
             case TextPart(text):
                 return {"content": text}
@@ -256,7 +256,7 @@ def call_object(call: ToolCall) -> dict[str, Any]:
 
 
 class CompletionRendering(OpenAIRendering):
-    """Replies of /v1/completions. `echoes`: the prompt of every choice, if the client wants it before the answer."""
+    """Replies of /v1/completions. `echoes`: the prompt of each choice, to be sent before its answer."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class CompletionRendering(OpenAIRendering):
 
 
 class EmbeddingRendering(OpenAIRendering):
-    """Replies of /v1/embeddings: floats, or base64 of little-endian 32-bit floats; never streamed."""
+    """Replies of /v1/embeddings: numbers, or base64 of little-endian 32-bit floats. They are never streamed."""
 
     def __init__(self, info: ModelInfo, call: EmbeddingCall) -> None:
         self._info = info
@@ -362,7 +362,7 @@ class EmbeddingRendering(OpenAIRendering):
 
 
 def shortened(vector: list[float], dimensions: int | None) -> list[float]:
-    """The first `dimensions` numbers of a vector, scaled to length one again."""
+    """Return the first `dimensions` numbers of a vector, normalised to length 1."""
     if dimensions is None or dimensions >= len(vector):
         return vector
     head = vector[:dimensions]
@@ -377,7 +377,7 @@ def to_base64(vector: list[float]) -> str:
     return base64.b64encode(numbers.tobytes()).decode("ascii")
 
 
-# ── logprobs: chat's form, the legacy one of completions, and vLLM's for prompts ────────────────────
+# ── logprobs: the form of chats, the legacy form of completions, and vLLM's form for prompts ────────
 
 
 def chat_logprobs(infos: list[TokenInfo]) -> dict[str, Any]:
@@ -394,8 +394,8 @@ def _token(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
 
 
 class LegacyLogprobs:
-    """The form of completions: tokens, token_logprobs, top_logprobs and text_offset as lists; offsets continue across
-    chunks."""
+    """Renders logprobs as /v1/completions does: lists of tokens, token_logprobs, top_logprobs and text_offset. Offsets
+    continue across chunks."""
 
     def __init__(self, offset: int = 0) -> None:
         self._offset = offset
@@ -414,17 +414,18 @@ class LegacyLogprobs:
 
 
 def is_continued(byte: int) -> bool:
-    """Tell whether a byte is in the middle of a character (UTF-8)."""
+    """Return whether a byte is a continuation byte of UTF-8, not the first of a character."""
     return byte & 0xC0 == 0x80
 
 
 def num_characters_begun(info: TokenInfo) -> int:
-    """Return how many characters begin in a token: several tokens may share one character, each shown as U+FFFD."""
+    """Return the number of characters that begin in a token. Several tokens may share a character; each of them is
+    shown as U+FFFD."""
     return len(info.text) if info.raw.isascii() else sum(not is_continued(byte) for byte in info.raw)
 
 
 def _legacy_top(info: TokenInfo) -> dict[str, float]:
-    """The alternatives, always with the chosen token. Of two tokens with the same text the likelier one is kept."""
+    """Return the alternatives and the sampled token. Of two tokens with the same text the more likely one is kept."""
     tops: dict[str, float] = {}
     for _, text, _, logprob in info.top:
         tops.setdefault(text, logprob)
@@ -433,8 +434,9 @@ def _legacy_top(info: TokenInfo) -> dict[str, float]:
 
 
 def echoed_logprobs(prompt: str, prompt_infos: Sequence[TokenInfo | None], infos: list[TokenInfo]) -> dict[str, Any]:
-    """The logprobs of prompt and answer together. Nothing predicts the first token: its logprob is null, its text is
-    what the others leave over, which has a negative length where a tokenizer adds a space before a text."""
+    """Return the logprobs of prompt and answer in one list. The first token has no logprob: nothing predicts it. Its
+    text is the prompt without the other tokens' text; its computed length is negative if the tokenizer adds a space
+    before the text."""
     known = [info for info in prompt_infos if info is not None]
     first_length = len(prompt) - sum(map(num_characters_begun, known))
     rest = LegacyLogprobs(first_length).render([*known, *infos])
@@ -444,14 +446,14 @@ def echoed_logprobs(prompt: str, prompt_infos: Sequence[TokenInfo | None], infos
 
 
 def prompt_logprobs(infos: Sequence[TokenInfo | None]) -> list[dict[str, Any] | None]:
-    """The logprobs of a prompt in vLLM's form: per position a map from token id to logprob, rank and text."""
+    """Return the logprobs of a prompt in vLLM's form: per position a map from token id to logprob, rank and text."""
     return [None if info is None else _prompt_token(info) for info in infos]
 
 
 def _prompt_token(info: TokenInfo) -> dict[str, Any]:
-    shown: dict[str, Any] = {
+    tokens: dict[str, Any] = {
         str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": text}
         for rank, (token_id, text, _, logprob) in enumerate(info.top, 1)
     }
-    shown[str(info.token_id)] = {"logprob": info.logprob, "rank": info.rank, "decoded_token": info.text}
-    return shown
+    tokens[str(info.token_id)] = {"logprob": info.logprob, "rank": info.rank, "decoded_token": info.text}
+    return tokens

@@ -1,7 +1,7 @@
-"""OpenAI's endpoints.
+"""OpenAI's endpoints for chats, completions, embeddings and models.
 
-A generation goes from body to job to reply: the parser makes engine requests, `generation.py` runs them, a rendering
-writes what comes.
+A generation goes from body to job to reply: the parser makes engine requests, `generation.py` runs them, and a
+rendering makes the reply from their events.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tokenmill.server.openai.render import ChatRendering, CompletionRendering, E
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
 from tokenmill.server.variants import FoundModel
 
-REASONING_OUT = {
+REASONING_FIELDS = {  # `--reasoning-field` ─► names of the fields in replies
     "reasoning_content": ("reasoning_content",),
     "reasoning": ("reasoning",),
     "both": ("reasoning_content", "reasoning"),
 }
-EMBEDDINGS_IN_FLIGHT = 32  # a call with thousands of inputs shares the queue with others
+MAX_EMBEDDINGS_IN_FLIGHT = 32  # so that a request with thousands of inputs leaves room in the queue for others
 
 
 def openai_endpoints(context: RouteContext) -> list[Endpoint]:
@@ -102,7 +102,7 @@ def named_model(body: dict[str, Any], context: RouteContext, *, is_required: boo
 
 
 def chat_job(body: dict[str, Any], context: RouteContext, config: ServerConfig) -> GenerationJob:
-    """`config`: the settings that hold for the client."""
+    """`config`: the settings for this client."""
     model = named_model(body, context)
     call = parse_chat(body, model.info, config)
     num_choices = call.request.params.n
@@ -111,7 +111,7 @@ def chat_job(body: dict[str, Any], context: RouteContext, config: ServerConfig) 
         num_choices=num_choices,
         is_stream=call.stream.is_stream,
         include_usage=call.stream.include_usage,
-        reasoning_fields=REASONING_OUT[context.config.reasoning_field],
+        reasoning_fields=REASONING_FIELDS[context.config.reasoning_field],
         tier=call.tier,
     )
     return GenerationJob(
@@ -153,5 +153,5 @@ def embedding_job(body: dict[str, Any], context: RouteContext, config: ServerCon
     call = parse_embedding(body, model.info, config)
     rendering = EmbeddingRendering(model.info, call)
     return GenerationJob(
-        model.engine, call.requests, rendering, prompt_param="input", max_in_flight=EMBEDDINGS_IN_FLIGHT
+        model.engine, call.requests, rendering, prompt_param="input", max_in_flight=MAX_EMBEDDINGS_IN_FLIGHT
     )

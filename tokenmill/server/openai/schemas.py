@@ -1,8 +1,8 @@
 """JSON Schemas of OpenAI's endpoints, for /openapi.json.
 
-Bodies are parsed by hand, so this names the fields that matter, with the ranges that the parser itself holds. Null
-counts as absent everywhere; fields that are not named here are ignored or refused. Replies list the fields that clients
-may rely on.
+Bodies are parsed by hand; the schemas describe the important fields, with the ranges of the parser. Null counts as
+absent everywhere; fields that are not listed are ignored or refused. The schemas of replies list the fields that
+clients may rely on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 
 
 def maybe(schema: Schema) -> Schema:
-    """A field that may be null, which is the same as leaving it out."""
+    """Return the schema of a field that may be null, which has the same meaning as leaving it out."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def whole(low: int, high: int) -> Schema:
+def integer(low: int, high: int) -> Schema:
     return {"type": ["integer", "null"], "minimum": low, "maximum": high}
 
 
@@ -39,19 +39,19 @@ def number(low: float, high: float) -> Schema:
 
 
 def body_of(required: list[str], properties: Schema, example: Schema) -> Schema:
-    """The schema of a POST endpoint's body."""
+    """Return the schema of a POST endpoint's body."""
     return {"type": "object", "required": required, "properties": properties, "example": example}
 
 
-MODEL: Schema = {**TEXT, "description": "The name that GET /v1/models shows."}
+MODEL: Schema = {**TEXT, "description": "The name of a model, as listed by GET /v1/models."}
 SAMPLING: Schema = {
     **{name: number(*bounds) for name, bounds in NUMBERS.items()},
-    **{name: whole(*bounds) for name, bounds in INTEGERS.items()},
+    **{name: integer(*bounds) for name, bounds in INTEGERS.items()},
     "temperature": number(0.0, 2.0),
     "top_n_sigma": number(-1.0, NUMBERS["top_n_sigma"][1]),
-    "top_k": whole(-1, MAX_COUNT),
+    "top_k": integer(-1, MAX_COUNT),
     "seed": {"type": ["integer", "null"], "format": "int64"},
-    "best_of": whole(1, MAX_BEST_OF),
+    "best_of": integer(1, MAX_BEST_OF),
     "stop": maybe({"anyOf": [STOP, {"type": "array", "items": STOP, "maxItems": MAX_STOP_STRINGS}]}),
     "stream": FLAG,
     "logit_bias": maybe(
@@ -80,10 +80,10 @@ CHAT_BODY = body_of(
         "model": MODEL,
         "messages": MESSAGES,
         **SAMPLING,
-        "max_tokens": whole(1, MAX_COUNT),
-        "max_completion_tokens": whole(1, MAX_COUNT),
+        "max_tokens": integer(1, MAX_COUNT),
+        "max_completion_tokens": integer(1, MAX_COUNT),
         "logprobs": FLAG,
-        "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+        "top_logprobs": integer(0, MAX_TOP_LOGPROBS),
         "tools": maybe({"type": "array", "items": TOOL, "minItems": 1, "maxItems": MAX_TOOLS}),
         "tool_choice": maybe({"anyOf": [{"enum": list(MODES)}, TYPED]}),
         "parallel_tool_calls": FLAG,
@@ -98,8 +98,8 @@ COMPLETION_BODY = body_of(
         "model": MODEL,
         "prompt": PROMPTS,
         **SAMPLING,
-        "max_tokens": whole(0, MAX_COUNT),
-        "logprobs": whole(0, MAX_LEGACY_LOGPROBS),
+        "max_tokens": integer(0, MAX_COUNT),
+        "logprobs": integer(0, MAX_LEGACY_LOGPROBS),
         "echo": FLAG,
         "suffix": maybe(TEXT),
     },
@@ -111,7 +111,7 @@ EMBEDDING_BODY = body_of(
         "model": MODEL,
         "input": PROMPTS,
         "encoding_format": {"enum": ["float", "base64", None]},
-        "dimensions": whole(1, MAX_COUNT),
+        "dimensions": integer(1, MAX_COUNT),
         "pooling": {"enum": ["mean", "last", "cls", None]},
     },
     {"model": "smollm2:135m", "input": "a sentence"},
@@ -122,8 +122,8 @@ TOKENIZE_BODY = body_of(
         "model": maybe(MODEL),
         "prompt": maybe(TEXT),
         "messages": maybe(MESSAGES),
-        "content": {**maybe(TEXT), "description": "as llama.cpp has it"},
-        "inputs": {**maybe(TEXT), "description": "as TGI has it"},
+        "content": {**maybe(TEXT), "description": "llama.cpp's field"},
+        "inputs": {**maybe(TEXT), "description": "TGI's field"},
         "add_special_tokens": FLAG,
         "return_token_strs": FLAG,
     },

@@ -1,9 +1,9 @@
 """Tools, tool choice and reasoning of an OpenAI chat body.
 
     {"type": "function", "function": {name, description, parameters, strict}}      arguments are JSON
-    {"type": "custom", "custom": {name, description, format}}                      input is text, of a grammar if given
+    {"type": "custom", "custom": {name, description, format}}                      input is text, perhaps of a grammar
 
-What only the model decides (can its template show tools? can this schema be enforced?) is checked when the engine
+What depends on the model (does its template support tools? can this schema be enforced?) is checked when the engine
 prepares the request.
 """
 
@@ -21,26 +21,26 @@ MODES = ("none", "auto", "required")
 
 
 def parse_tools(fields: BodyFields) -> list[Tool]:
-    given = fields.items("tools", MAX_TOOLS)
-    if given == []:
+    tools = fields.items("tools", MAX_TOOLS)
+    if tools == []:
         refuse("tools", "must not be empty; leave it out instead")
-    return [_tool(value, f"tools[{number}]") for number, value in enumerate(given or ())]
+    return [_tool(value, f"tools[{number}]") for number, value in enumerate(tools or ())]
 
 
 def parse_tool_choice(fields: BodyFields, tools: list[Tool]) -> ToolChoice:
-    """`names` that no tool has are refused by the engine, as for every dialect."""
+    """Parse `tool_choice`. The engine refuses names that no tool has, in every dialect."""
     parallel = fields.boolean("parallel_tool_calls", True)
-    given = fields.get("tool_choice")
-    if given is None:
+    value = fields.get("tool_choice")
+    if value is None:
         return ToolChoice(parallel=parallel)
-    if isinstance(given, str):
-        if given not in MODES:
-            refuse("tool_choice", f"must be one of {', '.join(MODES)} or an object, got {shown(given)}")
-        choice = ToolChoice(mode=given, parallel=parallel)  # type: ignore[arg-type]  # one of the three
+    if isinstance(value, str):
+        if value not in MODES:
+            refuse("tool_choice", f"must be one of {', '.join(MODES)} or an object, got {shown(value)}")
+        choice = ToolChoice(mode=value, parallel=parallel)  # type: ignore[arg-type]  # one of the three
     else:
-        choice = _chosen(fields, parallel)
+        choice = _choice_object(fields, parallel)
     if choice.mode == "required" and not tools:
-        refuse("tool_choice", "is only allowed when tools are given")
+        refuse("tool_choice", "is only allowed with tools")
     return choice
 
 
@@ -84,17 +84,17 @@ def custom_tool(fields: BodyFields, grammar: Guided | None) -> Tool:
     )
 
 
-def _input_grammar(given: BodyFields | None) -> Guided | None:
-    if given is None or given.one_of("type", ("text", "grammar")) != "grammar":
+def _input_grammar(input_format: BodyFields | None) -> Guided | None:
+    if input_format is None or input_format.one_of("type", ("text", "grammar")) != "grammar":
         return None
-    grammar = given.object("grammar")
+    grammar = input_format.object("grammar")
     if grammar is None:
-        refuse(given.name("grammar"), "is required")
-    return grammar_in(grammar)
+        refuse(input_format.name("grammar"), "is required")
+    return parse_grammar(grammar)
 
 
-def grammar_in(fields: BodyFields) -> Guided:
-    """The grammar of a custom tool's input, by its `syntax` and `definition`."""
+def parse_grammar(fields: BodyFields) -> Guided:
+    """Parse the `syntax` and `definition` of the grammar of a custom tool's input."""
     syntax = fields.one_of("syntax", ("lark", "regex"))
     if syntax is None:
         refuse(fields.name("syntax"), "is required: lark or regex")
@@ -104,13 +104,13 @@ def grammar_in(fields: BodyFields) -> Guided:
     return Guided(syntax, definition)  # type: ignore[arg-type]  # one of the two
 
 
-# ── the choice ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the tool choice ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _chosen(fields: BodyFields, parallel: bool) -> ToolChoice:
+def _choice_object(fields: BodyFields, parallel: bool) -> ToolChoice:
     choice = fields.object("tool_choice")
     if choice is None:
-        raise AssertionError("a choice that is null has been handled")
+        raise AssertionError("the caller handles null")
     kind = choice.one_of("type", ("function", "custom", "allowed_tools"))
     if kind is None:
         refuse(choice.name("type"), "is required: function, custom or allowed_tools")

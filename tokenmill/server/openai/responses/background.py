@@ -212,7 +212,7 @@ class BackgroundResponses:
             running.run.record.note_failure(error)
             frames = writer.fail(error)
         except asyncio.CancelledError:
-            running.run.record.note_departure()
+            running.run.record.note_disconnect()
             if not running.is_cancelled:  # the server ends
                 raise
             frames = writer.cancel()

@@ -7,7 +7,7 @@ from typing import get_args
 from tokenmill.server.openai.params import MAX_COUNT, MAX_TOP_LOGPROBS
 from tokenmill.server.openai.responses.items import MAX_ITEMS
 from tokenmill.server.openai.responses.parse import INCLUDABLE, SUMMARIES
-from tokenmill.server.openai.schemas import FLAG, MODEL, TYPED, body_of, maybe, number, whole
+from tokenmill.server.openai.schemas import FLAG, MODEL, TYPED, body_of, integer, maybe, number
 from tokenmill.server.openai.tools import MAX_TOOLS, MODES
 from tokenmill.server.routing import COUNT, TEXT, Schema, list_of, object_of
 from tokenmill.types import Effort
@@ -28,10 +28,10 @@ RESPONSE_BODY = body_of(
         "stream": FLAG,
         "store": FLAG,
         "background": FLAG,
-        "max_output_tokens": whole(1, MAX_COUNT),
+        "max_output_tokens": integer(1, MAX_COUNT),
         "temperature": number(0.0, 2.0),
         "top_p": number(0.0, 1.0),
-        "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+        "top_logprobs": integer(0, MAX_TOP_LOGPROBS),
         "include": maybe({"type": "array", "items": {"enum": list(INCLUDABLE)}}),
         "reasoning": maybe(
             {

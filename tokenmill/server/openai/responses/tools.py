@@ -22,7 +22,7 @@ from typing import Any, Literal
 from tokenmill.observe.log import get_log
 from tokenmill.params import Guided
 from tokenmill.server.body import BodyFields, kind_of, refuse, shown
-from tokenmill.server.openai.tools import MAX_DESCRIPTION, MAX_TOOLS, MODES, custom_tool, function_tool, grammar_in
+from tokenmill.server.openai.tools import MAX_DESCRIPTION, MAX_TOOLS, MODES, custom_tool, function_tool, parse_grammar
 from tokenmill.types import Tool, ToolChoice
 
 log = get_log("server")
@@ -169,7 +169,7 @@ def _fields(value: object, path: str) -> BodyFields:
 def _grammar(given: BodyFields | None) -> Guided | None:
     if given is None or given.one_of("type", ("text", "grammar")) != "grammar":
         return None
-    return grammar_in(given)
+    return parse_grammar(given)
 
 
 # ── the choice ─────────────────────────────────────────────────────────────────────────────────────────

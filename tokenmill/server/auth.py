@@ -62,7 +62,7 @@ def require_operator(request: Request) -> None:
     """Refuse a tenant's request for data about the whole server: it would reveal how much other tenants use."""
     if not is_operator(request.scope):
         raise OperatorsOnly(
-            "this needs an operator's key: it is about the whole server, not one tenant",
+            "this is about the whole server, so it needs a key that sees all (an operator's)",
             hint="tokenmill keys add NAME --sees-all",
         )
 

@@ -1,7 +1,7 @@
 """Descriptions of models for /api/tags, /api/show and /api/ps: names, sizes, architecture, capabilities.
 
-Everything comes from the model itself: its spec, its files and, for a GGUF file, its metadata. `model_info` is never
-null, and always has the architecture with its context and embedding length: clients look for those.
+All values come from the model itself: its spec, its files and, for a GGUF file, its metadata. `model_info` is never
+null and always has the architecture, the context length and the embedding length, which clients read.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tokenmill.store.created import LATEST
 from tokenmill.store.layout import Customization
 from tokenmill.store.modelfile import as_modelfile
 
-MAX_SHOWN_ITEMS = 5  # of a list in a file's metadata
-COLUMN = 30
+MAX_SHOWN_ITEMS = 5  # longer lists of a file's metadata are shown as empty
+COLUMN_WIDTH = 30
 
 
 def full_name(name: str) -> str:
-    """A name with its tag, as Ollama lists models."""
+    """Return a model's name with its tag, as Ollama lists models."""
     return name if ":" in name.rsplit("/", 1)[-1] else name + LATEST
 
 
@@ -47,7 +47,7 @@ def tag_card(info: ModelInfo) -> dict[str, Any]:
 
 
 def running_card(gate: EngineGate, memory: ModelMemory | None) -> dict[str, Any]:
-    """Describe a model for /api/ps: until when it stays, and its memory, where that was planned."""
+    """Describe a loaded model for /api/ps: when it is unloaded, and its memory, if that was planned."""
     info, left_s = gate.info, expires_in_s(gate)
     card = tag_card(info)
     del card["modified_at"]
@@ -61,7 +61,7 @@ def running_card(gate: EngineGate, memory: ModelMemory | None) -> dict[str, Any]
 
 
 def show_card(info: ModelInfo) -> dict[str, Any]:
-    """The reply of /api/show."""
+    """Describe a model for /api/show."""
     custom = info.manifest.custom if info.manifest is not None and info.manifest.custom else Customization()
     parent = info.manifest.parent if info.manifest is not None else ""
     card = {
@@ -82,23 +82,17 @@ def show_card(info: ModelInfo) -> dict[str, Any]:
 
 
 def capabilities(info: ModelInfo) -> list[str]:
-    found = ["completion"]
-    if info.can_fill_in:
-        found.append("insert")
-    if info.can_call_tools:
-        found.append("tools")
-    if info.can_think:
-        found.append("thinking")
-    return found
+    optional = {"insert": info.can_fill_in, "tools": info.can_call_tools, "thinking": info.can_think}
+    return ["completion", *(name for name, is_supported in optional.items() if is_supported)]
 
 
 def parameters_text(custom: Customization) -> str:
-    """Parameters as Ollama shows them: a line each, values in a column."""
+    """Return the parameters as Ollama shows them: one per line, with aligned values."""
     lines = []
     for name, value in custom.parameters.items():
-        for one in value if isinstance(value, list) else [value]:
-            shown = f'"{one}"' if isinstance(one, str) else str(one).lower() if isinstance(one, bool) else str(one)
-            lines.append(f"{name:{COLUMN}} {shown}")
+        for item in value if isinstance(value, list) else [value]:
+            text = f'"{item}"' if isinstance(item, str) else str(item).lower() if isinstance(item, bool) else str(item)
+            lines.append(f"{name:{COLUMN_WIDTH}} {text}")
     return "\n".join(lines)
 
 
@@ -123,7 +117,7 @@ def human_count(number: int) -> str:
 def quantization_level(info: ModelInfo) -> str:
     if info.path is None or info.path.suffix != ".gguf":
         return {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}.get(info.spec.dtype, info.spec.dtype)
-    import gguf  # brings numpy: only where it is asked for
+    import gguf  # imports numpy, so only when needed
 
     kind = _metadata(info.path).get("general.file_type")
     names = {member.value: member.name.removeprefix("MOSTLY_").removeprefix("ALL_") for member in gguf.LlamaFileType}
@@ -131,7 +125,7 @@ def quantization_level(info: ModelInfo) -> str:
 
 
 def model_info(info: ModelInfo) -> dict[str, Any]:
-    """Facts under the names of GGUF: those of the file where it is one, and of the spec."""
+    """Return properties of the model under GGUF's names: those of the spec, and the metadata of a GGUF file."""
     spec, metadata = info.spec, _metadata(info.path) if info.path is not None and info.path.suffix == ".gguf" else {}
     family = str(metadata.get("general.architecture", spec.family))
     facts: dict[str, Any] = {
@@ -154,7 +148,7 @@ HIDDEN = ("general.name", "tokenizer.chat_template")
 
 
 def _short(value: Any) -> Any:
-    """Replace long lists (vocabularies) by empty ones, as Ollama does unless asked to be verbose."""
+    """Replace long lists (vocabularies) by empty ones, as Ollama does without `verbose`."""
     return [] if isinstance(value, list) and len(value) > MAX_SHOWN_ITEMS else value
 
 
@@ -172,7 +166,7 @@ def size_bytes(info: ModelInfo) -> int:
 
 
 def digest(info: ModelInfo) -> str:
-    """Return an id of the model's content: of its name, the store's digests, and its files' paths, sizes and times."""
+    """Return a digest of the model's identity: its name, its manifest, and the paths, sizes and times of its files."""
     facts: list[Any] = [info.name, repr(info.manifest)]
     if info.path is not None:
         files = [info.path] if info.path.is_file() else sorted(info.path.glob("*.safetensors"))

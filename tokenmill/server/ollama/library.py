@@ -1,11 +1,11 @@
-"""Ollama's endpoints around models: list, show, ps, and those that change the store: pull, create, copy, delete, blobs.
+"""Ollama's model endpoints: tags, show and ps, and those that change the store: pull, create, copy, delete, blobs.
 
-/api/tags lists what answers here: the served model and those created from it. A pull fetches into the store, from which
-a server can be started; it does not change what this one serves.
+/api/tags lists the models that this server serves, and those created from them. A pull downloads a model into the
+store, from which it can be loaded; it does not change the list.
 
-Changing the store is for administrators: the routes for that are open where the server listens on this machine alone,
-or with --manage-models. A web page can't reach them: a body from a browser must be JSON, for which it needs the
-server's permission (CORS).
+Changing the store is for administrators: these routes are open if the server listens on this machine alone, or with
+--manage-models. Other web pages can't use them: a body from a browser must be JSON, which needs the server's permission
+(CORS).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tokenmill.server.dialect import NDJSON_HEADERS, ndjson_line
 from tokenmill.server.errors import BodyTooSlow, ModelsAreFixed, RoutingError
 from tokenmill.server.ollama import schemas
 from tokenmill.server.ollama.cards import running_card, show_card, tag_card
-from tokenmill.server.ollama.parse import asked_model
+from tokenmill.server.ollama.parse import model_name_in
 from tokenmill.server.ollama.store_work import (
+    ConcurrencyLimit,
     Progress,
     ProgressTask,
-    Slots,
     create_named,
     parse_create,
     pull_named,
@@ -41,10 +41,10 @@ from tokenmill.store import LocalModel, Manifest, Store, copy_model, find_create
 from tokenmill.store.created import BlobUpload
 
 TAG = "Ollama"
-MAX_PULLS = 2  # at the same time
-MAX_UPLOADS = 4
-MAX_UPLOAD_BYTES = 1 << 40  # and what the disk has room for
-STALL_S = 60.0  # without a byte of an upload
+MAX_PULLS = 2  # concurrent
+MAX_UPLOADS = 4  # concurrent
+MAX_UPLOAD_BYTES = 1 << 40  # the free disk space is a limit too
+STALL_S = 60.0  # longest pause of an upload
 FindModel = Callable[[str, ModelRegistry], FoundModel]
 
 
@@ -85,14 +85,14 @@ def library_endpoints(context: RouteContext, find_model: FindModel) -> list[Endp
 
 
 class Library:
-    """The handlers of these endpoints."""
+    """The handlers of the model endpoints."""
 
     def __init__(self, context: RouteContext, find_model: FindModel) -> None:
         self._context = context
         self._find_model = find_model
-        self._pulls, self._uploads = Slots(MAX_PULLS, "downloads"), Slots(MAX_UPLOADS, "uploads")
+        self._pulls, self._uploads = ConcurrencyLimit(MAX_PULLS, "downloads"), ConcurrencyLimit(MAX_UPLOADS, "uploads")
 
-    # ── looking ────────────────────────────────────────────────────────────────────────────────────────
+    # ── lists and descriptions ─────────────────────────────────────────────────────────────────────────
 
     async def tags(self, request: Request) -> Response:
         await self._context.registry.read_all()
@@ -107,11 +107,11 @@ class Library:
 
     async def show(self, request: Request) -> Response:
         def parse(body: dict[str, Any]) -> dict[str, Any]:
-            return show_card(self._find_model(asked_model(body), self._context.registry).info)
+            return show_card(self._find_model(model_name_in(body), self._context.registry).info)
 
         return json_response(await self._context.parsed(request, parse))
 
-    # ── changing ───────────────────────────────────────────────────────────────────────────────────────
+    # ── changes of the store ───────────────────────────────────────────────────────────────────────────
 
     async def pull(self, request: Request) -> Response:
         require_manager(request, self._context.config)
@@ -119,19 +119,19 @@ class Library:
         def parse(body: dict[str, Any]) -> tuple[str, bool]:
             fields = BodyFields(body)
             fields.refuse_any(("insecure", "username", "password"))
-            return asked_model(body), fields.boolean("stream", True)
+            return model_name_in(body), fields.boolean("stream", True)
 
         name, is_stream = await self._context.parsed(request, parse)
-        return await self._progress(lambda work: pull_named(name, work), is_stream, self._pulls)
+        return await self._progress(lambda progress: pull_named(name, progress), is_stream, self._pulls)
 
     async def create(self, request: Request) -> Response:
         require_manager(request, self._context.config)
-        wanted = await self._context.parsed(request, parse_create)
-        base = await self._context.when_read(lambda: self._base(wanted.base)) if wanted.base else None
-        return await self._progress(lambda work: create_named(wanted, base, work), wanted.is_stream, self._pulls)
+        call = await self._context.parsed(request, parse_create)
+        base = await self._context.when_read(lambda: self._base(call.base)) if call.base else None
+        return await self._progress(lambda progress: create_named(call, base, progress), call.is_stream, self._pulls)
 
     def _base(self, name: str) -> Manifest | None:
-        """The model to make a new one from, if it is here."""
+        """Return the manifest of the model to create another from; None if it was not downloaded yet."""
         try:
             info = self._find_model(name, self._context.registry).info
         except UnknownModel:
@@ -160,8 +160,8 @@ class Library:
 
     async def delete(self, request: Request) -> Response:
         require_manager(request, self._context.config)
-        name = await self._context.parsed(request, asked_model)
-        await self._forget_added(plain_name(name))
+        name = await self._context.parsed(request, model_name_in)
+        await self._stop_serving_added(plain_name(name))
         self._refuse_served(name, "deleted")
         manifest = find_created(name, Store()) or find_stored(name)
         if manifest is None:
@@ -169,8 +169,8 @@ class Library:
         await asyncio.to_thread(Store().remove, manifest.name)
         return Response(status_code=200)
 
-    async def _forget_added(self, name: str) -> None:
-        """Serve a model no longer that a client had added, before its files go."""
+    async def _stop_serving_added(self, name: str) -> None:
+        """Stop serving a model that a client added, before its files are deleted."""
         registry = self._context.registry
         for gate in registry.gates:
             if gate.is_added and gate.name == name:
@@ -183,26 +183,26 @@ class Library:
 
     async def push(self, request: Request) -> Response:
         require_manager(request, self._context.config)
-        raise RoutingError(501, "models can't be pushed from here")
+        raise RoutingError(501, "this server can't push models")
 
     # ── uploaded content ───────────────────────────────────────────────────────────────────────────────
 
     async def has_blob(self, request: Request) -> Response:
         require_manager(request, self._context.config)
-        sha256 = asked_digest(request)
+        sha256 = digest_in(request)
         if not Store().has_blob(sha256):
             raise UnknownModel(f'blob "sha256:{sha256}" not found')
         return Response(status_code=200)
 
     async def add_blob(self, request: Request) -> Response:
-        """Receive a file. Its type may be anything, so a browser is turned away here by its own headers."""
+        """Receive a file. Its content type may be anything, so browsers are refused by the headers that they send."""
         require_manager(request, self._context.config)
         if any(name in request.headers for name in BROWSER_HEADERS):
             raise ModelsAreFixed("files can't be uploaded by web pages")
-        sha256 = asked_digest(request)
+        sha256 = digest_in(request)
         if Store().has_blob(sha256):
             return Response(status_code=200)
-        with self._uploads.taken():
+        with self._uploads.held():
             upload = BlobUpload(Store(), sha256, MAX_UPLOAD_BYTES)
             try:
                 await self._receive(request, upload)
@@ -225,9 +225,9 @@ class Library:
 
     # ── progress ───────────────────────────────────────────────────────────────────────────────────────
 
-    async def _progress(self, work: Callable[[Progress], object], is_stream: bool, slots: Slots) -> Response:
-        """The lines of a piece of work as they come, or the last one alone."""
-        task = ProgressTask(work, slots)
+    async def _progress(self, work: Callable[[Progress], object], is_stream: bool, limit: ConcurrencyLimit) -> Response:
+        """Start some work; stream its progress lines, or return only the last one."""
+        task = ProgressTask(work, limit)
         if is_stream:
             lines = (ndjson_line(orjson.dumps(line)) async for line in task.lines())
             headers = {name.decode(): value.decode() for name, value in NDJSON_HEADERS}
@@ -240,14 +240,14 @@ class Library:
         return json_response(last)
 
 
-def asked_digest(request: Request) -> str:
+def digest_in(request: Request) -> str:
     kind, _, sha256 = str(request.path_params["digest"]).partition(":")
-    Store().blob_path(sha256 if kind == "sha256" else "")  # refuses what is no digest
+    Store().blob_path(sha256 if kind == "sha256" else "")  # refuses an invalid digest
     return sha256
 
 
 def find_stored(name: str) -> Manifest | None:
-    """The model of this name in the store, pulled before."""
+    """Return the manifest of a downloaded model; None if there is none of this name."""
     try:
         model = parse_name(plain_name(name))
         return None if isinstance(model, LocalModel) else Store().get(model.name)

@@ -1,15 +1,15 @@
-"""Ollama's `options` (and a Modelfile's PARAMETERs) into `SamplingParams`.
+"""Parses Ollama's `options` (and the PARAMETERs of a Modelfile) into `SamplingParams`.
 
-| option | here |
+| option | meaning here |
 |---|---|
 | temperature, top_k, top_p, min_p, typical_p, seed, stop, presence_penalty, frequency_penalty, mirostat… | the same |
-| repeat_penalty | repetition_penalty, over the whole context; `repeat_last_n` 0 switches it off, -1 is that |
+| repeat_penalty | repetition_penalty, over the whole context (`repeat_last_n` -1); `repeat_last_n` 0 turns it off |
 | num_predict | max_tokens; 0 and below: up to the end of the context |
-| num_ctx | room that must be there: more than the served context is refused |
-| num_keep | context_keep, where the context shifts |
+| num_ctx | only checked: more than the served context is refused |
+| num_keep | context_keep, if the context shifts |
 
-Options that say how Ollama should load a model (num_gpu, num_thread, …) are refused by name: this server has loaded it.
-Without options Ollama's defaults hold for temperature, top_k and top_p; its repeat penalty is off by default here.
+Options for loading a model (num_gpu, num_thread, …) are refused with their name: the model is loaded already.
+Temperature, top_k and top_p default to Ollama's values; its default repeat penalty is not applied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenmill.server.body import BodyFields, refuse, shown
 
 MAX_COUNT = 2**31 - 1
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-LOADING = {
+LOADING_OPTIONS = {
     "numa": "is not supported",
     "num_batch": "is set by the server's --token-budget",
     "num_gpu": "is set by the server's --device",
@@ -40,19 +40,19 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def require_options(options: dict[str, Any]) -> None:
-    """Refuse parameters that no model could be asked with; whether they fit a certain one is seen when it is asked."""
+    """Refuse options that are invalid for every model. Limits of a certain model are checked with each request."""
     sampling_settings(options, max_context=None)
 
 
-def parse_options(given: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """The options of a request as arguments of `SamplingParams`, on top of the model's own and Ollama's defaults."""
-    settings = sampling_settings(given, max_context=info.max_context)
+def parse_options(options: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
+    """Return the arguments of `SamplingParams` for a request: Ollama's defaults, the model's defaults, its options."""
+    settings = sampling_settings(options, max_context=info.max_context)
     return {**DEFAULTS, **info.defaults, **settings}
 
 
-def sampling_settings(given: dict[str, Any], *, max_context: int | None) -> dict[str, Any]:
-    """Options as arguments of `SamplingParams`, checked; None stands for no certain model."""
-    fields = BodyFields({name: value for name, value in given.items() if value is not None}, "options.")
+def sampling_settings(options: dict[str, Any], *, max_context: int | None) -> dict[str, Any]:
+    """Check options and return them as arguments of `SamplingParams`. `max_context`: of the model; None if unknown."""
+    fields = BodyFields({name: value for name, value in options.items() if value is not None}, "options.")
     _refuse_loading(fields)
     settings = {**_numbers(fields), "stop": _stops(fields)}
     settings["max_tokens"] = _max_tokens(fields)
@@ -62,16 +62,16 @@ def sampling_settings(given: dict[str, Any], *, max_context: int | None) -> dict
         settings["context_keep"] = min(keep, max_context // 2)
     settings = {name: value for name, value in settings.items() if value is not None}
     if fields.get("num_predict") is not None:
-        settings["max_tokens"] = _max_tokens(fields)  # None too: it replaces a limit of the model's own
-    settings.update(_window_of_penalties(fields, settings))
-    SamplingParams(**settings)  # refuses what is wrong together
+        settings["max_tokens"] = _max_tokens(fields)  # even None, which overrides a default of the model
+    settings.update(_penalty_window(fields, settings))
+    SamplingParams(**settings)  # refuses invalid combinations
     return settings
 
 
 def _refuse_loading(fields: BodyFields) -> None:
-    for name, why in LOADING.items():
+    for name, reason in LOADING_OPTIONS.items():
         if fields.get(name) is not None:
-            refuse(fields.name(name), why, hint="the model is loaded already")
+            refuse(fields.name(name), reason, hint="the model is loaded already")
     if fields.get("tfs_z") not in (None, 1, 1.0):
         refuse(fields.name("tfs_z"), "other than 1 (off) is not supported")
     if not fields.boolean("penalize_newline", True):
@@ -80,29 +80,26 @@ def _refuse_loading(fields: BodyFields) -> None:
 
 def _numbers(fields: BodyFields) -> dict[str, Any]:
     numbers: dict[str, Any] = {
-        name: fields.number(name, low, high)
-        for name, (low, high) in NUMBERS.items()
-        if name not in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        name: fields.number(name, low, high) for name, (low, high) in NUMBERS.items() if name != "repetition_penalty"
     }
-    whole = {name: fields.integer(name, *INTEGERS[name]) for name in INTEGERS if name not in ("n", "top_k")}
+    integers = {name: fields.integer(name, *INTEGERS[name]) for name in INTEGERS if name not in ("n", "top_k")}
     top_k = fields.integer("top_k", -1, MAX_COUNT)
-    penalties = {name: fields.number(name, *NUMBERS[name]) for name in ("presence_penalty", "frequency_penalty")}
-    own, theirs = (
+    repetition, repeat = (
         fields.number(name, *NUMBERS["repetition_penalty"]) for name in ("repetition_penalty", "repeat_penalty")
     )
     seed = fields.integer("seed", INT64_MIN, INT64_MAX)
     return {
         **numbers,
-        **whole,
-        **penalties,
-        "repetition_penalty": theirs if theirs is not None else own,
+        **integers,
+        "repetition_penalty": repetition if repeat is None else repeat,
         "top_k": 0 if top_k == -1 else top_k,
-        "seed": None if seed == -1 else seed,  # -1 is Ollama's word for "any"
+        "seed": None if seed == -1 else seed,  # Ollama's -1 means a random seed
     }
 
 
-def _window_of_penalties(fields: BodyFields, settings: dict[str, Any]) -> dict[str, Any]:
-    """Penalties look at the whole context here; another window is refused where a penalty would use it."""
+def _penalty_window(fields: BodyFields, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that `repeat_last_n` changes. Penalties apply to the whole context here, so any other window
+    is refused if there is a repetition penalty."""
     window = fields.integer("repeat_last_n", -1, MAX_COUNT)
     if window is None or window == -1:
         return {}
@@ -114,7 +111,7 @@ def _window_of_penalties(fields: BodyFields, settings: dict[str, Any]) -> dict[s
         refuse(
             fields.name("repeat_last_n"),
             f"must be -1 (the whole context) or 0 (no penalty), got {window}",
-            hint="repeat_penalty looks at the whole context here",
+            hint="repeat_penalty applies to the whole context here",
         )
     return {}
 
@@ -125,18 +122,18 @@ def _max_tokens(fields: BodyFields) -> int | None:
 
 
 def _require_context(fields: BodyFields, max_context: int | None) -> None:
-    wanted = fields.integer("num_ctx", 1, MAX_COUNT)
-    if wanted is not None and max_context is not None and wanted > max_context:
+    num_ctx = fields.integer("num_ctx", 1, MAX_COUNT)
+    if num_ctx is not None and max_context is not None and num_ctx > max_context:
         refuse(
             fields.name("num_ctx"),
-            f"{wanted} is more than this server's context of {max_context}",
+            f"{num_ctx} is more than this server's context of {max_context}",
             hint="start it with a larger --max-context",
         )
 
 
 def _stops(fields: BodyFields) -> list[str] | None:
-    given = fields.get("stop")
-    texts = [given] if isinstance(given, str) else fields.items("stop", MAX_STOP_STRINGS)
+    stop = fields.get("stop")
+    texts = [stop] if isinstance(stop, str) else fields.items("stop", MAX_STOP_STRINGS)
     for text in texts or []:
         if not isinstance(text, str) or not text:
             refuse(fields.name("stop"), f"must hold non-empty strings, got {shown(text)}")

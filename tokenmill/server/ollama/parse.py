@@ -1,10 +1,10 @@
-"""Bodies of /api/chat, /api/generate and /api/embed into requests.
+"""Parses the bodies of /api/chat, /api/generate and /api/embed into engine requests.
 
-Ollama streams unless told not to. A request without a prompt only asks for the model to be there, or with a
-`keep_alive` of zero not to be there.
+Replies are streamed unless `stream` is false. A request without a prompt only loads the model, or unloads it if
+`keep_alive` is 0.
 
-A tool's result names the tool (`tool_name`), a call (`tool_call_id`), or nothing: results go to the call with that id,
-else to the first call of that name that has none, else to the first call that has none.
+A tool's result names the tool (`tool_name`), the call (`tool_call_id`), or neither. It is assigned to the call with
+that id, else to the first call of that tool without a result, else to the first call without a result.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tokenmill.params import Guided, SamplingParams
 from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
 from tokenmill.server.gate import ServedEngine
 from tokenmill.server.ollama.options import parse_options
+from tokenmill.server.openai.parse import num_characters
 from tokenmill.store.modelfile import require_jinja
 from tokenmill.types import (
     ChatRequest,
@@ -53,7 +54,7 @@ class OllamaChatCall:
 class GenerateCall:
     request: ChatRequest | PromptRequest
     is_stream: bool
-    has_context: bool  # the reply brings the tokens of the conversation
+    has_context: bool  # the reply includes the token ids of the conversation
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class EmbedCall:
     dimensions: int | None
 
 
-def asked_model(body: dict[str, Any]) -> str:
-    """The name of the model, which older clients call `name`."""
+def model_name_in(body: dict[str, Any]) -> str:
+    """Return the name of the model in a body; older clients send it as `name`."""
     fields = BodyFields(body)
     name = fields.text("model") or fields.text("name")
     if not name:
@@ -75,7 +76,7 @@ def asked_model(body: dict[str, Any]) -> str:
 
 
 def parse_chat(body: dict[str, Any], name: str, engine: ServedEngine) -> OllamaChatCall | None:
-    """The conversation to go on with; None: the request has no messages and only asks for the model to be there."""
+    """Parse a body of /api/chat; None if it has no messages and only loads or unloads the model."""
     fields, info = BodyFields(body), engine.info
     is_empty = not fields.items("messages", MAX_MESSAGES)
     if is_empty:
@@ -123,7 +124,7 @@ def _message(fields: BodyFields, before: list[Message]) -> Message:
 
 
 def _tool_calls(fields: BodyFields, before: list[Message]) -> list[ToolCall]:
-    """The calls of an earlier turn. Ollama's need no ids: such a call is numbered."""
+    """Parse the calls of an earlier turn. Ollama's calls need no ids; calls without one are numbered."""
     num_before = sum(len(message.tool_calls) for message in before)
     calls = []
     for number, value in enumerate(fields.items("tool_calls", MAX_TOOL_CALLS) or []):
@@ -142,12 +143,12 @@ def _tool_calls(fields: BodyFields, before: list[Message]) -> list[ToolCall]:
 
 
 def _object(fields: BodyFields, key: str) -> dict[str, Any]:
-    found = fields.object(key)
-    return {} if found is None else found.values
+    value = fields.object(key)
+    return {} if value is None else value.values
 
 
 def _answered_call(call_id: str | None, name: str | None, before: list[Message]) -> str:
-    """The id of the call that a tool's result belongs to."""
+    """Return the id of the call that a tool's result belongs to."""
     if call_id:
         return call_id
     answered = {message.tool_call_id for message in before if message.role == "tool"}
@@ -204,50 +205,49 @@ def _refuse_think(think: object) -> NoReturn:
 
 
 def parse_generate(body: dict[str, Any], name: str, engine: ServedEngine) -> GenerateCall | None:
-    """The prompt to answer; None: there is none, and the request only asks for the model to be there."""
+    """Parse a body of /api/generate; None if it has no prompt and only loads or unloads the model."""
     fields, info = BodyFields(body), engine.info
     prompt, is_raw = fields.text("prompt") or "", fields.boolean("raw")
     template, system = fields.text("template") or "", fields.text("system") or ""
-    before = fields.items("context", info.max_context) or []
-    require_token_ids(before, "context", info.vocab_size)
+    context_ids = fields.items("context", info.max_context) or []
+    require_token_ids(context_ids, "context", info.vocab_size)
     refuse_images(fields)
-    fields.refuse_any(("width", "height", "steps"), hint="this model writes text")
-    if is_raw and (template or system or before):
+    fields.refuse_any(("width", "height", "steps"), hint="this model generates text only")
+    if is_raw and (template or system or context_ids):
         raise InvalidRequest("raw mode does not support template, system, or context")
     suffix = fields.text("suffix") or None
     if suffix is not None and not info.can_fill_in:
         raise InvalidRequest(f'"{name}" does not support insert', param="suffix")
-    if suffix is not None and (template or system or before):
+    if suffix is not None and (template or system or context_ids):
         refuse("suffix", "does not combine with template, system, or context")
     if not prompt:
         return None
     params, think = parse_params(fields, info), parse_think(fields, name, info)
-    if think.is_on and (is_raw or suffix is not None or before):
+    if think.is_on and (is_raw or suffix is not None or context_ids):
         refuse("think", "does not combine with raw, suffix, or context")
     is_stream = fields.boolean("stream", True)
     require_plausible_length(len(prompt), _longest_prompt(params, info), "prompt")
     if is_raw or suffix is not None:
         require_plausible_length(len(suffix or ""), _longest_prompt(params, info), "suffix")
-        between = PromptRequest(prompt=prompt, suffix=suffix, params=params)
-        return GenerateCall(between, is_stream, has_context=False)
+        return GenerateCall(PromptRequest(prompt=prompt, suffix=suffix, params=params), is_stream, has_context=False)
     require_jinja(template)
-    first = [Message(role="system", content=system)] if system else []
-    messages = [*first, Message(role="user", content=prompt)]
+    system_messages = [Message(role="system", content=system)] if system else []
+    messages = [*system_messages, Message(role="user", content=prompt)]
     request = ChatRequest(messages=messages, params=params, reasoning=think, chat_template=template or None)
-    if before:
-        return GenerateCall(_continued(before, request, engine), is_stream, has_context=True)
+    if context_ids:
+        return GenerateCall(_continued(context_ids, request, engine), is_stream, has_context=True)
     return GenerateCall(request, is_stream, has_context=True)
 
 
-def _continued(before: list[int], request: ChatRequest, engine: ServedEngine) -> PromptRequest:
-    """The tokens of the conversation so far, followed by those of the new turn."""
+def _continued(context_ids: list[int], request: ChatRequest, engine: ServedEngine) -> PromptRequest:
+    """Return a request for the tokens of the conversation so far, followed by those of the new turn."""
     ids = engine.tokenize_chat(request)
     bos = engine.info.spec.bos_token_id
-    new = ids[1:] if ids[:1] == [bos] else ids
-    return PromptRequest(prompt=[*before, *new], params=request.params)
+    new_ids = ids[1:] if ids[:1] == [bos] else ids
+    return PromptRequest(prompt=[*context_ids, *new_ids], params=request.params)
 
 
-# ── what both have ─────────────────────────────────────────────────────────────────────────────────────
+# ── shared by chat and generate ────────────────────────────────────────────────────────────────────────
 
 
 def parse_params(fields: BodyFields, info: ModelInfo) -> SamplingParams:
@@ -255,48 +255,48 @@ def parse_params(fields: BodyFields, info: ModelInfo) -> SamplingParams:
     settings = parse_options({} if options is None else options.values, info)
     shift = None if fields.get("shift") is None else fields.boolean("shift")
     if not (info.shifts_context if shift is None else shift):
-        settings.pop("context_keep", None)  # nothing is dropped, so everything is kept
+        settings.pop("context_keep", None)  # without a context shift nothing is dropped
     wants_logprobs = fields.boolean("logprobs")
-    top = fields.get("top_logprobs")
-    if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
+    num_top = fields.get("top_logprobs")
+    if num_top is not None and (type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS):
         raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}", param="top_logprobs")
-    if top and not wants_logprobs:
+    if num_top and not wants_logprobs:
         refuse("top_logprobs", "needs logprobs to be true")
     return SamplingParams(
         **settings,
         context_shift=shift,
-        logprobs=(top or 0) if wants_logprobs else None,
+        logprobs=(num_top or 0) if wants_logprobs else None,
         guided=parse_format(fields),
     )
 
 
 def parse_format(fields: BodyFields) -> Guided | None:
-    """ "json", or the schema that the answer must follow."""
-    wanted = fields.get("format")
-    if wanted is None or wanted == "":
+    """Parse `format`: "json", or the JSON schema of the answer."""
+    value = fields.get("format")
+    if value is None or value == "":
         return None
-    if wanted == "json":
+    if value == "json":
         return Guided("json_object")
-    if not isinstance(wanted, dict):
-        raise InvalidRequest(f'invalid format: {shown(wanted)}; expected "json" or a valid JSON Schema object')
-    return Guided.schema(wanted)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f'invalid format: {shown(value)}; expected "json" or a valid JSON Schema object')
+    return Guided.schema(value)
 
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """A request's `keep_alive`: how long its model stays in memory after it."""
+    """A request's `keep_alive`: how long its model stays in memory while it is idle."""
 
-    seconds: float | None  # None: for ever
+    seconds: float | None  # None: forever
 
 
-def parse_keeping(fields: BodyFields) -> KeepAlive | None:
-    """The `keep_alive` of a request: a duration such as "5m", or seconds; below zero for ever."""
-    given = fields.get("keep_alive")
-    if given is None:
+def parse_keep_alive(fields: BodyFields) -> KeepAlive | None:
+    """Parse `keep_alive`: a duration such as "5m", or seconds; negative values mean forever."""
+    value = fields.get("keep_alive")
+    if value is None:
         return None
-    seconds = seconds_of(given)
+    seconds = seconds_of(value)
     if seconds is None:
-        refuse("keep_alive", f"must be a duration such as 5m, or seconds, got {shown(given)}")
+        refuse("keep_alive", f"must be a duration such as 5m, or seconds, got {shown(value)}")
     return KeepAlive(keep_alive_of(seconds))
 
 
@@ -306,7 +306,7 @@ def refuse_images(fields: BodyFields) -> None:
 
 
 def truncated(request: ChatRequest, engine: ServedEngine) -> ChatRequest:
-    """Drop the oldest messages until the rest fits the context; system messages and the last one stay."""
+    """Drop the oldest messages until the rest fits the context, but no system message and not the last message."""
     droppable = [n for n, message in enumerate(request.messages[:-1]) if message.role != "system"]
 
     def without(num_dropped: int) -> ChatRequest:
@@ -332,8 +332,7 @@ def _longest_prompt(params: SamplingParams, info: ModelInfo) -> int:
 
 
 def _require_plausible(request: ChatRequest, info: ModelInfo) -> None:
-    num_characters = sum(len(message.content or "") for message in request.messages)
-    require_plausible_length(num_characters, _longest_prompt(request.params, info), "messages")
+    require_plausible_length(num_characters(request.messages), _longest_prompt(request.params, info), "messages")
 
 
 # ── embeddings ─────────────────────────────────────────────────────────────────────────────────────────
@@ -341,9 +340,9 @@ def _require_plausible(request: ChatRequest, info: ModelInfo) -> None:
 
 def parse_embed(body: dict[str, Any], engine: ServedEngine, max_inputs: int) -> EmbedCall:
     fields, info = BodyFields(body), engine.info
-    parse_params(fields, info)  # options are checked; none of them changes an embedding
-    given = fields.get("input")
-    inputs = [given] if isinstance(given, str) and given else given or []
+    parse_params(fields, info)  # options are checked, although none of them changes an embedding
+    value = fields.get("input")
+    inputs = [value] if isinstance(value, str) and value else value or []
     if not isinstance(inputs, list) or not all(isinstance(text, str) for text in inputs):
         raise InvalidRequest("invalid input type", param="input")
     if len(inputs) > max_inputs:
@@ -364,14 +363,14 @@ def parse_legacy_embedding(body: dict[str, Any], engine: ServedEngine) -> EmbedC
 
 
 def _fitted(text: str, engine: ServedEngine, truncates: bool) -> str | list[int]:
-    """A text that fits the context; a longer one is cut, or refused."""
-    longest = engine.info.max_context
-    if len(text.encode()) < longest:  # a token is a byte at least, and one may begin the text
+    """Return a text that fits the context. A longer text is cut if `truncates`, and else refused."""
+    max_tokens = engine.info.max_context
+    if len(text.encode()) < max_tokens:  # a token is at least one byte, and a special token may come first
         return text
-    require_plausible_length(len(text), longest, "input")
+    require_plausible_length(len(text), max_tokens, "input")
     ids = engine.tokenize(text)
-    if len(ids) <= longest:
+    if len(ids) <= max_tokens:
         return ids
     if not truncates:
         raise ContextLengthExceeded("the input length exceeds the context length", param="input")
-    return ids[:longest]
+    return ids[:max_tokens]

@@ -3,13 +3,12 @@
     {"model": …, "created_at": …, "message": {"role": "assistant", "content": "Hel"}, "done": false}
     {"model": …, "created_at": …, "message": {…, "content": ""}, "done": true, "done_reason": "stop", "eval_count": …}
 
-A stream is a JSON object a line, without empty lines and without anything to keep a connection open: Ollama's clients
-parse every line. Thoughts have a field of their own, `thinking`. A tool call is sent whole, with its arguments as an
-object. Durations are nanoseconds:
+A stream has one JSON object per line, without empty lines or pings: Ollama's clients parse every line. Reasoning is in
+the field `thinking`. A tool call is sent whole, with its arguments as an object. Durations are nanoseconds:
 
-    total = load (waiting for the model and a place) + prompt_eval (to the first token) + eval (to the last)
+    total = load (waiting for the model and in the queue) + prompt_eval (until the first token) + eval (until the last)
 
-An error is `{"error": text}`, also as the last line of a stream that failed.
+An error is `{"error": text}`, also as the last line of a failed stream.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ OLLAMA = Dialect(
 
 
 def timestamp(time_ns: int | None = None) -> str:
-    """A moment, by default this one, as RFC 3339 with nanoseconds."""
+    """Format a time, by default the current time, as RFC 3339 with nanoseconds."""
     seconds, rest = divmod(time.time_ns() if time_ns is None else time_ns, NANOSECONDS)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest:09d}Z"
 
 
 class OllamaRendering:
-    """The common parts of replies of /api/chat and /api/generate."""
+    """The common parts of the renderings of /api/chat and /api/generate."""
 
     stream_headers: Sequence[tuple[bytes, bytes]] = NDJSON_HEADERS
     ping = b""
@@ -73,7 +72,7 @@ class OllamaRendering:
         self._head = b'{"model":' + orjson.dumps(model) + b',"created_at":"'
         self._finish_reason = "stop"
         self._calls = CallCollector()
-        self._logprobs: list[TokenInfo] = []  # of text that is not out yet
+        self._logprobs: list[TokenInfo] = []  # of text that was not sent yet
 
     def begin(self, facts: GenerationFacts) -> bytes:
         return b""
@@ -86,15 +85,15 @@ class OllamaRendering:
             return self._text_line(event.text) if event.text else b""
         self._logprobs += event.logprobs or []
         parts = merge_parts([TextPart(event.text)] if event.parts is None else event.parts)
-        return b"".join(self._line(content, False, self._taken_logprobs()) for content in self._contents(parts))
+        return b"".join(self._line(content, False, self._pop_logprobs()) for content in self._contents(parts))
 
-    def _taken_logprobs(self) -> dict[str, Any]:
-        """The logprobs of tokens so far, with the first line that has text."""
-        taken, self._logprobs = self._logprobs, []
-        return {"logprobs": logprobs(taken)} if taken else {}
+    def _pop_logprobs(self) -> dict[str, Any]:
+        """Return the logprobs that were not sent yet, for the next line."""
+        infos, self._logprobs = self._logprobs, []
+        return {"logprobs": logprobs(infos)} if infos else {}
 
     def _note(self, event: Event) -> None:
-        """Keep what the last line needs."""
+        """Store what the last line needs from an event."""
 
     def _text_line(self, text: str) -> bytes:
         raise NotImplementedError
@@ -122,7 +121,7 @@ class OllamaRendering:
         return {"model": self._model, "created_at": timestamp(), **content, "done": is_done, **(extra or {})}
 
     def end(self, facts: GenerationFacts) -> bytes:
-        return self._line(self._content("", ""), True, {**self._last(facts), **self._taken_logprobs()})
+        return self._line(self._content("", ""), True, {**self._last(facts), **self._pop_logprobs()})
 
     def _last(self, facts: GenerationFacts) -> dict[str, Any]:
         return {"done_reason": done_reason(self._finish_reason), **durations(facts)}
@@ -136,20 +135,20 @@ class OllamaRendering:
         self._note(answer)
         calls = [call for part in answer.parts or () if (call := self._calls.add(part)) is not None]
         content = self._content(answer.text, reasoning_of(answer) or "", calls or None)
-        shown = {} if answer.logprobs is None else {"logprobs": logprobs(answer.logprobs)}
-        return json_bytes(orjson.dumps(self._object(content, True, {**self._last(facts), **shown})))
+        extra = {} if answer.logprobs is None else {"logprobs": logprobs(answer.logprobs)}
+        return json_bytes(orjson.dumps(self._object(content, True, {**self._last(facts), **extra})))
 
 
 class CallCollector:
-    """Tool calls, each complete: Ollama sends arguments as an object. A call that was cut off has none and is left
-    out; `done_reason` says so."""
+    """Assembles complete tool calls, since Ollama sends arguments as an object. A call that was cut off is omitted;
+    `done_reason` is then `length`."""
 
     def __init__(self) -> None:
         self._open: CallStart | None = None
         self._fragments: list[str] = []
 
     def add(self, part: Part) -> dict[str, Any] | None:
-        """The call that a part completes."""
+        """Add a part; return the call that it completes, if any."""
         match part:
             case CallStart():
                 self._open, self._fragments = part, []
@@ -180,7 +179,7 @@ class ChatReply(OllamaRendering):
 
 
 class GenerateReply(OllamaRendering):
-    """Replies of /api/generate. `has_context`: the last line has the tokens of the conversation so far."""
+    """Replies of /api/generate. `has_context`: the last line has the token ids of the conversation so far."""
 
     def __init__(self, model: str, *, has_context: bool) -> None:
         super().__init__(model)
@@ -203,7 +202,7 @@ class GenerateReply(OllamaRendering):
 
 
 def loaded_reply(model: str, content: dict[str, Any], reason: str) -> dict[str, Any]:
-    """The answer to a request without a prompt, which only asks for the model to be there, or to leave."""
+    """Return the reply to a request without a prompt, which only loads or unloads the model."""
     return {"model": model, "created_at": timestamp(), **content, "done": True, "done_reason": reason}
 
 
@@ -241,7 +240,7 @@ def _token(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
 
 
 class EmbedReply:
-    """Replies of /api/embed, and of the older /api/embeddings, which has one vector and nothing else."""
+    """Replies of /api/embed, and of the older /api/embeddings, whose reply has only one vector."""
 
     stream_headers: Sequence[tuple[bytes, bytes]] = NDJSON_HEADERS
     ping = b""
@@ -274,5 +273,5 @@ class EmbedReply:
 
 
 def embed_reply(model: str, vectors: list[list[float]], counts: dict[str, int]) -> dict[str, Any]:
-    shown = ("total_duration", "load_duration", "prompt_eval_count")
-    return {"model": model, "embeddings": vectors, **{name: counts.get(name, 0) for name in shown}}
+    names = ("total_duration", "load_duration", "prompt_eval_count")
+    return {"model": model, "embeddings": vectors, **{name: counts.get(name, 0) for name in names}}

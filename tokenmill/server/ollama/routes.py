@@ -1,4 +1,4 @@
-"""Ollama's endpoints of generations and embeddings; those of the model store are in `library.py`."""
+"""Ollama's endpoints of generations and embeddings; the model endpoints are in `library.py`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tokenmill.server.generation import GenerationJob
 from tokenmill.server.ollama import schemas
 from tokenmill.server.ollama.library import library_endpoints
 from tokenmill.server.ollama.parse import (
-    asked_model,
+    model_name_in,
     parse_chat,
     parse_embed,
     parse_generate,
-    parse_keeping,
+    parse_keep_alive,
     parse_legacy_embedding,
 )
 from tokenmill.server.ollama.render import ChatReply, EmbedReply, GenerateReply, embed_reply, loaded_reply
@@ -32,10 +32,10 @@ from tokenmill.server.routing import READING, TEXT, Endpoint, RouteContext, json
 from tokenmill.server.variants import FoundModel, gate_of
 from tokenmill.store import find_entry, plain_name
 
-VERSION = "0.33.0"  # of Ollama: the newest whose routes are here; clients compare it
+VERSION = "0.33.0"  # the newest version of Ollama whose API is implemented; clients compare it
 TAG = "Ollama"
 RUNNING = "Ollama is running"
-EMBEDDINGS_IN_FLIGHT = 32
+MAX_EMBEDDINGS_IN_FLIGHT = 32
 
 
 def ollama_endpoints(context: RouteContext) -> list[Endpoint]:
@@ -98,12 +98,12 @@ def ollama_endpoints(context: RouteContext) -> list[Endpoint]:
 
 
 def wants_no_page(head: RequestHead) -> bool:
-    """Tell whether the client probes for Ollama and is no browser."""
+    """Return whether `GET /` comes from a client that probes for Ollama, not from a browser."""
     return "text/html" not in head.headers.get("accept", "")
 
 
 def find_model(name: str, registry: ModelRegistry) -> FoundModel:
-    """The model of this name, as Ollama's users write it: without a tag, with the tag `latest`, in any case."""
+    """Return the model of this name in any of Ollama's spellings: without a tag, with the tag `latest`, in any case."""
     plain = plain_name(name)
     entry = find_entry(plain)
     by_case = {one.lower(): one for one in registry.names()}
@@ -118,28 +118,28 @@ def find_model(name: str, registry: ModelRegistry) -> FoundModel:
 # ── generations ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def keep_as_asked(model: FoundModel, body: dict[str, Any]) -> None:
-    """Let a model stay after a request for as long as the request says."""
-    keeping = parse_keeping(BodyFields(body))
-    if keeping is not None:
-        model.keep(keeping.seconds)
+def apply_keep_alive(model: FoundModel, body: dict[str, Any]) -> None:
+    """Set how long the model stays in memory while idle, if the request says it."""
+    keep_alive = parse_keep_alive(BodyFields(body))
+    if keep_alive is not None:
+        model.keep(keep_alive.seconds)
 
 
 def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
-    name = asked_model(body)
+    name = model_name_in(body)
     model = find_model(name, context.registry)
     call = parse_chat(body, name, model.engine)
-    keep_as_asked(model, body)
+    apply_keep_alive(model, body)
     if call is None:
         return presence_reply(body, model, context, name, {"message": {"role": "assistant", "content": ""}})
     return GenerationJob(model.engine, [call.request], ChatReply(name), call.is_stream)
 
 
 def generate_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
-    name = asked_model(body)
+    name = model_name_in(body)
     model = find_model(name, context.registry)
     call = parse_generate(body, name, model.engine)
-    keep_as_asked(model, body)
+    apply_keep_alive(model, body)
     if call is None:
         return presence_reply(body, model, context, name, {"response": ""})
     rendering = GenerateReply(name, has_context=call.has_context)
@@ -147,51 +147,48 @@ def generate_job(body: dict[str, Any], context: RouteContext) -> GenerationJob |
 
 
 def embed_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
-    name = asked_model(body)
+    name = model_name_in(body)
     model = find_model(name, context.registry)
     engine = model.engine
     call = parse_embed(body, engine, context.config.max_embedding_inputs)
-    keep_as_asked(model, body)
+    apply_keep_alive(model, body)
     if not call.requests:
         return json_response(embed_reply(name, [], {}))
     rendering = EmbedReply(name, dimensions=call.dimensions, is_legacy=False)
-    return GenerationJob(engine, call.requests, rendering, prompt_param="input", max_in_flight=EMBEDDINGS_IN_FLIGHT)
+    return GenerationJob(engine, call.requests, rendering, prompt_param="input", max_in_flight=MAX_EMBEDDINGS_IN_FLIGHT)
 
 
 def legacy_embedding_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
-    name = asked_model(body)
+    name = model_name_in(body)
     model = find_model(name, context.registry)
     engine = model.engine
     call = parse_legacy_embedding(body, engine)
-    keep_as_asked(model, body)
+    apply_keep_alive(model, body)
     if not call.requests:
         return json_response({"embedding": []})
     rendering = EmbedReply(name, dimensions=None, is_legacy=True)
     return GenerationJob(engine, call.requests, rendering, prompt_param="prompt")
 
 
-# ── models without a prompt ────────────────────────────────────────────────────────────────────────────
+# ── requests without a prompt ──────────────────────────────────────────────────────────────────────────
 
 
 def presence_reply(
     body: dict[str, Any], model: FoundModel, context: RouteContext, name: str, content: dict[str, Any]
 ) -> Response:
-    """Answer a request without a prompt, which loads the model, or unloads it with a `keep_alive` of zero."""
-    keeping, gate = parse_keeping(BodyFields(body)), gate_of(model)
-    if keeping is None or keeping.seconds != 0:
+    """Handle a request without a prompt, which loads the model, or unloads it if `keep_alive` is 0."""
+    keep_alive, gate = parse_keep_alive(BodyFields(body)), gate_of(model)
+    if keep_alive is None or keep_alive.seconds != 0:
         return PresenceReply(gate.enter, lambda: loaded_reply(name, content, "load"))
     if gate.is_pinned or gate.load is None:
-        raise InvalidRequest(
-            f"{gate.name} can't be unloaded: this server runs it for as long as it runs itself", param="keep_alive"
-        )
+        raise InvalidRequest(f"{gate.name} can't be unloaded: it is always loaded on this server", param="keep_alive")
     return PresenceReply(
         lambda: context.loader.unload(gate), lambda: loaded_reply(name, content, "unload"), needs_operator=True
     )
 
 
 class PresenceReply(Response):
-    """A reply that is sent once a model is in memory, or out of it. `needs_operator`: one of several keys may ask for
-    it only if it sees all."""
+    """A reply that is sent once the model is loaded or unloaded. `needs_operator`: refuse requests of tenants."""
 
     def __init__(
         self,
@@ -207,6 +204,8 @@ class PresenceReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._needs_operator and not is_operator(scope):
-            raise ModelsAreFixed("of several keys only one that sees all may unload a model")
+            raise ModelsAreFixed(
+                "unloading a model needs a key that sees all (an operator's)", hint="tokenmill keys add NAME --sees-all"
+            )
         await self._change()
         await json_response(self._content())(scope, receive, send)

@@ -1,4 +1,4 @@
-"""JSON Schemas of Ollama's endpoints, for /openapi.json: the fields that matter, and what replies always have."""
+"""JSON Schemas of Ollama's endpoints, for /openapi.json: the important fields of bodies and replies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tokenmill.server.openai.schemas import FLAG, body_of, integer, maybe
 from tokenmill.server.routing import COUNT, TEXT, Schema, list_of, object_of
 
 OBJECT: Schema = {"type": "object"}
-MODEL: Schema = {**TEXT, "description": "The name that GET /api/tags shows; the tag `latest` may be left out."}
+MODEL: Schema = {**TEXT, "description": "The name of a model, as listed by GET /api/tags; `:latest` may be omitted."}
 FORMAT: Schema = {"anyOf": [{"enum": ["", "json"]}, OBJECT, {"type": "null"}]}
 MESSAGE: Schema = {
     "type": "object",
@@ -16,7 +16,7 @@ MESSAGE: Schema = {
 }
 SHARED: Schema = {
     "model": MODEL,
-    "stream": {**FLAG, "description": "True unless false."},
+    "stream": {**FLAG, "description": "Default: true."},
     "options": maybe({**OBJECT, "description": "Sampling: temperature, top_p, num_predict, seed, stop, …"}),
     "format": FORMAT,
     "keep_alive": {"type": ["string", "number", "null"]},
@@ -79,7 +79,7 @@ CREATE_BODY = body_of(
 
 # ── replies ────────────────────────────────────────────────────────────────────────────────────────────
 
-STREAM = "Done. Streamed unless `stream` is false: a JSON object a line, the last one with `done`."
+STREAM = "Done. Streamed unless `stream` is false: one JSON object per line, the last one with `done`."
 DONE = {"model": TEXT, "created_at": TEXT, "done": {"const": True}, "done_reason": TEXT}
 CHAT_REPLY = object_of(message=object_of(role={"const": "assistant"}, content=TEXT), **DONE)
 GENERATE_REPLY = object_of(response=TEXT, **DONE)
@@ -93,5 +93,5 @@ TAGS_REPLY = object_of(models=list_of(LISTED))
 PS_REPLY = object_of(models=list_of(object_of(name=TEXT, expires_at=TEXT, size_vram=COUNT, context_length=COUNT)))
 SHOW_REPLY = object_of(details=DETAILS, model_info=OBJECT, capabilities=list_of(TEXT), template=TEXT, modified_at=TEXT)
 PROGRESS_REPLY = object_of(status=TEXT)
-PROGRESS_STREAM = "Done. Streamed unless `stream` is false: a status a line, the last one `success`, or an error."
+PROGRESS_STREAM = "Done. Streamed unless `stream` is false: one status per line, the last one `success` or an error."
 NOTHING: Schema = {}

@@ -1,11 +1,11 @@
-"""Long work on the model store, with progress that a client reads line by line: pulls and created models.
+"""Long operations on the model store (pulling and creating models), whose progress a client reads line by line.
 
     {"status": "pulling manifest"}
-    {"status": "pulling 4f0c…", "digest": "sha256:…", "total": 98362432, "completed": 1048576}   as often as it changes
+    {"status": "pulling 4f0c…", "digest": "sha256:…", "total": 98362432, "completed": 1048576}   repeated
     {"status": "verifying sha256 digest"}, {"status": "writing manifest"}, {"status": "success"}
 
-The work runs in a thread, a few at a time. A client that leaves ends its download, and what has arrived is kept for the
-next one. An error is the last line.
+Each operation runs in a thread; their number is limited. When the client disconnects, its download stops, and the
+partial file is kept for the next attempt. An error is the last line.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from tokenmill.observe.log import get_log
 from tokenmill.server.body import BodyFields, refuse, shown
 from tokenmill.server.errors import InternalError
 from tokenmill.server.ollama.options import require_options
-from tokenmill.server.ollama.parse import MAX_MESSAGES, asked_model
+from tokenmill.server.ollama.parse import MAX_MESSAGES, model_name_in
 from tokenmill.server.ollama.render import error_text
 from tokenmill.store import Customization, LocalModel, Manifest, Store, create_model, parse_name, plain_name, pull
 from tokenmill.store.created import require_new_name, stored_files
 from tokenmill.store.modelfile import ROLES, require_jinja
 
 log = get_log("server")
-LINE_INTERVAL_S = 0.1  # between two lines of progress
+LINE_INTERVAL_S = 0.1  # between two reads of the progress
 SUCCESS = {"status": "success"}
 
 
-class Slots:
-    """A limit on the number of long operations that run at once."""
+class ConcurrencyLimit:
+    """A limit on the number of concurrent long operations."""
 
-    def __init__(self, most: int, what: str) -> None:
-        self._places, self._what = threading.BoundedSemaphore(most), what
+    def __init__(self, limit: int, what: str) -> None:
+        self._semaphore, self._what = threading.BoundedSemaphore(limit), what
 
-    def take(self) -> None:
-        if not self._places.acquire(blocking=False):
+    def acquire(self) -> None:
+        if not self._semaphore.acquire(blocking=False):
             raise Overloaded(f"too many {self._what} at the same time", retry_after_s=10.0)
 
-    def give_back(self) -> None:
-        self._places.release()
+    def release(self) -> None:
+        self._semaphore.release()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        self.take()
+    def held(self) -> Iterator[None]:
+        self.acquire()
         try:
             yield
         finally:
-            self.give_back()
+            self.release()
 
 
-# ── work with progress ─────────────────────────────────────────────────────────────────────────────────
+# ── operations with progress ───────────────────────────────────────────────────────────────────────────
 
 
-class ClientLeft(Exception):
-    """The client that waits for this work is gone."""
+class ClientDisconnected(Exception):
+    """The client that reads the progress has disconnected."""
 
 
 class Progress:
-    """Lines that a piece of work reports from its thread. Of a download only the newest state is kept, so that a slow
-    reader makes nothing grow."""
+    """The progress that an operation reports from its thread. Of a download only the newest state is kept, so that
+    memory does not grow when the client reads slowly."""
 
     def __init__(self) -> None:
         self._lines: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ class Progress:
                 self._is_new = False
             return lines
 
-    # What a pull calls.
+    # Called by `pull`.
 
     def note(self, line: str) -> None:
         self.say(line)
@@ -98,7 +98,7 @@ class Progress:
 
     def advance(self, num_bytes: int) -> None:
         if self.is_abandoned:
-            raise ClientLeft
+            raise ClientDisconnected
         with self._lock:
             if self._file is not None:
                 self._file["completed"] += num_bytes
@@ -112,13 +112,13 @@ class Progress:
 
 
 class ProgressTask:
-    """Work in a thread of its own, whose lines a client reads. The thread does not keep the process from ending."""
+    """An operation in a daemon thread, whose progress is read as lines."""
 
-    def __init__(self, work: Callable[[Progress], object], slots: Slots) -> None:
-        slots.take()
+    def __init__(self, work: Callable[[Progress], object], limit: ConcurrencyLimit) -> None:
+        limit.acquire()
         self.error: TokenmillError | None = None
         self._progress = Progress()
-        self._work, self._slots = work, slots
+        self._work, self._limit = work, limit
         self._thread = threading.Thread(target=self._run, daemon=True, name="models")
         self._thread.start()
 
@@ -137,26 +137,26 @@ class ProgressTask:
     def _run(self) -> None:
         try:
             self._work(self._progress)
-        except ClientLeft:
+        except ClientDisconnected:
             return
         except TokenmillError as error:
             self.error = error
         except Exception:
-            log.exception("a change to the model store failed")
+            log.exception("an operation on the model store failed")
             self.error = InternalError()
         finally:
-            self._slots.give_back()
+            self._limit.release()
 
 
 def pull_named(name: str, progress: Progress) -> Manifest:
-    """Pull a model by a name that a client gave: never a path."""
+    """Pull a model by name. Names come from clients, so paths are refused."""
     progress.say("pulling manifest")
     try:
         model = parse_name(plain_name(name))
     except UnknownModel:
         model = None
     if model is None or isinstance(model, LocalModel):
-        raise UnknownModel("pull model manifest: file does not exist", hint=f"no model is called {shown(name)}")
+        raise UnknownModel("pull model manifest: file does not exist", hint=f"there is no model called {shown(name)}")
     manifest = pull(model, Store(), progress)
     progress.say("verifying sha256 digest")
     progress.say("writing manifest")
@@ -168,7 +168,7 @@ class CreateCall:
 
     def __init__(self, body: dict[str, Any]) -> None:
         fields = BodyFields(body)
-        self.name = require_new_name(asked_model(body))
+        self.name = require_new_name(model_name_in(body))
         self.base = fields.text("from") or ""
         self.is_stream = fields.boolean("stream", True)
         self.files = _digests(fields)
@@ -191,14 +191,14 @@ class CreateCall:
 def parse_create(body: dict[str, Any]) -> CreateCall:
     fields = BodyFields(body)
     fields.refuse_any(("adapters",), hint="tokenmill create takes a Modelfile with ADAPTER PATH")
-    fields.refuse_any(("quantize", "quantization"), hint="give a file that is quantised already")
+    fields.refuse_any(("quantize", "quantization"), hint="upload a quantised file")
     fields.refuse_any(("modelfile", "path"), hint="send the Modelfile's fields: from, system, parameters, …")
     return CreateCall(body)
 
 
 def _digests(fields: BodyFields) -> dict[str, str]:
-    given = fields.object("files")
-    files = {} if given is None else given.values
+    values = fields.object("files")
+    files = {} if values is None else values.values
     for name, digest in files.items():
         if not isinstance(digest, str) or not digest.startswith("sha256:"):
             refuse(f"files.{name[:60]}", f"must be a digest sha256:…, got {shown(digest)}")
@@ -206,29 +206,30 @@ def _digests(fields: BodyFields) -> dict[str, str]:
 
 
 def _messages(fields: BodyFields) -> list[tuple[str, str]]:
-    found = []
+    messages = []
     for number, value in enumerate(fields.items("messages", MAX_MESSAGES) or []):
         message = BodyFields(value if isinstance(value, dict) else {}, f"messages[{number}].")
         role = message.one_of("role", ROLES) or "user"
-        found.append((role, message.required_text("content")))
-    return found
+        messages.append((role, message.required_text("content")))
+    return messages
 
 
 def _license(fields: BodyFields) -> str:
-    given = fields.get("license")
-    if isinstance(given, list) and all(isinstance(text, str) for text in given):
-        return "\n".join(given)
+    value = fields.get("license")
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        return "\n".join(value)
     return fields.text("license") or ""
 
 
-def create_named(wanted: CreateCall, base: Manifest | None, progress: Progress) -> None:
+def create_named(call: CreateCall, base: Manifest | None, progress: Progress) -> None:
+    """Create a model from uploaded files or from `base`, which is pulled first if it is None."""
     store = Store()
-    if wanted.files:
+    if call.files:
         progress.say("parsing files")
-        base = Manifest(name="", source="uploaded", files=stored_files(store, wanted.files))
+        base = Manifest(name="", source="uploaded", files=stored_files(store, call.files))
     elif base is None:
-        base = pull_named(wanted.base, progress)
+        base = pull_named(call.base, progress)
     for file in base.files:
         progress.say(f"using existing layer sha256:{file.sha256}")
     progress.say("writing manifest")
-    create_model(store, wanted.name, base, wanted.custom)
+    create_model(store, call.name, base, call.custom)

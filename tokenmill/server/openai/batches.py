@@ -88,13 +88,14 @@ def parse_batch(body: dict[str, Any], owner: str, urls: Sequence[str]) -> NewBat
     if endpoint not in urls:
         refuse("endpoint", f"must be one of {', '.join(urls)}, got {shown(endpoint)}")
     window = fields.required_text("completion_window")
+    lifetime_s = window_s(window)
     metadata = None if fields.get("metadata") is None else parse_metadata(fields)
     facts: dict[str, Any] = {"completion_window": window, "metadata": metadata}
     expiry = fields.object("output_expires_after")
     if expiry is not None:
         expiry.one_of("anchor", ("created_at",))
         facts["output_kept_s"] = parse_expiry(expiry.get("seconds"), "output_expires_after.seconds")
-    return NewBatch(owner, DIALECT, endpoint, fields.required_text("input_file_id"), window_s(window), facts=facts)
+    return NewBatch(owner, DIALECT, endpoint, fields.required_text("input_file_id"), lifetime_s, facts=facts)
 
 
 def window_s(window: str) -> int:

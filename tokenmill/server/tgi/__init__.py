@@ -1,1 +1,1 @@
-"""The dialect of Text Generation Inference (TGI), as `huggingface_hub` speaks it."""
+"""The dialect of Text Generation Inference (TGI), as used by `huggingface_hub`."""

@@ -1,7 +1,7 @@
-"""TGI's request bodies into native requests: `{"inputs": text, "parameters": {…}, "stream": bool}`.
+"""Parses TGI's bodies into engine requests: `{"inputs": text, "parameters": {…}, "stream": bool}`.
 
-Without `do_sample`, and without a parameter that means it, the most likely token is always taken, as TGI does. A stop
-sequence stays in the text. `watermark` can't be honoured and is refused; `adapter_id` names an adapter of the model.
+As in TGI, decoding is greedy without `do_sample` or a parameter that implies it. A stop sequence is part of the text.
+`watermark` is not supported and refused; `adapter_id` names an adapter of the model.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from tokenmill.types import PromptRequest
 MAX_NEW_TOKENS = 2**31 - 1
 MAX_BEST_OF = 20
 MAX_TOP_TOKENS = 5
-SAMPLING = ("temperature", "top_k", "top_p", "typical_p")  # each of these means that tokens are drawn
+SAMPLING = ("temperature", "top_k", "top_p", "typical_p")  # each of these implies do_sample
 
 
 @dataclass(frozen=True)
 class TextGenerationCall:
-    """One call of /generate, and what its reply has to show."""
+    """A parsed body of /generate, and what its reply includes."""
 
     request: PromptRequest
     is_stream: bool
-    shown_prompt: str  # before the answer, if the client wants the full text
+    shown_prompt: str  # the prompt, if the client requested the full text; else ""
     wants_details: bool
-    first_prompt_token: tuple[int, str] | None  # set if the client wants to see the prompt's tokens
+    first_prompt_token: tuple[int, str] | None  # set if the client requested the prompt's tokens
     num_top_tokens: int
 
 
 def parse_text_generation(body: dict[str, Any], engine: ServedEngine, is_stream: bool | None) -> TextGenerationCall:
-    """`is_stream`: what the route says; None: the body does."""
+    """`is_stream`: whether the route streams; None: the body decides."""
     fields, info = BodyFields(body), engine.info
     text = fields.required_text("inputs")
     if not text:
         refuse("inputs", "must not be empty")
-    given = fields.object("parameters") or BodyFields({}, "parameters.")
-    given.refuse_any(("watermark",))
-    truncate = given.integer("truncate", 1, MAX_NEW_TOKENS)
+    parameters = fields.object("parameters") or BodyFields({}, "parameters.")
+    parameters.refuse_any(("watermark",))
+    truncate = parameters.integer("truncate", 1, MAX_NEW_TOKENS)
     if truncate is None:
         require_plausible_length(len(text), info.max_context, "inputs")
     stream = fields.boolean("stream") if is_stream is None else is_stream
-    wants_prompt = given.boolean("decoder_input_details")
+    wants_prompt = parameters.boolean("decoder_input_details")
     if wants_prompt and stream:
-        refuse(given.name("decoder_input_details"), "does not combine with stream")
-    top = given.integer("top_n_tokens", 0, MAX_TOP_TOKENS) or 0
-    wants_details = given.boolean("details") or wants_prompt
-    params = _params(given, info, stream=stream, num_logprobs=top if stream or wants_details else None)
+        refuse(parameters.name("decoder_input_details"), "does not combine with stream")
+    num_top = parameters.integer("top_n_tokens", 0, MAX_TOP_TOKENS) or 0
+    wants_details = parameters.boolean("details") or wants_prompt
+    params = _params(parameters, info, stream=stream, num_logprobs=num_top if stream or wants_details else None)
     if wants_prompt:
         params["prompt_logprobs"] = 0
     prompt = _prompt(text, truncate, engine)
     return TextGenerationCall(
         request=PromptRequest(prompt=prompt, params=SamplingParams(**params)),
         is_stream=stream,
-        shown_prompt=text if given.boolean("return_full_text") else "",
+        shown_prompt=text if parameters.boolean("return_full_text") else "",
         wants_details=wants_details,
         first_prompt_token=_first_token(prompt, engine) if wants_prompt else None,
-        num_top_tokens=top,
+        num_top_tokens=num_top,
     )
 
 
 def _prompt(text: str, truncate: int | None, engine: ServedEngine) -> str | list[int]:
-    """The text; or its last tokens, where it is to be truncated."""
+    """Return the text, or its last `truncate` tokens if it has more."""
     if truncate is None:
         return text
     ids = engine.tokenize(text)
@@ -80,63 +80,65 @@ def _first_token(prompt: str | list[int], engine: ServedEngine) -> tuple[int, st
     return first, engine.token_bytes([first])[0].decode("utf-8", "replace")
 
 
-def _params(given: BodyFields, info: ModelInfo, *, stream: bool, num_logprobs: int | None) -> dict[str, Any]:
-    best_of = given.integer("best_of", 1, MAX_BEST_OF)
+def _params(parameters: BodyFields, info: ModelInfo, *, stream: bool, num_logprobs: int | None) -> dict[str, Any]:
+    best_of = parameters.integer("best_of", 1, MAX_BEST_OF)
     if best_of is not None and best_of > 1 and stream:
-        refuse(given.name("best_of"), "above 1 does not combine with stream")
-    draws = given.boolean("do_sample") or any(given.get(name) is not None for name in SAMPLING) or (best_of or 1) > 1
-    temperature = given.number("temperature", *NUMBERS["temperature"])
+        refuse(parameters.name("best_of"), "above 1 does not combine with stream")
+    implies_sampling = (best_of or 1) > 1 or any(parameters.get(name) is not None for name in SAMPLING)
+    samples = parameters.boolean("do_sample") or implies_sampling
+    temperature = parameters.number("temperature", *NUMBERS["temperature"])
     settings = {
-        "temperature": (1.0 if temperature is None else temperature) if draws else 0.0,
-        "top_k": given.integer("top_k", 0, info.vocab_size),
-        "top_p": given.number("top_p", *NUMBERS["top_p"]),
-        "typical_p": given.number("typical_p", *NUMBERS["typical_p"]),
-        "repetition_penalty": given.number("repetition_penalty", *NUMBERS["repetition_penalty"]),
-        "frequency_penalty": given.number("frequency_penalty", *NUMBERS["frequency_penalty"]),
-        "max_tokens": given.integer("max_new_tokens", 1, MAX_NEW_TOKENS),
-        "seed": given.integer("seed", 0, INT64_MAX),
-        "stop": _stops(given),
+        "temperature": (1.0 if temperature is None else temperature) if samples else 0.0,
+        "top_k": parameters.integer("top_k", 0, info.vocab_size),
+        "top_p": parameters.number("top_p", *NUMBERS["top_p"]),
+        "typical_p": parameters.number("typical_p", *NUMBERS["typical_p"]),
+        "repetition_penalty": parameters.number("repetition_penalty", *NUMBERS["repetition_penalty"]),
+        "frequency_penalty": parameters.number("frequency_penalty", *NUMBERS["frequency_penalty"]),
+        "max_tokens": parameters.integer("max_new_tokens", 1, MAX_NEW_TOKENS),
+        "seed": parameters.integer("seed", 0, INT64_MAX),
+        "stop": _stops(parameters),
         "best_of": best_of if best_of is not None and best_of > 1 else None,
-        "guided": _grammar(given),
+        "guided": _grammar(parameters),
         "logprobs": num_logprobs,
     }
-    chosen = {name: value for name, value in settings.items() if value is not None}
-    return {**info.defaults, **chosen, "include_stop": True}
+    present = {name: value for name, value in settings.items() if value is not None}
+    return {**info.defaults, **present, "include_stop": True}
 
 
-def _stops(given: BodyFields) -> list[str]:
-    stops = [*(given.items("stop", MAX_STOP_STRINGS) or []), *(given.items("stop_sequences", MAX_STOP_STRINGS) or [])]
+def _stops(parameters: BodyFields) -> list[str]:
+    lists = [parameters.items(name, MAX_STOP_STRINGS) or [] for name in ("stop", "stop_sequences")]
+    stops = [stop for stops in lists for stop in stops]
     for stop in stops:
         if not isinstance(stop, str) or not stop:
-            refuse(given.name("stop"), f"must be a list of strings, none of them empty, got {shown(stop)}")
+            refuse(parameters.name("stop"), f"must be a list of strings, none of them empty, got {shown(stop)}")
     return stops
 
 
-def _grammar(given: BodyFields) -> Guided | None:
-    """`{"type": "json", "value": schema}`, `{"type": "regex", "value": pattern}`; a schema may be text too."""
-    wanted = given.object("grammar")
-    if wanted is None:
+def _grammar(parameters: BodyFields) -> Guided | None:
+    """Parse `{"type": "json", "value": schema}` (an object or its text) or `{"type": "regex", "value": pattern}`."""
+    grammar = parameters.object("grammar")
+    if grammar is None:
         return None
-    kind = wanted.one_of("type", ("json", "regex", "json_schema"))
+    kind = grammar.one_of("type", ("json", "regex", "json_schema"))
     if kind is None:
-        refuse(wanted.name("type"), "is required: json, regex or json_schema")
+        refuse(grammar.name("type"), "is required: json, regex or json_schema")
     if kind == "regex":
-        pattern = wanted.required_text("value")
+        pattern = grammar.required_text("value")
         if not pattern:
-            refuse(wanted.name("value"), "must not be empty")
+            refuse(grammar.name("value"), "must not be empty")
         return Guided("regex", pattern)
-    return Guided.schema(_schema(wanted, is_named=kind == "json_schema"))
+    return Guided.schema(_schema(grammar, is_named=kind == "json_schema"))
 
 
-def _schema(wanted: BodyFields, *, is_named: bool) -> dict[str, Any]:
-    value = wanted.get("value")
+def _schema(grammar: BodyFields, *, is_named: bool) -> dict[str, Any]:
+    value = grammar.get("value")
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
-            refuse(wanted.name("value"), f"is not valid JSON: {error}")
+            refuse(grammar.name("value"), f"is not valid JSON: {error}")
     if is_named and isinstance(value, dict):
         value = value.get("schema")
     if not isinstance(value, dict):
-        refuse(wanted.name("value"), "must be a JSON schema")
+        refuse(grammar.name("value"), "must be a JSON schema")
     return value

@@ -2,12 +2,12 @@
 
     whole     {"generated_text": text, "details": {…}}
     streamed  data:{"index": 1, "token": {id, text, logprob, special}, "generated_text": null, "details": null}
-              …  one event a token; the last one has the whole text and the details
+              …  one event per token; the last one has the whole text and the details
 
-A token that ends an answer is shown with an empty text and `special: true`. A character that takes several tokens is
-shown with the last of them, so that the tokens' texts join to the answer.
+A token that ends an answer has an empty text and `special: true`. If a character takes several tokens, the last of them
+has its text, so that the texts of all tokens concatenate to the answer.
 
-Errors are `{"error": text, "error_type": kind}`; from the kind `huggingface_hub` makes its exceptions.
+Errors are `{"error": text, "error_type": kind}`; `huggingface_hub` chooses its exception by the kind.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ERROR_KINDS = {400: "validation", 429: "overloaded", 500: "generation", 503: "ov
 
 
 def error_content(error: TokenmillError, request_id: str) -> dict[str, Any]:
-    """Return the body of an error. Where it has no kind, clients go by the HTTP status, as for a missing key."""
+    """Return the body of an error. Without a kind, as for a missing key, clients use the HTTP status."""
     kind = "overloaded" if isinstance(error, Overloaded) else ERROR_KINDS.get(error.http_status)
     return {"error": str(error), **({} if kind is None else {"error_type": kind})}
 
 
 def is_plain_post(head: RequestHead) -> bool:
-    """Tell whether a request is `POST /`, where clients that know only a server's URL send a text generation."""
+    """Return whether a request is `POST /`, to which clients that know only the server's URL send generations."""
     return head.path == "/" and head.method == "POST"
 
 
@@ -51,7 +51,7 @@ TGI = Dialect(
 
 
 class TextGenerationRendering:
-    """Replies of /generate and /generate_stream. `is_listed`: the whole reply is a list of one, as `POST /` has it."""
+    """Replies of /generate and /generate_stream. `is_listed`: the reply is a list of one, as for `POST /`."""
 
     stream_headers: Sequence[tuple[bytes, bytes]] = SSE_HEADERS
     ping = SSE_PING
@@ -63,7 +63,7 @@ class TextGenerationRendering:
         self._text = ""
         self._logprob_sum = 0.0
         self._last: Event | None = None
-        self._final: dict[str, Any] | None = None  # the last token, which is sent with the whole text
+        self._final: dict[str, Any] | None = None  # the last token, sent together with the whole text
 
     def begin(self, facts: GenerationFacts) -> bytes:
         return b""
@@ -71,7 +71,7 @@ class TextGenerationRendering:
     def event(self, choice: int, event: Event) -> bytes:
         self._text += event.text
         self._last = event
-        tokens = shown_tokens(event, self._call.num_top_tokens)
+        tokens = token_objects(event, self._call.num_top_tokens)
         self._logprob_sum += sum(info.logprob for info in event.logprobs or [])
         if event.finish_reason is not None:
             tokens += self._final_token(event, has_tokens=bool(tokens))
@@ -79,7 +79,8 @@ class TextGenerationRendering:
         return b"".join(self._frame(token, None, None) for token in tokens)
 
     def _final_token(self, event: Event, *, has_tokens: bool) -> list[dict[str, Any]]:
-        """The token that ended the answer, which has no text; or, if nothing else is left to say it with, any."""
+        """Return the end-of-sequence token, which has no text. Without one, return a token only if the last event has
+        none to carry the whole text."""
         is_end = isinstance(event.stop_reason, int)
         if not is_end and has_tokens:
             return []
@@ -93,7 +94,7 @@ class TextGenerationRendering:
         return b"data:" + orjson.dumps(content) + b"\n\n"
 
     def end(self, facts: GenerationFacts) -> bytes:
-        assert self._final is not None and self._last is not None, "an answer ends with an event that says so"
+        assert self._final is not None and self._last is not None, "the last event has a finish reason"
         details = {**self._ending(self._last, facts), "input_length": facts.usage.prompt_tokens}
         return self._frame(self._final, self._call.shown_prompt + self._text, details)
 
@@ -112,7 +113,7 @@ class TextGenerationRendering:
         return json_response([reply] if self._is_listed else reply, headers=headers)
 
     def _details(self, choice: Event, facts: GenerationFacts) -> dict[str, Any]:
-        tokens = shown_tokens(choice, self._call.num_top_tokens)
+        tokens = token_objects(choice, self._call.num_top_tokens)
         self._logprob_sum = sum(info.logprob for info in choice.logprobs or [])
         tokens += self._final_token(choice, has_tokens=True) if isinstance(choice.stop_reason, int) else []
         first = self._call.first_prompt_token
@@ -139,8 +140,9 @@ def finish_reason(event: Event) -> str:
     return "stop_sequence" if isinstance(event.stop_reason, str) else "eos_token"
 
 
-def shown_tokens(event: Event, num_top: int) -> list[dict[str, Any]]:
-    """The tokens of an event; their texts join to the event's, or it is all shown with the last of them."""
+def token_objects(event: Event, num_top: int) -> list[dict[str, Any]]:
+    """Return the tokens of an event. If their texts do not concatenate to the event's text, the last one has all of
+    it."""
     infos = event.logprobs or []
     texts = [info.text for info in infos]
     if "".join(texts) != event.text:
@@ -149,16 +151,16 @@ def shown_tokens(event: Event, num_top: int) -> list[dict[str, Any]]:
 
 
 def _token(info: TokenInfo, text: str, num_top: int) -> dict[str, Any]:
-    shown: dict[str, Any] = {"token": {"id": info.token_id, "text": text, "logprob": info.logprob, "special": False}}
+    token: dict[str, Any] = {"token": {"id": info.token_id, "text": text, "logprob": info.logprob, "special": False}}
     if num_top:
-        shown["top_tokens"] = [
+        token["top_tokens"] = [
             {"id": token_id, "text": top, "logprob": logprob, "special": False}
             for token_id, top, _, logprob in info.top[:num_top]
         ]
-    return shown
+    return token
 
 
 def _prompt_tokens(first: tuple[int, str], infos: Sequence[TokenInfo | None]) -> list[dict[str, Any]]:
-    """The tokens of a prompt. Nothing predicts the first one, so it has no logprob."""
+    """Return the tokens of a prompt. Nothing predicts the first one, so it has no logprob."""
     rest = [{"id": info.token_id, "text": info.text, "logprob": info.logprob} for info in infos if info is not None]
     return [{"id": first[0], "text": first[1], "logprob": None}, *rest]

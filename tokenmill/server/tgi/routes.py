@@ -1,4 +1,4 @@
-"""TGI's endpoints: /generate, /generate_stream, `POST /` and /info. /health is everyone's, /tokenize is in
+"""TGI's endpoints: /generate, /generate_stream, `POST /` and /info. /health is in `server/admin.py`, /tokenize in
 `server/tokens.py`."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BODY: Schema = {
     "example": {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}},
 }
 REPLY = object_of(generated_text=TEXT)
-STREAM = "Done. Streamed: `data:` lines, one a token, the last one with the whole text."
+STREAM = "Done. Streamed: `data:` lines, one per token, the last one with the whole text."
 INFO = object_of(model_id=TEXT, max_total_tokens=COUNT, max_input_tokens=COUNT, version=TEXT)
 
 
@@ -62,17 +62,17 @@ def tgi_endpoints(context: RouteContext) -> list[Endpoint]:
 
 
 def generation_job(body: dict[str, Any], context: RouteContext, is_stream: bool | None) -> GenerationJob:
-    model = asked_model(BodyFields(body), context)
+    model = model_of(BodyFields(body), context)
     call = parse_text_generation(body, model.engine, is_stream)
     rendering = TextGenerationRendering(call, is_listed=is_stream is None)
     return GenerationJob(model.engine, [call.request], rendering, call.is_stream, prompt_param="inputs")
 
 
-def asked_model(fields: BodyFields, context: RouteContext) -> FoundModel:
-    """The model that a body names, or one of its adapters."""
+def model_of(fields: BodyFields, context: RouteContext) -> FoundModel:
+    """Return the model that a body names, or the variant of its adapter `adapter_id`."""
     model = context.registry.find(fields.text("model"), is_required=False)
-    given = fields.object("parameters")
-    adapter = None if given is None else given.text("adapter_id")
+    parameters = fields.object("parameters")
+    adapter = None if parameters is None else parameters.text("adapter_id")
     if adapter is None:
         return model
     info = gate_of(model).info

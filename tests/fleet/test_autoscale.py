@@ -153,6 +153,25 @@ def test_a_fleet_follows_the_numbers_that_it_is_told() -> None:
     run_virtually(scenario())
 
 
+def test_cores_are_started_once_however_often_the_autoscaler_is_woken() -> None:
+    """Several machines that join wake it again before the cores that it has just decided on begin to start."""
+    fleet_failures: list[object] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: fleet_failures.append(context))
+        fleet = Fleet()
+        await fleet.engine.open()
+        fleet.scaler.allow(3, MOST)
+        fleet.scaler.look()
+        fleet.scaler.look()
+        await asyncio.sleep(2 * DEVICE.start_s)
+        assert fleet.num_ready() == 3 and [number for _, number in fleet.scaler.changes] == [3]
+        await fleet.engine.close()
+
+    run_virtually(scenario())
+    assert not fleet_failures
+
+
 def test_a_core_that_is_stopped_leaves_its_requests_to_others() -> None:
     fleet = Fleet(ScaleRange(3, 3))
 

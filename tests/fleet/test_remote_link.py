@@ -292,6 +292,35 @@ def test_a_machine_that_is_gone_leaves_its_requests_to_another(stories_dir: Path
     assert_same(asked, found, asyncio.run(undisturbed_answers(config, asked)))
 
 
+@pytest.mark.parametrize("way", ["ends", "starts anew"])
+def test_a_machine_that_ends_is_not_waited_for(stories_dir: Path, way: str) -> None:
+    """Neither one that is told to end, nor one whose process is killed and started again."""
+
+    async def scenario() -> None:
+        cluster = Cluster(config_of(stories_dir), 1)
+        port = await cluster.listen()
+        there = CutLink(port, delay_s=0.0, cut_bytes=1 << 40, num_cuts=0)
+        first = cluster.join(await there.open())
+        await wait_until(lambda: cluster.places.num_free() == 1)
+        (place,) = cluster.listener._hosts.values()
+        if way == "ends":
+            first.cancel()
+        else:
+            await there.close()
+            await wait_until(lambda: place.away is not None)
+            info = HostInfo(place.name, 1, "test", VERSION)
+            agent = HostAgent(f"ws://127.0.0.1:{port}", KEY, info, lambda config, _: config)
+            cluster.agents.append(asyncio.create_task(agent.run()))
+        await wait_until(lambda: place not in cluster.listener._hosts.values())
+        assert place.away is None or place.away.cancelled(), "its time is not over yet"
+        await wait_until(lambda: cluster.places.num_free() == (0 if way == "ends" else 1))
+        await cluster.close()
+        if way == "ends":
+            await there.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 # ── blocks between machines ────────────────────────────────────────────────────────────────────────────
 
 

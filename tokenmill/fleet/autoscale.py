@@ -236,11 +236,10 @@ class Autoscaler:
         """Compare the number of cores with the number needed, and begin to start or stop some."""
         assert self._replicas is not None
         now_s, replicas = asyncio.get_running_loop().time(), self._replicas
-        there = [replica for replica in replicas.all if not replica.is_stopped and replica not in self._stopping]
-        for replica in there:
+        for replica in self._there():
             if replica.supervisor.is_given_up and replica not in self._starting:  # another machine may do better
                 self._end(replica, replica.health.detail)
-        there = [replica for replica in there if replica not in self._stopping]
+        there = self._there()
         demand = self._meter.demand(replicas)
         wanted = self._rule.wanted(now_s, len(there), demand)
         if wanted > len(there) and now_s >= self._retry_s:
@@ -248,10 +247,16 @@ class Autoscaler:
         elif wanted < len(there):
             self._shrink([replica for replica in there if replica.is_ready], len(there) - wanted, demand)
 
+    def _there(self) -> list[Replica]:
+        """Return the cores that run or are being started, also those whose task has not begun to start them yet."""
+        assert self._replicas is not None
+        running = (one for one in self._replicas.all if not one.is_stopped or one in self._starting)
+        return [one for one in running if one not in self._stopping]
+
     def _grow(self, number: int, demand: Demand) -> None:
         assert self._replicas is not None
         room = math.inf if self._room is None else self._room()
-        free = [one for one in self._replicas.all if one.is_stopped and one not in self._stopping]
+        free = [one for one in self._replicas.all if one.is_stopped and one not in self._starting]
         added = free[: int(min(number, room, len(free)))]
         for replica in added:
             self._starting[replica] = asyncio.create_task(self._start(replica))
@@ -270,8 +275,7 @@ class Autoscaler:
 
     def _note_change(self, number: int, demand: Demand) -> None:
         assert self._replicas is not None
-        there = sum(not one.is_stopped and one not in self._stopping for one in self._replicas.all)
-        wanted = there + max(0, number)
+        wanted = len(self._there())
         self.changes.append((asyncio.get_running_loop().time(), wanted))
         log.info(
             "%d engine processes instead of %d: %.2f of them would be busy, %d requests are here",

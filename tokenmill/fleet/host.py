@@ -183,13 +183,22 @@ class HostAgent:
             else:
                 log.info("back at %s", self._url)
             try:
-                await self._link.run(connection, sends, receives, welcome.num_received)
+                await self._run_link(connection, sends, receives, welcome.num_received)
             except* (WebSocketException, OSError) as problems:
                 log.info("the link was cut: %s", problems.exceptions[0])
             except* LinkError as problems:
                 log.error("%s; starting over", problems.exceptions[0])
                 await self._end_all()
                 self._begin_anew()
+
+    async def _run_link(self, connection: ClientConnection, sends: Seal, receives: Seal, num_received: int) -> None:
+        """Exchange messages until the connection ends. Where this machine is told to end, it takes leave, so that the
+        front does not wait for it."""
+        try:
+            await self._link.run(connection, sends, receives, num_received)
+        except asyncio.CancelledError:
+            await connection.close()
+            raise
 
     async def _shake_hands(self, connection: ClientConnection) -> tuple[Welcome, Seal, Seal]:
         try:

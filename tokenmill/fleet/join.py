@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import WebSocketException
+from websockets.frames import CloseCode
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.cluster import MAX_REPLICAS, listen_address
@@ -317,9 +318,14 @@ class JoinListener:
             log.debug("the link to %s was cut: %s", place.name, problems.exceptions)
         finally:
             if place.connection is connection:
-                self._note_cut(place)
+                self._note_cut(place, has_left=connection.close_code == CloseCode.NORMAL_CLOSURE)
 
     def _let_in(self, place: HostPlace) -> None:
+        """Let a machine take part. If one of its name is away, its process has ended, and this is the next one."""
+        for other in list(self._hosts.values()):
+            if other.name == place.name and other.away is not None:
+                other.away.cancel()
+                self._lose(other)
         expected = self._expected.pop(place.name, None)
         if expected is None:
             self._places.add(place)
@@ -340,14 +346,18 @@ class JoinListener:
         )
         return place.link, False
 
-    def _note_cut(self, place: HostPlace) -> None:
+    def _note_cut(self, place: HostPlace, *, has_left: bool) -> None:
+        """Wait for a machine whose connection was cut, but not for one that has closed it: it was told to end."""
         place.connection = None
+        if has_left:
+            self._lose(place)
+            return
         log.warning("the link to %s is cut; its answers wait for %g s", place.name, self._away_s)
         place.away = asyncio.get_running_loop().call_later(self._away_s, self._lose, place)
 
     def _lose(self, place: HostPlace) -> None:
         log.error("%s is gone", place.name)
-        del self._hosts[place.session]
+        self._hosts.pop(place.session, None)
         self._places.remove(place)
         place.give_up("the machine is gone")
 

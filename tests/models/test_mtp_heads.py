@@ -67,7 +67,7 @@ def test_heads_equal_transformers(name: str, tmp_path: Path) -> None:
             head.states = states[0, first:end]
             found = run.feed({1: tokens[0, 1 + first : 1 + end].tolist()})
             torch.testing.assert_close(found, expected[first:end], atol=2e-4, rtol=0)
-            assert len(head.left) == end - first
+            assert len(head.outputs) == end - first
 
 
 def test_counted_numbers_are_those_of_the_tensors(tmp_path: Path) -> None:

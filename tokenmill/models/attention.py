@@ -1,7 +1,7 @@
-"""Grouped-query attention as the mixer of a layer: from joint projections to values weighted by attention.
+"""Grouped-query attention as a layer's mixer: from stacked q, k, v projections to attention outputs.
 
-What it computes is the region `attend`: norm of queries and keys, rotation, cache write, attention. Its own weights are
-the norms of queries and keys and the sinks; the matrices before and behind it belong to the layer.
+It runs the region `attend`: QK norm, RoPE, cache write, attention. It owns the QK norm weights and the attention sinks;
+the input and output projections belong to the layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmill.ops.interface import AttendInputs, AttentionArgs, Regions
 
 class Attention:
     def __init__(self, spec: Gqa, name: str, layer: int, norm_eps: float, load: Loader) -> None:
-        """`layer`: whose keys and values are read, and written unless they are another layer's"""
+        """`layer`: the layer whose KV cache is read, and written unless another layer owns it."""
         self.spec = spec
         self._layer = layer
         self._eps = norm_eps
@@ -32,7 +32,7 @@ class Attention:
         return self.spec, form_of((self._norms, self._args.sinks))
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
-        """Joint projections [T, (heads + 2 kv_heads) * D] → values weighted by attention [T, heads * D]"""
+        """Stacked projections [T, (heads + 2 kv_heads) * D] → attention outputs [T, heads * D]"""
         rope, growth, group = self.spec.rope, self.spec.query_growth, step.storage.group(self._layer)
         inputs = AttendInputs(
             projected,

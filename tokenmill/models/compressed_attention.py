@@ -1,7 +1,7 @@
-"""Attention over a window and compressed entries (DeepSeek V4) as the mixer of a layer.
+"""Attention over a sliding window and compressed entries (DeepSeek V4) as a layer's mixer.
 
-Its own weights are norms, sinks, the biases of gates, the matrices that make queries of their latent, and the one that
-projects groups of heads; the matrices before and behind it belong to the layer.
+It owns the norms, the sinks, the gate biases, the matrices that expand the query latent, and the grouped output
+projection; the layer's input and final output projections belong to the layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WindowedMixer:
         return self.spec, form_of((self._q_norm, self._q_up, self._index_q, self._out_groups, self._weights))
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
-        """Joint projections, as `projected_parts` has them → [T, out_groups * out_rank]"""
+        """Stacked projections, in the order of `spec.projected_parts` → [T, out_groups * out_rank]"""
         spec = self.spec
         parts = _parts(spec, projected)
         latent = self._ops.rms_norm(parts["q_down"].contiguous(), self._q_norm.weight, self._q_norm.eps)
@@ -77,7 +77,7 @@ def _entry_weights(name: str, load: Loader) -> EntryWeights:
 
 
 def _parts(spec: WindowedMqa, projected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The joint projections by name; values and gates, which entries are made of, as one"""
+    """Split the stacked projections by name; the values and gates of compressed entries stay together."""
     sizes: dict[str, int] = {}
     for name, size in spec.projected_parts:
         name = name.removesuffix("_values").removesuffix("_gates")

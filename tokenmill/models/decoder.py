@@ -1,6 +1,6 @@
-"""A decoder-only transformer, any that a ModelSpec can describe: embedding, layers, final norm, head.
+"""A decoder-only transformer built from a ModelSpec: embedding, layers, final norm, head.
 
-The head is kept apart from `forward`: only rows whose logits are wanted go through it, in slices if the caller likes.
+`forward` ends before the head, so that the caller computes logits for the rows it needs only, in slices if it likes.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Decoder:
     def __init__(
         self, spec: ModelSpec, load: Loader, max_context: int | None = None, ends: Decoder | None = None
     ) -> None:
-        """`max_context`: the longest context that will be served, the model's own by default. `ends`: a decoder whose
-        embedding and head this one uses too."""
+        """`max_context`: the longest context to serve, by default the model's maximum. `ends`: a decoder whose
+        embedding and head this one shares."""
         self.spec = spec
         self.ops = load.ops
-        self.is_whole = load.shard is None  # not one of several ranks
+        self.is_whole = load.shard is None  # False on one of several ranks
         self.dtype = load.dtype  # of activations
         self.classes = BatchClasses(load.ops.row_borders(load.device))
-        self.numbers = range(spec.num_layers) if load.shard is None else load.shard.layers  # of its layers
+        self.layer_range = range(spec.num_layers) if load.shard is None else load.shard.layers
         self.embedding: Projection
         self.head: Projection
         if ends is not None:
             self.embedding, self.head = ends.embedding, ends.head
-        elif self.is_first_stage:  # what stands before and behind all layers is the first stage's
+        elif self.is_first_stage:  # the first pipeline stage holds both the embedding and the head
             self.embedding = load.embedding("embed")
             self.head = (
                 load.tied_head(self.embedding)
@@ -64,23 +64,23 @@ class Decoder:
         self.streams = load_ends(spec, load)
         self.adapter_slots = load.slots
         self._no_stream = torch.empty(0, spec.hidden_size, dtype=load.dtype, device=load.device)
-        self.entered = self._no_stream
+        self.stage_input = self._no_stream
         self.positions = PositionTables.of(spec, max_context or spec.max_context, load.device)
 
     def _load_layers(self, load: Loader) -> list[Layer | StreamedLayer]:
-        def load_parts(place: int) -> tuple[Mixer, LayerWeights, SideMixer | None]:
-            number = self.numbers[place]
+        def load_parts(index: int) -> tuple[Mixer, LayerWeights, SideMixer | None]:
+            number = self.layer_range[index]
             regions = layer_regions(spec.layers[number], number)
             side = load_side_mixer(regions, spec.norm_eps, load)
             return load_mixer(regions, spec.norm_eps, load), loader.weights(regions), side
 
         spec = self.spec
         loader = LayerLoader(load, spec.norm_eps, spec.norm, spec.streams is not None)
-        parts = load.each(load_parts, len(self.numbers))
+        parts = load.each(load_parts, len(self.layer_range))
         chosen = choose_regions(load.ops, [weights for _, weights, _ in parts], self.classes)
         layers = [
-            Layer(spec.layers[number], mixer, weights, chosen[place], number, side)
-            for place, (number, (mixer, weights, side)) in enumerate(zip(self.numbers, parts, strict=True))
+            Layer(spec.layers[number], mixer, weights, regions, number, side)
+            for number, (mixer, weights, side), regions in zip(self.layer_range, parts, chosen, strict=True)
         ]
         if spec.streams is None:
             return list(layers)
@@ -92,23 +92,22 @@ class Decoder:
 
     @property
     def is_last_stage(self) -> bool:
-        return self.numbers.stop == self.spec.num_layers
+        return self.layer_range.stop == self.spec.num_layers
 
     @property
     def is_first_stage(self) -> bool:
-        return self.numbers.start == 0
+        return self.layer_range.start == 0
 
-    def reserve_entered(self, num_tokens: int) -> None:
-        """Make room for the stream of the stage before, `entered`: where a step that is given none finds it, as
-        captured ones do."""
-        self.entered = self._no_stream.new_zeros(num_tokens, self.spec.hidden_size)
+    def reserve_stage_input(self, num_tokens: int) -> None:
+        """Allocate `stage_input`, the buffer from which captured graphs read the previous stage's residual stream."""
+        self.stage_input = self._no_stream.new_zeros(num_tokens, self.spec.hidden_size)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage, entering: torch.Tensor | None = None) -> torch.Tensor:
         step = plan_forward(self.ops, self.positions, self.classes, batch, storage)
         ends = self.layers[0].regions[step.batch_class] if step.adapted is None else step.adapted.regions
         if entering is None and not self.is_first_stage:
-            entering = self.entered[: len(batch.token_ids)]
+            entering = self.stage_input[: len(batch.token_ids)]
         embedded = self._embed(batch.token_ids, step.adapters) if entering is None else entering
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(batch.token_ids, embedded, batch.mode, step.adapters)
@@ -118,7 +117,7 @@ class Decoder:
             stream = layer(stream, step)
         if not self.is_last_stage:
             return ends.whole(self.layers[-1](stream, step))
-        # Of the last layer every token's keys and values are kept, but few tokens' results may be looked at.
+        # The last layer writes all keys and values, but computes outputs only for the tokens that need logits.
         is_whole = len(batch.logit_rows) == len(batch.token_ids)
         stream = self.layers[-1](stream, step, None if is_whole else batch.logit_rows)
         if self.streams is not None:
@@ -126,7 +125,7 @@ class Decoder:
         return ends.finish(stream, self.final_norm)
 
     def _last_regions(self, step: ForwardContext, *, is_whole: bool) -> Regions:
-        """Return the regions for the tokens whose results are wanted."""
+        """Return the last layer's regions for the tokens whose outputs are needed."""
         if step.adapted is None:
             return self.layers[-1].regions[step.batch_class if is_whole else step.gathering[1]]
         return step.adapted.regions if is_whole else step.adapted.gathered_regions
@@ -147,7 +146,7 @@ class Decoder:
         return self.ops.argmax(self._logits(hidden, mode, adapters))
 
     def _logits(self, hidden: torch.Tensor, mode: Mode, adapters: torch.Tensor | None) -> torch.Tensor:
-        """In the head's own precision, unless there is more to compute"""
+        """Return logits in the head's own precision, or float32 where a scale or a soft cap is applied."""
         logits = self.head(hidden, mode, None if adapters is None else self.ops.low_rank.plan(adapters))
         if self.spec.logit_scale != 1.0:
             logits = logits.float() * self.spec.logit_scale
@@ -160,9 +159,9 @@ class Decoder:
 
 
 class LayerInputs:
-    """Embeddings that each layer has for itself: a second table's row of the token, and a projection of its embedding
+    """Per-layer embeddings (Gemma 3n): a row of a second table, added to a projection of the token's embedding.
 
-    (norm(project(embedding) / sqrt(hidden)) + row * sqrt(width)) / sqrt(2)          [layers, width] a token
+    (norm(project(embedding) / sqrt(hidden)) + row * sqrt(width)) / sqrt(2)          [layers, width] per token
     """
 
     def __init__(self, spec: ModelSpec, load: Loader) -> None:
@@ -187,8 +186,10 @@ class LayerInputs:
 
 
 def representative_layers(model: Model) -> Model:
-    """The model with one layer of each kind, for steps whose launches and memory matter and not what comes out. Its
-    layers have the same weights and write into the same cache. Models of other makes are taken whole."""
+    """Return the model with one layer of each kind, to warm up kernels and to measure memory; its output is useless.
+
+    The layers share weights and cache with the full model. A model that is not a `Decoder` is returned whole.
+    """
     if not isinstance(model, Decoder):
         return model
     shorter = copy(model)

@@ -1,4 +1,4 @@
-"""The state that all layers of one forward pass share: planned once a step, read by every layer."""
+"""The state that all layers of one forward pass share: planned once per step, read by every layer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tokenmill.ops.interface import BatchClass, Ops, Regions
 
 @dataclass(frozen=True)
 class PositionTables:
-    """Tables of a model that depend on positions alone: the same for every step"""
+    """Tables that depend only on positions, computed once when the model is loaded."""
 
     ropes: dict[RopeSpec, RopeTable]
     growths: tuple[QueryGrowth, ...]
-    chunked: frozenset[int]  # layers whose window begins anew at its multiples
+    chunked: frozenset[int]  # layers with chunked attention: the window starts at multiples of its size
 
     @classmethod
     def of(cls, spec: ModelSpec, max_context: int, device: torch.device) -> PositionTables:
@@ -36,11 +36,11 @@ class PositionTables:
 
 @dataclass(frozen=True)
 class AdaptedStep:
-    """The adapter plan and the regions of a step in which some tokens use adapters"""
+    """The adapter plan and the regions of a step in which some tokens use adapters."""
 
     plan: Any  # see `LowRankOps.plan`
     regions: Regions
-    gathered_regions: Regions  # of the layer that goes on with `batch.logit_rows`, behind its mixer
+    gathered_regions: Regions  # behind the last layer's mixer, where only `batch.logit_rows` continue
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class ForwardContext:
     storage: KVStorage
     cos_sin: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]  # of this step's positions
     ropes: dict[RopeSpec, RopeTable]  # of all positions
-    growths: dict[QueryGrowth, torch.Tensor]  # float32 [T], what queries are multiplied by
-    mixer_plans: tuple[Any, ...]  # one per cache group, as its layers' mixer reads it
+    growths: dict[QueryGrowth, torch.Tensor]  # float32 [T], factors of the queries
+    mixer_plans: tuple[Any, ...]  # one per cache group, in the form that its mixer reads
     batch_class: BatchClass  # of layers that compute all tokens
-    gathering: tuple[BatchClass, BatchClass]  # of one that goes on with `batch.logit_rows`: before and behind its mixer
+    gathering: tuple[BatchClass, BatchClass]  # of the last layer: before its mixer, and behind it (`batch.logit_rows`)
     adapted: AdaptedStep | None = None
-    layer_inputs: torch.Tensor | None = None  # [T, layers, width], where layers have embeddings of their own
-    choices: dict[int | None, Any] = field(default_factory=dict)  # what indexers chose so far, by layer
+    layer_inputs: torch.Tensor | None = None  # [T, layers, width], for models with per-layer embeddings
+    choices: dict[int | None, Any] = field(default_factory=dict)  # entries that indexers chose in this step, by layer
 
     @property
     def adapters(self) -> Any:
-        """The adapters of the tokens, for products with all of them; None: none has one"""
+        """The adapter plan of all tokens; None if no token uses an adapter."""
         return None if self.adapted is None else self.adapted.plan
 
     def layer_inputs_of(self, layer: int, rows: torch.Tensor | None) -> torch.Tensor:
-        """[T, width], or of some of the tokens"""
+        """Return one layer's embeddings of all tokens, or of some `rows`: [T, width]."""
         assert self.layer_inputs is not None
         inputs = self.layer_inputs[:, layer]
         return inputs if rows is None else inputs[rows]
@@ -99,7 +99,7 @@ def _adapted(ops: Ops, batch: ForwardBatch, slots: torch.Tensor) -> AdaptedStep:
 
 
 def _plan(ops: Ops, batch: ForwardBatch, number: int, groups: tuple[CacheGroup, ...], chunked: frozenset[int]) -> Any:
-    """Plan what the mixers of a cache group read, once a step; recurrent ones find theirs at the group of states."""
+    """Make the plan that the mixers of one cache group read; recurrent mixers use the plan of the "state" group."""
     group = groups[number]
     if group.kind == "cells":
         return None

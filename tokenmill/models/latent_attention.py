@@ -1,8 +1,8 @@
-"""Latent attention (MLA) as the mixer of a layer: from joint projections to values weighted by attention.
+"""Multi-head latent attention (MLA) as a layer's mixer: from stacked projections to attention outputs.
 
-Its own weights are the norms of both latents, the matrix that makes queries of their latent (where queries have one),
-and each head's matrices between latents and its keys and values, which are kept as plain numbers: they are multiplied
-head by head, to queries and to mixtures of latents instead of to every key and value.
+It owns the norms of both latents, the up-projection of the query latent (where there is one), and each head's key and
+value up-projections. The latter stay unquantised and are absorbed: they multiply queries and weighted sums of latents,
+head by head, instead of every cached key and value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenmill.ops.interface import IndexInputs, LatentInputs, Regions
 
 
 class EntryIndex:
-    """The indexer of a layer: chooses the entries that its attention looks at."""
+    """The indexer of a layer, which chooses the cache entries that sparse attention reads."""
 
     def __init__(self, indexer: Indexer, mla: Mla, name: str, layer: int, load: Loader) -> None:
         self._indexer, self._rope = indexer, mla.rope
@@ -35,7 +35,7 @@ class EntryIndex:
         return self._indexer, form_of((self._queries, self._norm))
 
     def choose(self, latent: torch.Tensor, projected: torch.Tensor, step: ForwardContext) -> Any:
-        """latent [T, q_rank], projected [T, a key and a weight for each head] → see `Ops.choose_entries`"""
+        """latent [T, q_rank], projected [T, key and one weight per head] → see `Ops.choose_entries`"""
         group, size = step.storage.group(self._layer, INDEX_KEYS), self._indexer.head_dim
         inputs = IndexInputs(
             self._queries(latent, step.batch.mode, step.adapters),
@@ -70,7 +70,7 @@ class LatentAttention:
         return self.spec, own, self._index and self._index.kind
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
-        """Joint projections [T, (q_rank or heads * head_dim) + kv_rank + rope_dim], with those of an indexer behind →
+        """Stacked projections [T, (q_rank or heads * head_dim) + kv_rank + rope_dim (+ indexer inputs)] →
         [T, heads * value_dim]"""
         spec, group = self.spec, step.storage.group(self._layer, "latents")
         size = spec.q_rank or spec.q_size

@@ -2,10 +2,9 @@
 
     stream ─► norm_project ─► mixer ─► project_add ─► gated_mlp or experts ─► stream
 
-The list is data (`arch/regions.py`); what a region does is one function of the backend's (`Regions` in
-`ops/interface.py`), chosen for this layer's weights and each class of batches when the model was loaded. Only regions
-look inside the stream. What happens between tokens is a mixer's: attention, or others that keep what they need of
-earlier tokens.
+The list is data (`arch/regions.py`). Each region is one function of the backend (`Regions` in `ops/interface.py`),
+chosen at load for this layer's weights and for each batch class. Only regions know the layout of the stream. Mixers
+(attention, recurrent layers, convolutions) are the only parts that combine tokens; each caches what later tokens need.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ class HasKind(Protocol):
     def kind(self) -> Hashable: ...
 
 
-KindOfLayer = TypeVar("KindOfLayer", bound=HasKind)
+AnyLayer = TypeVar("AnyLayer", bound=HasKind)
 
 
 class Mixer(Protocol):
-    """Mixes each token's activations with those of the tokens before it, and keeps what later tokens need."""
+    """Mixes each token's activations with those of earlier tokens, and caches what later tokens need."""
 
     @property
     def kind(self) -> Hashable:
-        """The same for two mixers that launch the same kernels."""
+        """A key that is equal for two mixers that launch the same kernels."""
         ...
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
@@ -67,7 +66,7 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True)
 class SideMixer:
-    """A second mixer of a layer, which reads the last columns of what is projected"""
+    """A second mixer beside a layer's first (hybrid heads); it reads the last columns of the stacked projections."""
 
     mixer: RecurrentMixer
     num_inputs: int
@@ -83,55 +82,56 @@ class Layer:
     side: SideMixer | None = None
 
     def __call__(self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None = None) -> Stream:
-        """`output_rows` [L]: the tokens whose results are wanted; behind the mixer the stream has only those."""
+        """`output_rows` [L]: the tokens whose outputs are needed; behind the mixer the stream holds only those."""
         weights = self.weights
         if weights.is_parallel and weights.feed is not None:
-            mixed, _, stream, regions = self._mixed(stream, step, output_rows)
+            mixed, _, stream, regions = self._run_mixers(stream, step, output_rows)
             stream = regions.project_and_feed(mixed, weights.project_out, stream, weights.feed, weights.scale)
         else:
             stream, regions = self.mix(stream, step, output_rows)
-            stream = self.fed(stream, regions, step, output_rows)
+            stream = self.feed_forward(stream, regions, step, output_rows)
         if weights.add_input is not None:
             stream = regions.add_input(stream, step.layer_inputs_of(self.number, output_rows), weights.add_input)
         return stream if weights.stream_scale is None else regions.scale(stream, weights.stream_scale)
 
     def mix(self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None) -> tuple[Stream, Regions]:
-        """The first half of a layer: its mixer, and how the rest is computed."""
+        """Run the first half of the layer, the mixer; return the stream and the regions that compute the rest."""
         weights = self.weights
-        mixed, beside, stream, regions = self._mixed(stream, step, output_rows)
+        mixed, beside, stream, regions = self._run_mixers(stream, step, output_rows)
         stream = regions.project_add(mixed, weights.project_out, stream, weights.post_norm, weights.scale)
         if beside is not None and weights.side_out is not None:
             stream = regions.project_add(beside, weights.side_out, stream, weights.post_norm, weights.scale)
         return stream, regions
 
-    def fed(self, stream: Stream, regions: Regions, step: ForwardContext, output_rows: torch.Tensor | None) -> Stream:
-        """The second half: MLP or experts."""
+    def feed_forward(
+        self, stream: Stream, regions: Regions, step: ForwardContext, output_rows: torch.Tensor | None
+    ) -> Stream:
+        """Run the second half of the layer: MLP or experts."""
         feed = self.weights.feed
         if isinstance(feed, MoeWeights) and feed.table is not None:
             ids = step.batch.token_ids if output_rows is None else step.batch.token_ids[output_rows]
             feed = replace(feed, chosen=feed.table[ids])
-        return stream if feed is None else _fed(regions, stream, feed)
+        return stream if feed is None else _feed_forward(regions, stream, feed)
 
     def regions_before(self, step: ForwardContext, output_rows: torch.Tensor | None) -> Regions:
-        """Return the regions up to the mixer."""
+        """Return the regions that compute the layer up to its mixer."""
         before = step.batch_class if output_rows is None else step.gathering[0]
         return self.regions[before] if step.adapted is None else step.adapted.regions
 
-    def _mixed(
+    def _run_mixers(
         self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, Stream, Regions]:
-        """Return the mixers' outputs for the tokens whose results are wanted, their residual stream, and the regions
-        that follow"""
+        """Return the outputs of both mixers for `output_rows`, their residual stream, and the regions that follow."""
         weights, regions = self.weights, self.regions_before(step, output_rows)
         projected, stream = regions.norm_project(stream, weights.norm, weights.project_in)
-        mixed, beside = self._attended(projected, step, regions)
+        mixed, beside = self._attend(projected, step, regions)
         if output_rows is not None:
             mixed, stream = mixed[output_rows], regions.gather(stream, output_rows)
             beside = None if beside is None else beside[output_rows]
             regions = self.regions[step.gathering[1]] if step.adapted is None else step.adapted.gathered_regions
         return mixed, beside, stream, regions
 
-    def _attended(
+    def _attend(
         self, projected: torch.Tensor, step: ForwardContext, regions: Regions
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.side is None:
@@ -142,11 +142,11 @@ class Layer:
 
     @property
     def kind(self) -> Hashable:
-        """The same for two layers that differ in numbers only, and in where their keys and values lie."""
+        """A key that is equal for two layers that differ only in weight values and in their place in the cache."""
         return self.spec, self.mixer.kind, self.side and self.side.mixer.kind, form_of(self.weights)
 
 
-def _fed(regions: Regions, stream: Stream, feed: FeedWeights) -> Stream:
+def _feed_forward(regions: Regions, stream: Stream, feed: FeedWeights) -> Stream:
     match feed:
         case GatedMlpWeights():
             return regions.gated_mlp(stream, feed)
@@ -182,7 +182,7 @@ def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
 
 @dataclass(frozen=True)
 class LayerLoader:
-    """Loads the weights that the regions of layers name."""
+    """Loads the weights that a layer's regions name."""
 
     load: Loader
     norm_eps: float
@@ -260,11 +260,11 @@ class LayerLoader:
         )
 
     def _joined_shared(self, feed: Experts) -> tuple[RawTensor, RawTensor, RawTensor] | None:
-        """The matrices of the shared expert, where a backend may compute it as some more experts"""
+        """Return the matrices of the shared expert if the backend may append it to the routed experts."""
         if feed.shared is None or not feed.spec.is_shared_like_experts or not self.load.ops.joins_shared:
             return None
         if self.load.shard is not None and self.load.shard.gather_inputs(feed.downs) is not None:
-            return None  # what ranks have computed of its inner numbers is not put together expert by expert
+            return None  # the gather of inner activations between ranks does not cover appended experts
         first, second, third = (self.load.source.get(f"{name}.weight") for name in self._shared_names(feed) or ())
         return first, second, third
 
@@ -304,12 +304,12 @@ class LayerLoader:
         return None if name is None else self.load.norm(name, self.norm_eps, self.norm)
 
 
-def one_of_each(layers: Sequence[KindOfLayer]) -> list[KindOfLayer]:
-    """One layer of each kind, for a step that shall launch what all layers launch and take the memory they take.
+def one_of_each(layers: Sequence[AnyLayer]) -> list[AnyLayer]:
+    """Return a subset of layers that launches every kernel of the whole model and needs as much working memory.
 
-    What a layer meets depends on the one before it too (whether anything is left to be added to the stream), and the
-    first and the last one have tasks of their own. So every pair of neighbouring kinds is there once; of equal pairs
-    the last, so that the model's last layer is there:
+    A layer's kernels also depend on the layer before it (whether an addition to the stream is still pending), and the
+    first and last layers differ from the others. So every pair of neighbouring kinds is kept once; of equal pairs the
+    last, which keeps the model's last layer:
 
         local  local  local  global  local  local  local  global  local  local         a model
         local                                      local  global  local  local         one of each

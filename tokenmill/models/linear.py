@@ -1,9 +1,9 @@
-"""The matrices of a model: `Projection`, the one place that knows a packed weight, and `Loader`, which makes them.
+"""The matrices of a model: `Projection` multiplies by a packed weight, `Loader` creates projections from a checkpoint.
 
-A projection is a product [T, columns] → [T, rows]. How its matrix is packed (plain, fp8, 4 bits) is the backend's
-choice at load; which kernel multiplies is the backend's choice for each number of rows and mode. What else may belong
-to a product is described here too, so that layers need not know of it: what is gathered from other ranks where each
-has some rows of the matrix (`parallel/`), and what the adapters in the model's slots add (`ops/low_rank.py`).
+A projection is a product [T, columns] → [T, rows]. The backend chooses at load how the matrix is packed (plain, fp8,
+4 bits), and per call which kernel multiplies, by the number of rows and the mode. A projection also hides two things
+from the layers: the exchange between ranks that hold parts of the matrix (`parallel/`), and the low-rank products of
+LoRA adapters (`ops/low_rank.py`).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from tokenmill.weights.dequantize import dequantize
 from tokenmill.weights.upload import to_gpu
 
 Part = TypeVar("Part")
-NUM_READERS = 4
+NUM_READER_THREADS = 4
 
 
 @dataclass(frozen=True)
 class Projection:
     ops: Ops
     weight: LinearWeight
-    adapters: HeldLowRank | None = None  # None: none can be loaded
-    inputs: Gather | None = None  # puts the ranks' parts of x together, where each has computed one
-    outputs: Gather | Sum | None = None  # likewise of the product, or adds them up
-    lookups: GatherRows | None = None  # where ranks have rows each, and rows are looked up
+    adapters: HeldLowRank | None = None  # None: no adapter can be loaded
+    inputs: Gather | None = None  # gathers x from the ranks, where each rank computed a part of it
+    outputs: Gather | Sum | None = None  # gathers the product from the ranks, or sums it over them
+    lookups: GatherRows | None = None  # exchanges looked-up rows, where each rank holds some rows of an embedding
 
     def __call__(self, x: torch.Tensor, mode: Mode, adapters: Any = None) -> torch.Tensor:
-        """x [T, columns] → [T, rows]; `adapters`: which of the tokens use which (`LowRankOps.plan`)"""
+        """x [T, columns] → [T, rows]; `adapters`: the plan that says which token uses which (`LowRankOps.plan`)"""
         x = x if self.inputs is None else self.inputs(x)
         held = self.adapters
         if adapters is None or held is None:
@@ -53,7 +53,7 @@ class Projection:
         return out if self.outputs is None else self.outputs(out)
 
     def gated(self, x: torch.Tensor, activation: Activation, mode: Mode, adapters: Any) -> torch.Tensor:
-        """act(gate) * up of gates above ups, to which the tokens' adapters add: [T, columns] → [T, rows / 2]"""
+        """Return act(gate) * up with adapters; gate rows are stacked above up rows: [T, columns] → [T, rows / 2]."""
         held = self.adapters
         if held is None or self.outputs is not None:
             return self.ops.act_mul(self(x, mode, adapters), activation)
@@ -62,7 +62,7 @@ class Projection:
         return held.add_gated(x, out, self.weight.bias, adapters, activation)
 
     def rows(self, numbers: torch.Tensor, adapters: Any = None) -> torch.Tensor:
-        """Rows of the matrix itself, as an embedding has them: [T] → [T, columns]"""
+        """Look up rows of the matrix, as an embedding: [T] → [T, columns]"""
         if self.lookups is not None:
             out = self.lookups(numbers, self.ops.embed(self.lookups.own(numbers), self.weight))
         else:
@@ -82,30 +82,30 @@ class Projection:
 
 @dataclass(frozen=True)
 class Loader:
-    """Reads weights by our own names, and has them packed by the ops that will use them."""
+    """Reads weights by our tensor names and packs them with the ops that will use them."""
 
     source: WeightReader
     ops: Ops
     dtype: torch.dtype
     device: torch.device
     slots: AdapterSlots = field(default_factory=lambda: AdapterSlots(0))
-    shard: Shard | None = None  # None: this rank has the whole model
+    shard: Shard | None = None  # None: this rank holds the whole model
 
     def dense(self, raw: RawTensor) -> torch.Tensor:
-        """Plain values in the compute dtype, on the device."""
+        """Return dequantised values in the compute dtype, on the device."""
         if self.device.type == "cuda" and (raw.quant is None or is_known(raw.quant)):
-            raw = replace(raw, data=to_gpu(raw.data, self.device))  # converted there, where it costs nothing
+            raw = replace(raw, data=to_gpu(raw.data, self.device))  # dequantise on the GPU, where it is nearly free
         return dequantize(raw, self.dtype).to(self.device)
 
     def each(self, make: Callable[[int], Part], count: int) -> list[Part]:
-        """Parts 0 to count - 1 of a model; on a GPU several are read and sent at a time."""
+        """Make parts 0 to count - 1 of a model; for a GPU several are read and copied at the same time."""
         if self.device.type != "cuda":
             return [make(number) for number in range(count)]
-        with ThreadPoolExecutor(NUM_READERS) as readers:
+        with ThreadPoolExecutor(NUM_READER_THREADS) as readers:
             return list(readers.map(make, range(count)))
 
     def vector(self, name: str) -> torch.Tensor:
-        """Norm weights, biases, sinks: float32, since they are small and precision is free."""
+        """Load a vector (norm weights, biases, sinks) in float32: it is small, so the precision costs nothing."""
         return dequantize(self.source.get(name), torch.float32).to(self.device)
 
     def norm(self, name: str, eps: float, spec: NormSpec = RMS_NORM) -> Norm:
@@ -113,7 +113,7 @@ class Loader:
         return Norm(self.vector(f"{name}.weight"), eps, bias, spec.kind == "layer")
 
     def projection(self, matrices: Matrices) -> Projection:
-        """Matrices `<name>.weight` with a common input as one, stacked by rows."""
+        """Load matrices `<name>.weight` that share an input as one projection, stacked by rows."""
         names = matrices.names
         bias = torch.cat([self.vector(f"{name}.bias") for name in names]).to(self.dtype) if matrices.has_bias else None
         raws = [self.source.get(f"{name}.weight") for name in names]
@@ -128,9 +128,9 @@ class Loader:
         return replace(made, inputs=shard.gather_inputs(names[0]), outputs=outputs)
 
     def embedding(self, name: str) -> Projection:
-        """Make a projection whose rows are looked up; tied models multiply by it too."""
+        """Load a projection whose rows are looked up; models with tied weights also multiply by it."""
         weight = self.ops.pack_embedding(self.source.get(f"{name}.weight"), self.dense)
-        # What adapters add to the rows that are looked up has as many numbers as those have.
+        # An adapter of an embedding adds a vector of `columns` values to each looked-up row.
         whole_rows = 0 if self.shard is None else self.shard.whole_rows((name,))
         adapters = self._adapters((name,), [weight.columns], whole_rows or weight.rows, is_embedding=True)
         lookups = None if self.shard is None else self.shard.gather_rows(name)
@@ -138,7 +138,7 @@ class Loader:
         return Projection(self.ops, weight, adapters, lookups=lookups)
 
     def tied_head(self, embedding: Projection) -> Projection:
-        """A product with the embedding's matrix, to which adapters add by themselves."""
+        """Return the head as a product with the embedding's matrix; its adapters are separate from the embedding's."""
         adapters = self._adapters(("head",), [embedding.weight.rows], embedding.weight.columns, cut_like=("embed",))
         outputs = None if self.shard is None else self.shard.finish_outputs(("embed",))
         return replace(embedding, adapters=adapters, outputs=outputs)
@@ -152,7 +152,7 @@ class Loader:
         cut_like: tuple[str, ...] = (),
         is_embedding: bool = False,
     ) -> HeldLowRank | None:
-        """`cut_like`: the matrices whose rows on this rank are those of what adapters add."""
+        """`cut_like`: the matrices whose row ranges on this rank also apply to the adapters' rows."""
         if not self.slots.number:
             return None
         like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -163,52 +163,52 @@ class Loader:
         rows = tuple(
             None if self.shard is None else self.shard.own_rows(name) for name in cut_like or ("",) * len(names)
         )
-        self.slots.held.append(HeldAdapter(names, rows, held))
+        self.slots.held.append(ProjectionSlots(names, rows, held))
         return held
 
     def expert_adapters(
         self, names: ExpertNames, up_shape: tuple[int, ...], shared: ExpertNames | None = None, num_shared: int = 0
     ) -> HeldExperts | None:
-        """Slots for adapters of experts' gates, ups and downs. `shared`: names of an MLP that is computed as so many
-        more experts."""
+        """Create adapter slots for experts' gates, ups and downs. `shared`: the names of a shared expert's matrices,
+        which is appended to the routed experts as `num_shared` more."""
         if not self.slots.number:
             return None
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         count, inter, hidden = up_shape
         shape = ExpertsShape(count + num_shared, hidden, inter, names[0] is not None)
-        rank = 0 if self.shard is not None else self.slots.expert_rank  # no kernels for some rows of experts
+        rank = 0 if self.shard is not None else self.slots.expert_rank  # no kernels for experts cut over ranks
         held = self.ops.low_rank.hold_experts(shape, self.slots.number, rank, like)
         if held is not None:
             self.slots.held_experts.append(ExpertSlots(names, count, held, shared, num_shared))
         return held
 
 
-class HeldAdapter(NamedTuple):
-    """What adapters add to some stacked matrices."""
+class ProjectionSlots(NamedTuple):
+    """The adapter slots of one projection, that is of some stacked matrices."""
 
     names: tuple[str, ...]
-    rows: tuple[Span | None, ...]  # those of each that this rank has; None: all of them
+    rows: tuple[Span | None, ...]  # the rows of each matrix that this rank holds; None: all of them
     slots: HeldLowRank
 
     def parts(self, matrices: Mapping[str, LowRank]) -> list[LowRank | None]:
-        """This rank's part of what an adapter adds to each of them."""
+        """Return this rank's rows of an adapter's low-rank product for each matrix."""
         return [
             None if (part := matrices.get(name)) is None else part if rows is None else part.some_rows(*rows)
             for name, rows in zip(self.names, self.rows, strict=True)
         ]
 
 
-ExpertNames = tuple[str | None, str, str]  # of gates, if there are any, ups and downs
+ExpertNames = tuple[str | None, str, str]  # names of the gate (None: no gate), up and down matrices
 
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """The slots of adapters of a layer's experts."""
+    """The adapter slots of a layer's experts."""
 
     names: ExpertNames
     count: int
     held: HeldExperts
-    shared: ExpertNames | None = None  # of an MLP that is computed as some more experts
+    shared: ExpertNames | None = None  # of a shared expert that is appended to the routed experts
     num_shared: int = 0
 
     def matrices(self) -> set[str]:
@@ -226,7 +226,7 @@ class ExpertSlots:
         return self.held.put(slot, [(gate, up, down) for gate, up, down in own])
 
     def _rows(self, part: LowRank | None, number: int) -> LowRank | None:
-        """What is added to an expert's part of rows"""
+        """Cut an adapter of the shared expert's gate or up: the rows that appended expert `number` holds."""
         if part is None:
             return None
         size = len(part.b) // self.num_shared
@@ -234,7 +234,10 @@ class ExpertSlots:
         return LowRank(part.a, part.b[rows], None if part.gain is None else part.gain[rows])
 
     def _columns(self, part: LowRank | None, number: int) -> LowRank | None:
-        """What is added to an expert's part of columns: their sum is what is added to the whole"""
+        """Cut an adapter of the shared expert's down: the columns that appended expert `number` holds.
+
+        The experts' outputs are summed, which completes the product.
+        """
         if part is None:
             return None
         size = part.a.shape[1] // self.num_shared
@@ -243,13 +246,13 @@ class ExpertSlots:
 
 @dataclass
 class AdapterSlots:
-    """The slots of a model's adapters, over all its matrices."""
+    """The adapter slots of a model, over all its matrices."""
 
-    number: int  # 0: no adapter can be loaded
+    number: int  # of slots; 0: no adapter can be loaded
     max_rank: int = 0
-    expert_rank: int = 0  # the largest of an adapter of experts; 0: none was named when the model was loaded
-    version: int = 0  # changes when steps with adapters launch other kernels than before
-    held: list[HeldAdapter] = field(default_factory=list)
+    expert_rank: int = 0  # the largest rank of an adapter of experts; 0: no such adapter was configured at load
+    version: int = 0  # changes when steps with adapters start to launch other kernels
+    held: list[ProjectionSlots] = field(default_factory=list)
     held_experts: list[ExpertSlots] = field(default_factory=list)
 
     def names(self) -> set[str]:
@@ -258,7 +261,7 @@ class AdapterSlots:
         return found.union(*(experts.matrices() for experts in self.held_experts))
 
     def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        """Let a slot (from 1 on) hold an adapter, in place of the one that it holds."""
+        """Store an adapter in a slot, numbered from 1, replacing its previous one."""
         for held in self.held:
             self.version += held.slots.put(slot, held.parts(matrices))
         for experts in self.held_experts:
@@ -266,7 +269,7 @@ class AdapterSlots:
 
 
 def form_of(weights: Any) -> Hashable:
-    """Return everything that kernels depend on in a weight except its values: shapes, types, packing."""
+    """Return a key of all properties of weights that select kernels: shapes, dtypes, strides, alignment, packing."""
     if isinstance(weights, torch.Tensor):
         return weights.dtype, weights.shape, weights.stride(), weights.data_ptr() % 16
     if isinstance(weights, tuple):
@@ -274,7 +277,7 @@ def form_of(weights: Any) -> Hashable:
     if isinstance(weights, Projection):
         return form_of(weights.weight), weights.is_self_contained
     if is_dataclass(weights):
-        names = (one.name for one in fields(weights) if one.name != "adapters")  # which add launches of their own
+        names = (one.name for one in fields(weights) if one.name != "adapters")  # adapters launch their own kernels
         return type(weights), *(form_of(getattr(weights, name)) for name in names)
     form: Hashable = weights
     return form

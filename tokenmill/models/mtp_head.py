@@ -1,10 +1,9 @@
-"""A head that predicts one more token (`arch/mtp.py`) as a model: what a runner feeds are tokens, and beside each the
-state that the model before it had one token earlier.
+"""A multi-token prediction head (`arch/mtp.py`) as a model of its own: its input is a token and a hidden state.
 
-    head.states = [T, H]          of the tokens that are fed next, in their order
-    head.forward(batch, storage)  joins them with the tokens' embeddings; head.left: what it returned, to go on with
+    head.states = [T, H]          for each token of the next step, the target model's hidden state one token earlier
+    head.forward(batch, storage)  joins them with the tokens' embeddings; the result is kept as `head.outputs`
 
-The layer, norm and product with the head matrix are those of the backend; joining is done with torch's ops.
+The layer, the norm and the output projection run on the backend; the join of both inputs uses torch's ops.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ class MtpHead:
     adapter_slots = None
 
     def __init__(self, spec: ModelSpec, source: WeightReader, layer: StagedModel) -> None:
-        """`layer`: a model of the head's layer and final norm, with the model's own head matrix."""
+        """`layer`: the head's layer and final norm as a model that shares the target model's output projection."""
         self.spec = spec
         self._layer = layer
-        self._table = source.get("embed.weight")  # rows are read from the file's pages: nothing is kept of it
+        self._table = source.get("embed.weight")  # memory-mapped: rows are read from the file when needed
         matrix = source.get("join.weight")
         is_short = matrix.quant is not None or matrix.data.dtype in (torch.bfloat16, torch.float16)
         self._matrix = dequantize(matrix, torch.bfloat16 if is_short else torch.float32)
         self._norms = [dequantize(source.get(f"join_{part}_norm.weight")) for part in ("embed", "state")]
         self.states = torch.empty(0, spec.hidden_size)
-        self.left = self.states
+        self.outputs = self.states
 
     @property
     def vocab_size(self) -> int:
@@ -44,11 +43,11 @@ class MtpHead:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        self.left = self._layer.forward(batch, storage, self.joined(batch.token_ids, self.states))
-        return self.left
+        self.outputs = self._layer.forward(batch, storage, self.join(batch.token_ids, self.states))
+        return self.outputs
 
-    def joined(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """[T], [T, H] → [T, H]"""
+    def join(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Project each token's normed embedding and normed state to one vector: [T], [T, H] → [T, H]."""
         embedded = _rows(self._table, token_ids) * self.spec.embedding_scale
         parts = zip((embedded, states.float()), self._norms, strict=True)
         normed = [torch.nn.functional.rms_norm(part, norm.shape, norm, self.spec.norm_eps) for part, norm in parts]
@@ -64,24 +63,25 @@ class MtpHead:
 
 
 def _rows(table: RawTensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows of a matrix as the file has it, in float32."""
+    """Read and dequantise rows of a checkpoint's matrix, float32."""
     return dequantize(replace(table, shape=(len(numbers), table.shape[1]), data=table.data[numbers], ordered=None))
 
 
 class KeptStates:
-    """The states of a model's latest tokens, of each row of its runner, until its head has taken them.
+    """Hidden states of the target model's latest tokens, per runner row, kept until the MTP head has consumed them.
 
     row 3   first                end
             |  [n, H]             |          states of the sequence's tokens first … end - 1
 
-    Of a prompt at most `MOST_STATES` are kept: a head attends to what it has seen, and drafts need not be right.
+    At most `MOST_STATES` per row are kept. The head then does not see the start of a long prompt, which costs
+    acceptance only: drafts are verified anyway.
     """
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, torch.Tensor]] = {}
 
     def keep(self, row: int, first: int, states: torch.Tensor) -> None:
-        """Keep the states of a row's tokens from `first` on, and drop those of tokens that were fed there before."""
+        """Store the states of a row's tokens from `first` on, replacing those of rejected tokens at the same places."""
         begin, held = self._rows.get(row, (first, states[:0]))
         if not begin <= first <= begin + len(held):
             begin, held = first, states[:0]
@@ -90,12 +90,12 @@ class KeptStates:
         self._rows[row] = begin + surplus, joined[surplus:]
 
     def first(self, row: int) -> int | None:
-        """The first token of a row whose state is kept; None: there is none."""
+        """Return the index of the first token whose state is kept; None if no state is."""
         found = self._rows.get(row)
         return None if found is None else found[0]
 
     def of(self, row: int, first: int, end: int) -> torch.Tensor | None:
-        """The states of a row's tokens from `first` to before `end`; None where some are not kept."""
+        """Return the states of a row's tokens [first, end); None if some of them are not kept."""
         begin, held = self._rows.get(row, (0, torch.empty(0, 0)))
         return held[first - begin : end - begin] if begin <= first and end <= begin + len(held) else None
 

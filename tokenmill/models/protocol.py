@@ -1,4 +1,4 @@
-"""The interface between runner and model, for a decoder made of ops, a native whole-step one and a scripted one."""
+"""The interface between runner and model: of the op-based decoder, the native CPU decoder and scripted test models."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class BestLogits(Protocol):
     def __call__(
         self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[L, H] → the token with the highest logit, the lowest id among equals, int64 [L]; that logit, float32 [L],
-        NaN where any logit of the row is. `adapters`: see `Model.logits`."""
+        """[L, H] → the token with the highest logit, int64 [L] (of equal logits the lowest id), and that logit, float32
+        [L] (NaN if any logit of the row is NaN). `adapters`: see `Model.logits`."""
         ...
 
 
 class DirectModel(Protocol):
-    """The whole of a step whose rows only draw: inputs, forward and head in one call, without tensors in between."""
+    """A whole decode step in one call, from token ids to sampled tokens or logits, without tensors in between."""
 
     def greedy_next(self, rows: DrawingRows, storage: KVStorage) -> list[int]:
-        """The best next token behind each of the rows' wanted ones; -1 where its logit is no finite number."""
+        """Return the greedy next token after each output position; -1 where the highest logit is not finite."""
         ...
 
     def draw_next(self, rows: DrawingRows, params: DrawParams, storage: KVStorage) -> list[int]:
-        """The same with tokens drawn as the parameters say."""
+        """Return a sampled next token after each output position; -1 where the highest logit is not finite."""
         ...
 
     def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
-        """The logits behind each of the rows' wanted tokens, float32 [L, vocab], in memory that the next call uses."""
+        """Return the logits at each output position, float32 [L, vocab], in a buffer that the next call overwrites."""
         ...
 
 
@@ -43,49 +43,49 @@ class Model(Protocol):
     def vocab_size(self) -> int: ...
 
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        """Feeds the batch's tokens, writes their keys and values; normed hidden states [L, H] of `logit_rows`."""
+        """Compute the batch's tokens, write their KV cache, and return normed hidden states [L, H] of `logit_rows`."""
         ...
 
     def logits(self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None) -> torch.Tensor:
-        """[L, H] → float32 [L, vocab]; `adapters` int32 [L]: the slot of each state's adapter, 0 for none"""
+        """[L, H] → float32 [L, vocab]; `adapters` int32 [L]: the adapter slot of each row, 0 for none"""
         ...
 
     @property
     def best_logits(self) -> BestLogits | None:
-        """Return a faster way to the most likely tokens than all logits; None: there is none."""
+        """Return a function that computes the argmax of the logits faster than `logits`; None if there is none."""
         ...
 
     @property
     def direct(self) -> DirectModel | None:
-        """Return the call that takes rows as plain lists; None: the model takes tensors only."""
+        """Return the interface that takes rows as plain lists; None if the model takes tensors only."""
         ...
 
     @property
-    def adapter_slots(self) -> HeldAdapters | None:
-        """Return the model's adapter slots; None: it can't have adapters."""
+    def adapter_slots(self) -> AdapterStore | None:
+        """Return the model's adapter slots; None if the model does not support adapters."""
         ...
 
 
 class StagedModel(Model, Protocol):
-    """Some of the layers of a model, as one stage of a pipeline computes them."""
+    """A range of a model's layers: one pipeline stage."""
 
     def forward(self, batch: ForwardBatch, storage: KVStorage, entering: torch.Tensor | None = None) -> torch.Tensor:
-        """`entering` [T, H]: the stream as the stage before has left it; None: this is the first one. The last stage
-        returns what `Model.forward` does, the others their stream [T, H]."""
+        """`entering` [T, H]: the residual stream of the previous stage; None on the first stage. The last stage returns
+        what `Model.forward` does, the others return their residual stream [T, H]."""
         ...
 
 
-class HeldAdapters(Protocol):
+class AdapterStore(Protocol):
     """The adapter slots of a model."""
 
     @property
     def number(self) -> int:
-        """Slots are numbered from 1 to this; 0: it can hold none."""
+        """The number of slots, which are numbered from 1; 0: no adapter can be loaded."""
         ...
 
     @property
     def version(self) -> int:
-        """A number that changes when steps with adapters launch other kernels than before."""
+        """A number that changes when steps with adapters start to launch other kernels."""
         ...
 
     def names(self) -> set[str]:
@@ -93,7 +93,7 @@ class HeldAdapters(Protocol):
         ...
 
     def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        """Let a slot hold an adapter, in place of the one that it holds."""
+        """Store an adapter in a slot, replacing its previous one."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""A recurrent mixer of a layer: gated DeltaNet or Mamba-2, from joint projections to normed and gated outputs.
+"""A recurrent mixer (gated DeltaNet, Mamba-2): from stacked projections to normed and gated outputs.
 
-Its own weights are the convolution's taps, rates of decay, biases of the step and the output norm; the matrices before
-and behind it belong to the layer. What later tokens need lies in cells and states (`arch/cache_parts.py`).
+It owns the convolution's taps, the decay rates, the step biases and the output norm; the input and output projections
+belong to the layer. The state that later tokens need is cached as cells and states (`arch/cache_parts.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RecurrentMixer:
         return self.spec, form_of(self._args.weights)
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
-        """Joint projections [T, q k v z (b) a] → [T, values]"""
+        """Stacked projections [T, q k v z (b) a] → [T, values]"""
         fields = step.storage.fields(self._layer)
         cache = RecurrentCache(
             fields["conv_inputs"],

@@ -1,10 +1,10 @@
-"""Rotary position tables: the angle of every position and frequency, as cos and sin, computed once at load.
+"""Rotary position embeddings (RoPE): tables of cos and sin for every position and frequency, computed once at load.
 
-Frequencies start as theta^(-2i / rotary_dim) and are then stretched for longer contexts in one of the ways below, each
-as its paper and `transformers` define it. All in float32, which is what the models were trained with.
+Frequencies start as theta^(-2i / rotary_dim) and are then scaled for longer contexts in one of the ways below, each as
+its paper and `transformers` define it; all in float32, as in training.
 
-LongRope has one set of factors for short contexts and one for long. Which one holds is settled by the longest context
-that is served, never by the positions seen so far: keys already in the cache must stay comparable with new queries.
+LongRope has one set of factors for short contexts and one for long. The longest context that is served decides which
+one applies, never the positions seen so far: keys already in the cache must stay comparable with new queries.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def make_rope_table(spec: RopeSpec, max_context: int, device: torch.device) -> R
 
 
 def query_growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
-    """Return the factors of queries at these positions, float32 [T]"""
+    """Return the factors by which queries at these positions are multiplied, float32 [T]."""
     stretches = torch.floor((positions.float() + growth.first) / growth.length)
     return 1.0 + growth.beta * torch.log1p(stretches)
 
 
 def rope_frequencies(spec: RopeSpec, max_context: int) -> torch.Tensor:
-    """float32 [rotary_dim / 2], zeros for pairs that don't turn"""
+    """Return the frequencies, float32 [rotary_dim / 2]; zero for pairs that are not rotated."""
     frequencies = _scaled_frequencies(spec, max_context)
     if spec.num_angles is not None:
         frequencies[spec.num_angles :] = 0.0
@@ -85,7 +85,7 @@ def _scaled_frequencies(spec: RopeSpec, max_context: int) -> torch.Tensor:
 
 
 def _magnitude(spec: RopeSpec) -> float:
-    """Return the factor of cos and sin."""
+    """Return the factor by which cos and sin are multiplied (`mscale`)."""
     return spec.scaling.mscale if isinstance(spec.scaling, LongRopeScaling | YarnScaling) else 1.0
 
 
@@ -104,7 +104,7 @@ def _longrope(plain: torch.Tensor, scaling: LongRopeScaling, max_context: int) -
 
 
 def _yarn(plain: torch.Tensor, spec: RopeSpec, scaling: YarnScaling) -> torch.Tensor:
-    """Fast frequencies kept, slow ones divided by the factor, a linear ramp over the dimensions between."""
+    """Keep fast frequencies, divide slow ones by the factor, and blend linearly over the dimensions between."""
 
     def dimension_with(turns: float) -> float:
         ratio = scaling.original_context / (turns * 2 * math.pi)

@@ -1,7 +1,7 @@
-"""A gated short convolution as the mixer of a layer: c * conv(b * x), from joint projections of b, c and x.
+"""A gated short convolution as a layer's mixer: c * conv(b * x), from stacked projections of b, c and x.
 
-Its own weights are the taps of the convolution, one set a channel; the matrices before and behind it belong to the
-layer. What later tokens need, each token's b * x, lies in the paged cache like keys and values.
+It owns the taps of the convolution, one set per channel; the input and output projections belong to the layer. Each
+token's b * x, which later tokens need, is in the paged cache like keys and values.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ class ShortConvolution:
         return self.spec, form_of((self._weight, self._bias))
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
-        """Joint projections [T, 3 * width] → gated outputs of the convolution [T, width]"""
+        """Stacked projections [T, 3 * width] → gated outputs of the convolution [T, width]"""
         inputs, plan = step.storage.fields(self._layer)["inputs"], step.mixer_plans[step.storage.group(self._layer)]
         return self._ops.short_conv(projected, inputs, plan, self._weight, self._bias)

@@ -1,7 +1,7 @@
-"""Several residual streams between layers (`arch/streams.py`), each layer run over one of them.
+"""Models with several residual streams (`arch/streams.py`): AltUp and hyper-connections.
 
-Streams are a tensor [T, streams, H], beside which hyper-connections hand on what is still to be added. What a layer
-computes of one stream is the `Layer` of other models, in two halves; here is what happens around it.
+The streams are a tensor [T, streams, H]; hyper-connections also carry an addend that is not yet added to it. Each layer
+computes on one stream as the `Layer` of any other model does; this module computes what happens around it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tokenmill.ops.streams import Addend, AltUpNumbers, JoinedStreams, StreamCon
 
 
 class StreamEnds(Protocol):
-    """The streams that a token's embedding begins as, and the one vector they end in."""
+    """Makes the streams from a token's embedding before the first layer, and one vector of them after the last."""
 
     def begin(self, embedded: torch.Tensor, regions: Regions) -> Any:
-        """[T, H] → the streams, as layers hand them on"""
+        """[T, H] → the streams, in the form that layers pass on"""
         ...
 
     def finish(self, streams: Any, regions: Regions) -> torch.Tensor:
-        """→ [T, H]"""
+        """The streams after the last layer → [T, H]"""
         ...
 
 
@@ -81,7 +81,7 @@ def load_altup(altup: AltUp, name: str, norm_eps: float, load: Loader) -> AltUpW
 
 @dataclass(frozen=True)
 class StreamLayer:
-    """A layer over several residual streams, around the layer that computes on one of them."""
+    """A layer over several residual streams; it wraps the `Layer` that computes on one of them."""
 
     layer: Layer
 
@@ -96,7 +96,7 @@ class StreamLayer:
 
 @dataclass(frozen=True)
 class AltUpLayer(StreamLayer):
-    """A layer over the first of several streams, with a prediction of all before and their correction behind it"""
+    """A layer that computes on the first stream; AltUp predicts all streams before it and corrects them after it."""
 
     altup: AltUpWeights
     ops: Ops
@@ -118,7 +118,7 @@ class AltUpLayer(StreamLayer):
         if output_rows is not None:
             predicted, first = predicted[output_rows], first[output_rows]
         total = (regions.whole(stream) + self._branch(first, weights.norm, regions)) * 2**-0.5
-        result = regions.whole(layer.fed(regions.begin(total), regions, step, output_rows))
+        result = regions.whole(layer.feed_forward(regions.begin(total), regions, step, output_rows))
         corrected, gated = self.ops.altup.correct(predicted, result, self.altup.numbers)
         inputs = step.layer_inputs_of(layer.number, output_rows)
         added = regions.gated_input(gated, inputs, weights.add_input)
@@ -155,7 +155,7 @@ class HyperEnds:
 
 @dataclass(frozen=True)
 class HyperLayer(StreamLayer):
-    """A layer whose mixer and MLP each read a mixture of the streams and write to all of them"""
+    """A layer whose mixer and MLP each read a weighted sum of the streams and write to all of them."""
 
     attention: StreamConnection
     feed: StreamConnection
@@ -176,7 +176,7 @@ class HyperLayer(StreamLayer):
             streams, written, mixed = streams[output_rows], written[output_rows], mixed[output_rows]
         joined = JoinedStreams(streams, Addend(regions.added(stream), written, mixed))
         read, streams, written, mixed = self.ops.hyper.read(joined, self.feed)
-        stream = layer.fed(regions.begin(read), regions, step, output_rows)
+        stream = layer.feed_forward(regions.begin(read), regions, step, output_rows)
         return JoinedStreams(streams, Addend(regions.added(stream), written, mixed))
 
 

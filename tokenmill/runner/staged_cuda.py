@@ -45,7 +45,7 @@ class StagedCudaRunner(CudaRunner):
         self._link = link
         self._graphs.kinds = STAGE_KINDS
         if not self._is_first:
-            model.reserve_entered(max(num_tokens, max_rows))
+            model.reserve_stage_input(max(num_tokens, max_rows))
 
     @property
     def rows(self) -> ModelRunner:
@@ -79,7 +79,7 @@ class StagedCudaRunner(CudaRunner):
     def _passed(self, num_tokens: int, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Compute this stage's layers between the stage before and the next one."""
         if not self._is_first:
-            self._stage.entered[:num_tokens].copy_(self._link.receive())
+            self._stage.stage_input[:num_tokens].copy_(self._link.receive())
         stream = compute()
         self._link.send(stream)
         return stream

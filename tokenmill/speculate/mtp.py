@@ -48,7 +48,7 @@ class HeadStates:
 
     def take(self, plans: Sequence[RowPlan], rows: dict[int, DraftRow]) -> None:
         drawing = [plan for plan in plans if plan.sample]
-        for plan, state in zip(drawing, self._head.left, strict=True):
+        for plan, state in zip(drawing, self._head.outputs, strict=True):
             row = rows[plan.row]
             if not row.drafts:  # the model's states up to here are in the head's cache
                 self._kept.forget_before(plan.row, row.skipped + plan.start + len(plan.token_ids) - 2)

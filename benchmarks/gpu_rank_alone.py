@@ -37,10 +37,9 @@ from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, 
 from tokenmill.engine.build import assemble
 from tokenmill.ops.triton.batch.exchange import ARRIVAL_BYTES
 from tokenmill.ops.triton.launch import compile_workers
-from tokenmill.parallel.alone import Alone
 from tokenmill.parallel.cuts import Cut, MatrixCut, cut_model
 from tokenmill.parallel.device import WINDOW_BYTES, DeviceGroup
-from tokenmill.parallel.group import Gather, RankGroup, Sum
+from tokenmill.parallel.group import Gather, RankGroup, SingleRank, Sum
 from tokenmill.params import SamplingParams
 from tokenmill.planner.device import PlanDevice, plan_device
 from tokenmill.planner.links import LINKS
@@ -76,7 +75,7 @@ def unheard(size: int) -> RankGroup:
     """The group of rank 0 where only this rank is there: what others would send are zeros that have come already. All
     that a rank does itself in an exchange is done."""
     if size == 1:
-        return Alone()
+        return SingleRank()
 
     def windows(_group: DeviceGroup) -> list[LocalWindow]:
         memory = torch.zeros(size, WINDOW_BYTES, dtype=torch.uint8, device=device())

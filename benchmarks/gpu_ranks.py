@@ -3,7 +3,7 @@
     python benchmarks/gpu_ranks.py bits [--shape FOLDER] [--layers N] [--ranks 1,2,4,8]
     python benchmarks/gpu_ranks.py near [--shape FOLDER] [--layers N] [--ranks 1,2,4,8]
 
-`bits`: ranks as threads that take turns (`parallel/turns.py`), with the kernels of --deterministic: a prompt, a
+`bits`: ranks as threads that take turns (`parallel/threads.py`), with the kernels of --deterministic: a prompt, a
 decoding step, and the same step as one captured graph of all ranks. Prints a digest of the logits for each number of
 ranks: they must be equal.
 """
@@ -37,7 +37,7 @@ from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch import compile_workers
 from tokenmill.parallel.cuts import Cuts, cut_model, cut_spec
 from tokenmill.parallel.group import RankGroup, Shard
-from tokenmill.parallel.turns import TurnGroup
+from tokenmill.parallel.threads import TurnGroup
 from tokenmill.runner.inputs import build_batch
 from tokenmill.types import RowPlan
 from tokenmill.weights.dummy import dummy_weights

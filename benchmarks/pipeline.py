@@ -34,7 +34,7 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch
-from tokenmill.parallel.alone import Alone
+from tokenmill.parallel.group import SingleRank
 from tokenmill.parallel.stage_link import StageLink
 from tokenmill.params import SamplingParams
 from tokenmill.runner.ranked import Followers, FollowingSampler, follow
@@ -94,12 +94,12 @@ class Pipeline:
             ours, theirs = Pipe()
             followers.append(ours)
             runner = self._stage(at, links[at], storage, FollowingSampler(VOCAB, 32, "cpu"))
-            work = partial(follow, partial(run_message, runner), at, Alone(), theirs)
+            work = partial(follow, partial(run_message, runner), at, SingleRank(), theirs)
             threading.Thread(target=work, daemon=True).start()
 
         def make(own_storage: KVStorage, sampler: Sampler, *_limits: int) -> PipelineRunner:
             own = self._stage(0, links[0], own_storage, sampler)
-            return PipelineRunner(own, Alone(), Followers(followers), beside=0, depth=lanes)
+            return PipelineRunner(own, SingleRank(), Followers(followers), beside=0, depth=lanes)
 
         first: Any = self.models[0]
         self.core: EngineCore = assemble(config, first, storage, make_runner=make)

@@ -7,9 +7,9 @@
 
 namespace tokenmill {
 
-bool BatchView::wants_all() const {
-  if (wanted != tokens) return false;
-  for (int i = 0; i < wanted; ++i)
+bool BatchView::outputs_all() const {
+  if (outputs != tokens) return false;
+  for (int i = 0; i < outputs; ++i)
     if (logit_rows[i] != i) return false;
   return true;
 }
@@ -24,19 +24,19 @@ ptrdiff_t row_of(const BatchView& batch, int token) {
 }  // namespace
 
 void NarrowedBatch::take(const BatchView& batch, int group) {
-  const size_t wanted = static_cast<size_t>(batch.wanted);
-  starts_.resize(wanted + 1);
+  const size_t outputs = static_cast<size_t>(batch.outputs);
+  starts_.resize(outputs + 1);
   std::iota(starts_.begin(), starts_.end(), 0);
-  positions_.resize(wanted);
-  contexts_.resize(wanted);
-  for (size_t i = 0; i < wanted; ++i) {
+  positions_.resize(outputs);
+  contexts_.resize(outputs);
+  for (size_t i = 0; i < outputs; ++i) {
     const int token = static_cast<int>(batch.logit_rows[i]);
     const ptrdiff_t row = row_of(batch, token);
     positions_[i] = batch.positions[token];
     contexts_[i] = batch.context_lens[row] - (batch.query_starts[row + 1] - token - 1);
   }
   view = {};
-  view.tokens = view.rows = view.wanted = batch.wanted;
+  view.tokens = view.rows = view.outputs = batch.outputs;
   view.positions = positions_.data();
   view.query_starts = starts_.data();
   view.context_lens = contexts_.data();
@@ -49,8 +49,8 @@ void NarrowedBatch::take_tables(const BatchView& batch, int group) {
   const size_t blocks = static_cast<size_t>(from.max_blocks);
   tables_.resize(std::max(tables_.size(), batch.groups.size()));
   std::vector<int32_t>& tables = tables_[static_cast<size_t>(group)];
-  tables.resize(static_cast<size_t>(batch.wanted) * blocks);
-  for (int i = 0; i < batch.wanted; ++i) {
+  tables.resize(static_cast<size_t>(batch.outputs) * blocks);
+  for (int i = 0; i < batch.outputs; ++i) {
     const size_t row = static_cast<size_t>(row_of(batch, static_cast<int>(batch.logit_rows[i])));
     std::copy_n(from.block_tables + row * blocks, blocks, tables.data() + static_cast<size_t>(i) * blocks);
   }

@@ -1,5 +1,5 @@
-// A whole decoder step in one call: embedding, layers, final norm. Built once from packed weights and parameters; a
-// step reads and writes the paged cache in place. Nothing here knows an instruction set: arithmetic is in Kernels.
+// A whole decoder step in one call: embedding, layers, final norm. A decoder is built once from packed weights and
+// parameters; a step reads and writes the paged cache in place. All code that depends on an instruction set is in Kernels.
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -24,7 +24,7 @@ struct RopeTable {
 };
 
 struct Norm {
-  Vector weight, bias;  // no weight: there is no norm; a bias only where the decoder's norms are centred
+  Vector weight, bias;  // empty weight: no norm; a bias only if the decoder's norms are centred
 
   bool empty() const { return weight.empty(); }
 };
@@ -32,29 +32,29 @@ struct Norm {
 struct Mlp {
   Linear gate, up, down;  // an empty gate: down(act(up))
   Activation activation = Activation::Silu;
-  std::optional<float> cutoff = {};  // a token's gates count by what they are above their mean and so many deviations
+  std::optional<float> cutoff = {};  // activation sparsity: gates below mean + cutoff * standard deviation become 0
 
   bool is_gated() const { return gate.w.data != nullptr; }
-  // The first product of a gated one is with `gate`, and `up` beside it.
+  // The matrix of the first product: `gate`, whose product with `up` is computed beside it, or `up` alone.
   const Linear& first() const { return is_gated() ? gate : up; }
   const Linear* second() const { return is_gated() ? &up : nullptr; }
 };
 
 enum class Score : uint8_t { Softmax, Sigmoid, SqrtSoftplus };
 
-// How a token's experts are chosen and weighted.
+// How a router selects and weights a token's experts.
 struct Routing {
   int num_active = 0;
   Score score = Score::Softmax;
   bool renormalize = true;
-  float epsilon = 0.0f;  // added to the sum that weights are divided by
-  Vector choice_bias;    // added to scores for the choice alone
+  float epsilon = 0.0f;  // added to the sum by which weights are divided
+  Vector choice_bias;    // added to the scores for the selection only
   int num_groups = 1, kept_groups = 1;
-  int judged_by = 2;  // so many of a group's best, added
+  int judged_by = 2;  // a group's score is the sum of this many of its best
   float scale = 1.0f;
   Vector expert_scales;
-  bool weights_input = false;  // an expert's input is weighted, not its output
-  std::vector<int32_t> table = {};  // [tokens][num_active]: the experts of each; empty: those with the best scores
+  bool weights_input = false;  // weight an expert's input, not its output
+  std::vector<int32_t> table = {};  // [vocab][num_active]: experts by token id; empty: by score
 };
 
 struct Moe {
@@ -63,95 +63,95 @@ struct Moe {
   Routing routing;
   std::optional<Mlp> shared;
   Vector shared_gate;  // [hidden]: the shared expert is weighted by the sigmoid of its product with the input
-  Vector router_norm;  // the router reads a norm of the stream of its own
-  Linear latent_in, latent_out;  // experts work on a projection of their input; empty: on the input itself
-  std::vector<std::vector<int>> owners;  // of each expert the ranks that have it; empty: all experts are here
+  Vector router_norm;  // the router's own norm of the stream; empty: it reads the experts' input
+  Linear latent_in, latent_out;  // experts compute in a latent space; empty: on the input itself
+  std::vector<std::vector<int>> owners;  // the ranks that have each expert; empty: this rank has all
 
   size_t layer = 0;  // its number, given by the decoder
 
   bool is_spread() const { return !owners.empty(); }
 };
 
-// Who computes the experts of a step's tokens, and where the results lie: rows of rank 0, of rank 1, ..., of each rank
-// expert by expert.
+// Which rank computes which (token, expert) pair of a step, and where the results are: rows of rank 0, of rank 1, …, and
+// within a rank sorted by expert.
 struct ExpertRows {
-  std::vector<int> counts, starts;  // of each expert: rows that are computed here, and where they begin among all rows
-  std::vector<size_t> first;        // [ranks + 1] where the rows of a rank begin
-  std::vector<int> places;          // [T][active] the row of an expert's input; -1: another rank computes it
-  std::vector<size_t> rows;         // [T][active] the row of the result
+  std::vector<int> counts, starts;  // per expert: the number of rows computed here, and the first of them
+  std::vector<size_t> first;        // [ranks + 1] the first row of each rank
+  std::vector<int> places;          // [T][active] row of an expert's input; -1: another rank computes it
+  std::vector<size_t> rows;         // [T][active] row of the result
 };
 
-// The layer's own embeddings of the tokens, which are added through a gate that reads the stream.
+// A layer's part of per-layer embeddings, added through a gate that reads the stream.
 struct LayerInput {
   Linear gate, up;
   Norm norm;
   Activation activation = Activation::GeluTanh;
 };
 
-// Several residual streams around a layer, see decoder/streams.cpp. AltUp (Gemma 3n): the layer reads the first, the others
-// are predicted before it and corrected behind it; a low-rank branch stands beside attention.
+// Several residual streams around a layer, see decoder/streams.cpp. AltUp (Gemma 3n): the layer computes on the first stream;
+// all streams are predicted before it and corrected after it. A low-rank branch (LAuReL) is added beside attention.
 struct AltUp {
   Linear router;            // [streams][hidden], float32
   Vector router_norm;       // [hidden]
   Vector predict, correct;  // [streams * streams][streams], [streams][streams]
-  Vector scale;             // [hidden], of what gates the layer's own embedding; empty: 1
+  Vector scale;             // [hidden], of the stream that gates the per-layer embedding; empty: 1
   Linear left, right;       // [rank][hidden], [hidden][rank]
   Norm branch_norm;
 };
 
-// Hyper-connections (DeepSeek V4): coefficients of what a part of a layer reads of the streams and of how its result
-// reaches them, linear in the normed streams.
+// Hyper-connections (DeepSeek V4): weights of the coefficients by which a mixer or MLP reads the streams and its result is
+// added to them; linear in the normed streams.
 struct Connection {
   Linear weight;  // [coefficients][streams * hidden], float32
   Vector base;    // [coefficients]
-  Vector scale;   // one number for each kind of coefficient
+  Vector scale;   // one value per kind of coefficient
 };
 struct Connections {
   Connection mixer, feed;
 };
 
-// What a decoder's layers exchange, where it is more than one stream.
+// The parameters of a decoder with several residual streams.
 struct Streams {
   int count = 1;
-  std::vector<Linear> in, out;  // AltUp: [hidden][hidden] of all but the first, from the embedding and at the end
-  Connection end;               // hyper-connections: one more mixture
-  int rounds = 0;               // of dividing by sums
+  std::vector<Linear> in, out;  // AltUp: [hidden][hidden] per stream but the first, from the embedding and at the end
+  Connection end;               // hyper-connections: the mixture after the last layer
+  int rounds = 0;               // Sinkhorn rounds of normalising rows and columns
   float eps = 0.0f, norm_eps = 0.0f;
 
   bool are_connected() const { return end.weight.w.data != nullptr; }
 };
 
-// What of a layer does not depend on its mixer.
+// The parts of a layer other than its mixer.
 struct LayerFrame {
   Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;  // empty where the model has none
   std::optional<Mlp> mlp;
-  std::optional<Moe> moe;  // beside the MLP where there is one, then with the norms of `side`
+  std::optional<Moe> moe;  // instead of an MLP, or beside it, with the `side` norms
   struct Side {
     Norm norm, post_norm, mlp_post_norm;
   } side;
-  bool is_parallel = false;  // the MLP reads the stream that the mixer read
-  float residual_scale = 1.0f;  // multiplies what is added to the stream
+  bool is_parallel = false;  // mixer and MLP read the same stream
+  float residual_scale = 1.0f;  // of results before they are added to the stream
   std::optional<LayerInput> input;
-  float stream_scale = 1.0f;  // multiplies the stream at the end
-  bool is_held = false;  // what the mixer adds waits for the next layer's, which reads the same stream; nothing is fed
+  float stream_scale = 1.0f;  // of the stream at the end of the layer
+  bool is_held = false;  // a second mixer: its result is held until that of the next layer, which reads the same stream
   std::optional<AltUp> altup = {};
   std::optional<Connections> connections = {};
 };
 
-enum class HeadNorm : uint8_t { None, Before, After, Joint };  // of queries and keys: the rotation, or all heads at once
+enum class HeadNorm : uint8_t { None, Before, After, Joint };  // QK norm before RoPE, after it, or over all heads together
 
 struct QueryGrowth {
-  float beta = 0.0f;  // 0: queries don't grow with their positions
+  float beta = 0.0f;  // 0: queries are not scaled by their positions
   int length = 1, first = 0;
 };
 
 enum class OutputGate : uint8_t { None, PerHead, PerElement };
 
-// A gated short convolution: out(c * conv(b * x)). Every token's input b * x is kept in the paged cache, where the next
-// kernel - 1 tokens of its sequence read it.
+// A gated short convolution: out(c * conv(b * x)). Every token's input b * x is cached for the next kernel - 1 tokens of its
+// sequence.
 struct ShortConv {
   Linear in;  // rows of b, then c, then x
-  Vector weight;  // [kernel][hidden], the oldest token's first
+  Vector weight;  // [kernel][hidden], the oldest tap first
   Vector bias;    // [hidden]
   int kernel = 0;
   float* inputs = nullptr;  // the cache: [block][token][hidden]
@@ -164,27 +164,27 @@ inline constexpr int kMaxConvKernel = 16;
 struct Recurrent {
   std::vector<Linear> in;  // rows of q, k, v, z, (b,) a: one matrix each
   RecurrentShape shape;
-  Vector conv, conv_bias;  // [kernel][channels], the oldest token's first; [channels]
+  Vector conv, conv_bias;  // [kernel][channels], the oldest tap first; [channels]
   Vector ones;             // [channels]
   int kernel = 0;
   Vector rates, step_bias, skip;  // [value heads], step_bias [decays]; `skip` of Mamba-2 only
   float min_step = 0.0f, max_step = 0.0f, step_scale = 1.0f, gate_scale = 1.0f, out_scale = 1.0f;
-  Vector norm;  // [value dim] or [values]; no groups: no norm
+  Vector norm;  // [value dim] or [values]; 0 groups: no norm
   int norm_groups = 0;
   bool is_norm_shared = false, gates_first = false, gates_by_sigmoid = false;
   float eps = 0.0f;
 
-  // the cache; `Layer::group` is that of the cells
+  // The cache; `Layer::group` is the group of the cells.
   float* conv_inputs = nullptr;  // [block][token][channels]
   float* keys = nullptr;         // [block][key head][token][key dim]
   float* updates = nullptr;      // [block][value head][token][value dim]
-  float* decays = nullptr;       // [block][token][value head], or of channels [block][value head][token][key dim]
+  float* decays = nullptr;       // [block][token][value head], or per channel [block][value head][token][key dim]
   float* states = nullptr;       // [slot][value head][key dim][value dim]
   float* tails = nullptr;        // [slot][kernel - 1][channels]
   int block_size = 0, state_group = 0, num_states = 0;
 };
 
-// What an indexer chooses among: keys, one for each `rate` tokens.
+// The keys among which an indexer selects: one per `rate` tokens.
 struct IndexView {
   const Linear* q;
   const EntryCache* keys;
@@ -192,55 +192,56 @@ struct IndexView {
   float scale;
 };
 
-// Chooses the `top_k` entries of a context that latent attention looks at, see decoder/indexer.cpp. Queries are made of the
-// latent that attention's own are made of, keys and the weights of heads of the layer's input.
+// Selects the `top_k` context entries that latent attention reads, see decoder/indexer.cpp. Its queries are projected from
+// the latent of attention's queries; its keys and the weights of its heads from the layer's input.
 struct EntryIndexer {
   Linear q, k, weights;
   Vector norm, norm_bias;  // of keys
   int heads = 0, top_k = 0;
   float scale = 1.0f, eps = 0.0f;
-  EntryCache keys;  // one a token, of `keys.width` numbers
+  EntryCache keys;  // one per token, of `keys.width` values
   int group = 0, num_blocks = 0;
 
   IndexView view() const { return {&q, &keys, heads, top_k, group, 1, scale}; }
 };
 
-inline constexpr int kSeesAll = -1;  // in the place of a number of chosen entries
+inline constexpr int kSeesAll = -1;  // instead of a number of selected entries: all are
 
-// Latent attention: all heads attend to one entry a token, [rank | rope_dim]. `q` gives queries, or the latent that `q_up`
-// makes them of; each head has a matrix from queries to the space of latents, and one from there to its values.
+// Multi-head latent attention (MLA): all heads attend to one entry per token, [rank | rope_dim]. `q` projects to queries, or
+// to a latent that `q_up` expands to queries; each head has a matrix from queries to the latent space, and one from there to
+// its values.
 struct LatentAttention {
   Linear q, kv_down;
   std::optional<Linear> q_up;
   Vector q_norm, kv_norm;
-  std::vector<Linear> absorb, expand;  // a head's: [rank][nope_dim] and [value_dim][rank], plain numbers
+  std::vector<Linear> absorb, expand;  // per head, not quantised: [rank][nope_dim] and [value_dim][rank]
   int heads = 0, nope_dim = 0, rope_dim = 0, value_dim = 0;
   float scale = 1.0f, eps = 0.0f;
   EntryCache cache;
-  std::optional<EntryIndexer> index;  // chooses the entries that are looked at; none: all are
-  bool shares_index = false;          // what the indexer before this layer has chosen holds here too
+  std::optional<EntryIndexer> index;  // selects the entries to attend to; none: all
+  bool shares_index = false;          // this layer uses the selection of the last indexer before it
 
   bool is_sparse() const { return index.has_value() || shares_index; }
 };
 
-// Entries of several tokens each. What they are made of, values and gates, is kept of every token until it is used.
+// Entries that compress several tokens each. Their inputs, the tokens' values and gates, are cached until an entry is complete.
 struct CompressedEntries {
-  Vector bias, norm;       // [rate][series * dim], added to gates; [dim]
+  Vector bias, norm;       // [rate][series * dim], added to the gates; [dim]
   float* inputs = nullptr;  // [block][token][2 * series * dim]
   EntryCache entries;       // `block_size` counts entries
   int inputs_group = 0, num_inputs = 0, group = 0, num_blocks = 0;
 };
 
-// Attention over a window and compressed entries behind it, see decoder/compressed_attention.cpp.
+// Attention over a sliding window and earlier compressed entries, see decoder/compressed_attention.cpp.
 struct CompressedAttention {
-  std::vector<Linear> in;  // the latent of queries, the key; values and gates of entries, of the index; weights of its heads
+  std::vector<Linear> in;  // query latent, key; values and gates of entries, and of the index; weights of the index heads
   Linear q_up;
   Vector q_norm, kv_norm, sinks;
-  std::vector<Linear> out;  // of each group of heads
+  std::vector<Linear> out;  // one per group of heads
   int heads = 0, window = 0;
   float scale = 1.0f, eps = 0.0f;
-  EntryCache keys;  // one a token, which is the value too
-  int rate = 0;     // tokens of an entry; 0: there are none
+  EntryCache keys;  // one per token, which is also the value
+  int rate = 0;     // tokens per entry; 0: no compressed entries
   bool overlaps = false;
   CompressedEntries compressed;
   struct Index {
@@ -268,16 +269,16 @@ struct Layer : LayerFrame {
   HeadNorm head_norm = HeadNorm::None;
   bool has_value_norm = false;
   QueryGrowth growth;
-  Linear q, k, v, o;  // without k and v the layer reads another one's cache
-  Linear gate;        // of what attention puts out
-  std::vector<int> head_borders;  // where ranks have heads each: the columns of o's input that rank r has begin at [r]
+  Linear q, k, v, o;  // empty k and v: the layer reads another layer's cache
+  Linear gate;        // of the attention output
+  std::vector<int> head_borders;  // if heads are cut over ranks: rank r has the columns of o's input from [r] on
   OutputGate output_gate = OutputGate::None;
   bool is_softplus_gate = false;
   AttentionTask attention;
   int rope = -1;
   int group = 0;
   int num_blocks = 0;
-  std::optional<ShortConv> conv;  // in the place of attention: then `o` projects its output, and q, k and v are empty
+  std::optional<ShortConv> conv;  // instead of attention: then `o` projects its output, and q, k and v are empty
   std::optional<Recurrent> recurrent;  // likewise
 
   std::optional<LatentAttention> latent;  // likewise
@@ -300,7 +301,7 @@ struct Layer : LayerFrame {
 
 class Decoder {
  public:
-  // `outlier_threshold`: see Form. Where some blocks have 16 bits, all of the last layer's and the head's do.
+  // `outlier_threshold`: see Form. Unless it is infinite, all blocks of the last layer and the head have 16 bits.
   Decoder(int hidden, int vocab, float eps, float embedding_scale, float logit_softcap, int threads,
           float outlier_threshold, const Kernels& kernels);
   void set_norms(bool are_centred) { are_norms_centred_ = are_centred; }
@@ -330,18 +331,18 @@ class Decoder {
   // What attention over a window compresses, or the keys of its index.
   void set_compressed_cache(int layer, bool of_index, const CompressedEntries& cache);
 
-  // The matrices that adapters may change, and how many adapters there is room for.
+  // Sets the matrices that adapters may change, and the number of adapter slots.
   void set_adapter_sites(int slots, std::vector<AdapterSlots::Site> sites) { adapters_.declare(slots, std::move(sites)); }
   void set_adapter(int slot, AdapterSlots::Parts parts) { adapters_.put(slot, std::move(parts)); }
 
-  // `entering` [tokens][hidden]: the stream as the stage before has left it; null: this is the first stage. `hidden`:
-  // [wanted][hidden], normed; of a stage that is not the last one the stream, [tokens][hidden].
+  // `entering` [tokens][hidden]: the previous stage's residual stream; null on the first stage. `hidden`: the normed states
+  // [outputs][hidden] on the last stage, else the stream [tokens][hidden].
   void forward(const BatchView& batch, const float* entering, float* hidden);
-  // The slots of the adapters of the rows that `forward` has put out; null where none has one.
-  const int32_t* wanted_slots() const { return is_adapted_ ? row_slots_.data() : nullptr; }
-  // `slots` [rows] of the rows' adapters, null: none has one
+  // The adapter slots of the rows that `forward` returned; null if no row has an adapter.
+  const int32_t* output_slots() const { return is_adapted_ ? row_slots_.data() : nullptr; }
+  // `slots` [rows]: adapter slots; null: no row has an adapter.
   void logits(const float* hidden, int rows, const int32_t* slots, float* out);  // [rows][vocab]
-  // The highest logit of each row and its place, the first of equals; NaN where any of the row's is.
+  // The highest logit of each row and its index, of equal ones the first; NaN if any logit of the row is.
   void best_logits(const float* hidden, int rows, const int32_t* slots, int64_t* places, float* values);
 
   int hidden() const { return hidden_; }
@@ -353,7 +354,7 @@ class Decoder {
   const Kernels& kernels() const { return *kernels_; }
   size_t computed_rows() const { return computed_rows_; }
   size_t received_rows() const { return received_rows_; }
-  // Tokens that have chosen each expert so far, by layer; empty for layers without experts.
+  // Tokens routed to each expert so far, by layer; empty for layers without experts.
   const std::vector<std::vector<uint64_t>>& expert_counts() const { return expert_counts_; }
   Pool& pool() { return pool_; }
   size_t weight_bytes() const;
@@ -387,7 +388,7 @@ class Decoder {
   void run_shrinking(std::vector<Gemm>& with);
   void reorder_inputs(std::vector<Gemm>& gemms);
   void run_cut(const Gemm* gemms, int count);
-  struct Gathered {  // [rows][stride], of which this rank has computed the columns from borders[rank] on
+  struct Gathered {  // [rows][stride], of which rank r computes the columns from borders[r] on
     float* data;
     size_t stride;
     int rows;
@@ -400,13 +401,13 @@ class Decoder {
   void keep_own(PageVector<float>& rows, size_t width);
   void share_heads(const Layer& layer, size_t width);
   void embed_rows(const Linear& table, const int64_t* ids, int count, float scale, float* out);
-  struct Shrinking {  // products with a's: where in `shrunk_` their results begin, and how many numbers these are
+  struct Shrinking {  // products with the adapters' `a`: the first of their results in `shrunk_`, and how many there are
     std::vector<Gemm> gemms;
     std::vector<size_t> at;
     size_t size = 0;
   };
   bool adapt(const Linear& w, const Gemm& gemm, AdaptedRows& rows, Shrinking& shrinking);
-  // What the inputs of these must be kept as: plain too where adapters read them.
+  // The form in which the inputs of these matrices must be kept; unquantised too if adapters read them.
   Form form_for(std::initializer_list<const Linear*> readers, float outlier_threshold) const;
   Form form_for_all(const std::vector<Linear>& readers, float outlier_threshold) const;
   Form form_of_input(const Mlp& mlp, float outlier_threshold) const;
@@ -499,7 +500,7 @@ class Decoder {
   void end_layer(const Layer& layer, int number, int tokens, const int64_t* rows);
   bool frame_fits(const Layer& layer) const;
   bool experts_fit(const Moe& moe, int width) const;
-  // body(t, out) gives the `cols` numbers of row t, which are kept in the form that is asked for.
+  // body(t, out) computes the `cols` values of row t, which are stored in the given form.
   template <class Body>
   void fill_rows(int tokens, int cols, int work_per_row, Activations& to, const Form& form, const Body& body);
   void norm_rows(const Norm& norm, const float* x, int tokens, Activations& to, const Form& form);
@@ -531,53 +532,53 @@ class Decoder {
   Streams streams_;
 
   AdapterSlots adapters_;
-  std::shared_ptr<Window> window_;  // null: this is the only rank
+  std::shared_ptr<Window> window_;  // null: a single rank
 
   // ── buffers of a step, grown when needed ──
   bool is_adapted_ = false;         // some rows have adapters
-  std::vector<int32_t> row_slots_;  // their slots, of the rows that are computed now
+  std::vector<int32_t> row_slots_;  // adapter slots of the rows that are computed now
   std::vector<AdaptedRows> adapted_rows_;
-  PageVector<float> shrunk_;  // products with a's
+  PageVector<float> shrunk_;  // products with the adapters' `a`
   std::vector<std::vector<int32_t>> expert_slots_;  // [experts][rows]
-  PageVector<float> x_;       // [T][hidden] the residual stream, or what a part of a layer reads of several
+  PageVector<float> x_;       // [T][hidden] the residual stream, or the mixture of several that a mixer or MLP reads
   PageVector<float> all_streams_, coefficients_;  // [T][streams][hidden], [T][coefficients]
   Activations stream_rows_, branch_rows_;
-  Vector ones_;  // the weights of a norm that has none
-  std::vector<int64_t> row_tokens_;  // of the rows that are computed now, where experts are looked up
-  std::vector<Activations> group_rows_;  // of each group of heads
+  Vector ones_;  // weights of a norm without weights
+  std::vector<int64_t> row_tokens_;  // token ids of the rows that are computed now, if experts are looked up by them
+  std::vector<Activations> group_rows_;  // one per group of heads
   PageVector<float> cut_gates_;          // [T][2][inter]
   PageVector<float> projected_;  // [T][q + 2 kv], or [T][3 hidden] of a convolution
   PageVector<float> convolved_, recurred_;  // of a recurrent mixer: [T][channels], [T][values]
-  PageVector<float> queries_, absorbed_, mixtures_, latent_values_;  // of latent attention: [T][heads] of each
+  PageVector<float> queries_, absorbed_, mixtures_, latent_values_;  // of latent attention: [T][heads][…] each
   Activations query_latents_;
   // ── of an indexer ──
   PageVector<float> index_rows_, index_queries_, index_scores_;  // [T][heads][dim] as projected, and padded; [T][context]
-  std::vector<int32_t> chosen_, num_chosen_;  // [T][top_k], ascending; [T], kSeesAll where nothing is left out
-  int chosen_stride_ = 0;                     // top_k of the indexer that has chosen
+  std::vector<int32_t> chosen_, num_chosen_;  // [T][top_k], ascending; [T], kSeesAll if all entries are selected
+  int chosen_stride_ = 0;                     // top_k of the last indexer
   std::vector<std::vector<int32_t>> choosing_;  // one per thread
-  PageVector<float> kept_rows_;  // of the wanted tokens, swapped with the buffer they come from
+  PageVector<float> kept_rows_;  // of the output tokens, swapped with the buffer that is narrowed
   NarrowedBatch narrowed_;
   OwnedBatch owned_;
-  bool is_owned_ = false;  // each rank keeps the contexts of some of the step's rows, and attends for them
-  PageVector<float> mixed_;   // [T][hidden] output of a part before its post norm, or of the experts
-  PageVector<float> held_;    // [T][hidden] of the layer before, where its result is still to be added
+  bool is_owned_ = false;  // data-parallel attention: each rank caches the contexts of some rows and attends for them
+  PageVector<float> mixed_;   // [T][hidden] output of a mixer or MLP before its post norm, or of the experts
+  PageVector<float> held_;    // [T][hidden] result of a second mixer that is not yet added
   bool has_held_ = false;
   PageVector<float> side_;    // [T][hidden] of experts beside an MLP, or of the shared expert
   PageVector<float> layer_inputs_, input_gates_;  // [T][layers][width], [T][width]
-  std::vector<Activations> ordered_rows_;  // inputs of matrices whose columns stand in an order of their own
-  float threshold_now_ = 0.0f;             // see Form, of the part of the model that is computed now
-  std::vector<Activations> cut_rows_;  // what a gated product's ranks have computed each, before it is rounded
+  std::vector<Activations> ordered_rows_;  // inputs of matrices with reordered columns
+  float threshold_now_ = 0.0f;             // outlier threshold of the part of the model that is computed now
+  std::vector<Activations> cut_rows_;  // this rank's part of gated products, before it is gathered and quantised
   PageVector<float> gathered_heads_, embedded_;
   Activations whole_heads_;
   Activations normed_, heads_, inner_, routed_, latent_, latent_sums_, input_rows_;
   std::vector<Vector> row_scratch_;                      // one per thread: the rows of a tile
   std::vector<PageVector<uint8_t>> attention_scratch_;   // one per thread
-  uint64_t num_attended_ = 0;  // phases of chunks so far
+  uint64_t num_attended_ = 0;  // calls of attend_chunks so far
   PageVector<float> split_sums_;
   std::vector<Partial> split_partials_;
   std::vector<int32_t> expert_ids_;  // [T][active]
   ExpertRows expert_rows_;
-  size_t computed_rows_ = 0, received_rows_ = 0;  // of experts that ranks share out, so far
+  size_t computed_rows_ = 0, received_rows_ = 0;  // expert rows so far, with expert parallelism
   std::vector<std::vector<uint64_t>> expert_counts_;
   PageVector<float> expert_shares_, router_logits_, expert_out_;
   std::vector<Activations> expert_in_, expert_inner_;

@@ -47,18 +47,18 @@ Runner::Plan Runner::plan(const Gemm& gemm) const {
   const int row_blocks = (tiles + kTilesPerCall - 1) / kTilesPerCall;
   const int tiles_per_block = row_blocks == 0 ? 0 : (tiles + row_blocks - 1) / row_blocks;
   const int pairs = (m.panels + 1) / 2;
-  // Seconds of one pair: its bytes at 8 GB/s or its products at 300 GFLOP/s, whichever is longer.
+  // Estimated seconds per pair: its bytes at 8 GB/s or its products at 300 GFLOP/s, whichever is longer.
   const double rows = static_cast<double>(gemm.in.quant.rows) / std::max(row_blocks, 1);
   const double bytes = 2.0 * static_cast<double>(m.panel_bytes) * (gemm.up ? 2 : 1);
   const double flops = 2.0 * rows * kPair * m.cols * (gemm.up ? 2 : 1);
   const double seconds = std::max(bytes / 8e9, flops / 300e9);
-  const int wanted = static_cast<int>(5e-6 / seconds);
+  const int target = static_cast<int>(5e-6 / seconds);
   const int most = std::max(1, pairs * row_blocks / (6 * pool_.threads()));
-  const int per_piece = std::clamp(wanted, 1, most);
+  const int per_piece = std::clamp(target, 1, most);
   return {pairs, row_blocks, tiles_per_block, per_piece, 0, seconds};
 }
 
-// Small pieces in the middle half of the work, long ones before and behind it where that gives several to each thread.
+// Cuts the middle half of the work into small pieces and the rest into long ones, if that gives each thread several.
 void Runner::cut(std::vector<Plan>& plans) const {
   double total = 0.0, before = 0.0;
   for (const Plan& p : plans) total += p.all() * p.seconds;
@@ -110,7 +110,7 @@ void Runner::pair(const Gemm& gemm, const Span& span, int thread) {
   float* out = gemm.out + static_cast<size_t>(span.tile) * gemm.in.quant.tile * gemm.out_stride + column;
   const bool onto = gemm.mode == Gemm::Mode::Add;
   if (columns == span.panels * kPanel) return product(*gemm.w, gemm.in, span, {out, gemm.out_stride, onto}, thread, gemm.adapted);
-  // A panel with fewer outputs than lanes: its sums can't lie where they belong.
+  // A panel with fewer outputs than lanes: its sums don't fit in the output and go to scratch memory first.
   const int rows = rows_of(gemm.in, span);
   float* sums = room(thread, 0, rows);
   const auto copy = [&](const float* from, size_t from_stride, float* to, size_t to_stride) {
@@ -154,8 +154,8 @@ void Runner::best(const Gemm& gemm, const Span& span, int thread) {
   }
 }
 
-// The same for a thread that goes from the last pieces to the first: these numbers stand before those seen so far, and the
-// first of equals counts. So they are compared with a little less than the best.
+// The same for a thread that takes pieces from the last to the first: these numbers have lower indices than those seen so
+// far, and of equal numbers the first wins. So they are compared with the next smaller number than the best.
 void Runner::take_best_before(const float* x, int size, int place, Best& best) const {
   Best now = best;
   now.value -= std::abs(now.value) * 1e-6f + std::numeric_limits<float>::min();
@@ -166,7 +166,7 @@ void Runner::take_best_before(const float* x, int size, int place, Best& best) c
 
 void Runner::product(const Linear& w, const Rows& in, const Span& span, const Sums& to, int thread,
                      const AdaptedRows* adapted) {
-  const float* before = nullptr;  // what the product is added to
+  const float* before = nullptr;  // the values to which the product is added
   if (adapted != nullptr && to.onto) {
     const int rows = rows_of(in, span);
     float* kept = room(thread, 2, rows);
@@ -182,7 +182,7 @@ void Runner::product(const Linear& w, const Rows& in, const Span& span, const Su
   for (int r = 0; r < rows_of(in, span); ++r) kernels_.add(to.out + r * to.stride, w.bias.data() + column, columns);
 }
 
-// Adds what the rows' adapters add to these columns, before the bias is added.
+// Adds the updates of the rows' adapters to these columns, before the bias is added.
 void Runner::adapt(const AdaptedRows& adapted, const Linear& w, const Rows& in, const Span& span, const Sums& to,
                    const float* before) {
   const int column = span.panel * kPanel, columns = std::min(span.panels * kPanel, w.w.rows - column);
@@ -200,7 +200,7 @@ void Runner::adapt(const AdaptedRows& adapted, const Linear& w, const Rows& in, 
   }
 }
 
-// All rows of b; the last panel may be wider than what is left of `out`.
+// Adds all rows of b; the last panel may be wider than the rest of `out`.
 void add_low_rank(const LowRank& part, const float* shrunk, const Kernels& kernels, float* out) {
   for (int panel = 0; panel < part.b.panels; ++panel) {
     const int column = panel * kPanel, columns = std::min(kPanel, part.b.rows - column);

@@ -1,6 +1,6 @@
-// Matrix products of a step cut into pieces for the pool. A piece is some pairs of panels (32 outputs) times a block of
-// rows; what becomes of the 32 numbers of a row (stored, added to the residual, gated and quantised for the next
-// product, compared with the best so far) is done while they are still in the first-level cache.
+// Matrix products of a step, cut into pieces for the pool. A piece is some pairs of panels (32 outputs) times a block of
+// rows. The epilogue (store, add to the residual, gate and quantise for the next product, argmax) runs on each row's 32
+// results while they are in the L1 cache.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -12,32 +12,32 @@
 
 namespace tokenmill {
 
-// A matrix of which this rank may have some rows only, where several compute a model together: then `w` and `bias` are
-// those of rows [first, first + w.rows), and rank r has [borders[r], borders[r + 1]).
+// A matrix, of which this rank may have some rows only: with tensor parallelism `w` and `bias` have rows
+// [first, first + w.rows), and rank r has rows [borders[r], borders[r + 1]).
 struct Linear {
   Matrix w;
   std::vector<float> bias;  // empty: none
-  int site = -1;  // its number among those that adapters may change; -1: none may
-  std::vector<int> borders = {};  // empty: this rank has all that it multiplies with
+  int site = -1;  // its number among the matrices that adapters may change; -1: they can't
+  std::vector<int> borders = {};  // empty: the matrix is not cut
   int first = 0;
 
   bool is_cut() const { return !borders.empty(); }
-  // What its input is kept as: rounded in blocks of columns, unless these stand in an order of their own.
+  // Whether it reads quantised inputs in blocks of columns; matrices with reordered columns reorder their inputs first.
   bool reads_blocks() const { return is_quantised(w.kind) && !w.is_ordered; }
-  int rows() const { return borders.empty() ? w.rows : borders.back(); }  // of all ranks
+  int rows() const { return borders.empty() ? w.rows : borders.back(); }  // over all ranks
 };
 
-// What an adapter adds to the product with one matrix, see adapters.h.
+// An adapter's low-rank update of one matrix, see adapters.h.
 struct LowRank {
   Linear a;
   Matrix b;
-  std::vector<float> gain;  // empty: none
+  std::vector<float> gain;  // empty: not DoRA
 };
 
-// The adapters of a product's rows.
+// The adapter updates of a product's rows.
 struct AdaptedRows {
-  std::vector<const LowRank*> parts;  // [rows], null: none
-  std::vector<size_t> at;             // [rows]: where the row's product with `a` lies
+  std::vector<const LowRank*> parts;  // [rows], null: no adapter
+  std::vector<size_t> at;             // [rows]: offset of the row's product with `a`
   const float* shrunk = nullptr;
 };
 
@@ -49,17 +49,17 @@ inline void add_low_rank(const LowRank& part, const float* shrunk, const Kernels
 }
 void add_low_rank(const LowRank& part, const float* shrunk, const Kernels& kernels, float* out);
 
-// What is kept of activations. Of quantised ones the blocks whose largest number is more than `outlier_threshold` times the
-// row's mean (the quadratic one, of all blocks) have 16 bits, the others 8: infinity is 8 bits everywhere, 0 is 16.
+// The form in which activations are kept. Quantised blocks have 8 bits, or 16 if their largest magnitude exceeds
+// `outlier_threshold` times the row's quadratic mean of all blocks' largest: infinity means 8 bits everywhere, 0 means 16.
 struct Form {
   bool quantised, plain;
   float outlier_threshold;
 };
 
-// Activations with their own memory, kept from step to step.
+// Activations in memory that is reused from step to step.
 class Activations {
  public:
-  // Room for `rows` rows of `cols` numbers, in tiles (see QuantRows).
+  // Allocates `rows` rows of `cols` values, in tiles (see QuantRows).
   void prepare(int rows, int cols, const Kernels& kernels, const Form& form);
   Rows view() const;
   float* row(int r) { return values_.data() + static_cast<size_t>(r) * cols_; }
@@ -72,8 +72,8 @@ class Activations {
   void quantise_rows(int r, int rows, const float* values, const Kernels& kernels) {
     kernels.quantise(values, static_cast<size_t>(cols_), rows, quant_.blocks, quant_, r, 0);
   }
-  void put_row(int r, const float* values, const Kernels& kernels);  // in all forms
-  // Once all rows of tile t are quantised: lists the blocks whose remainders count.
+  void put_row(int r, const float* values, const Kernels& kernels);  // stores a row in all forms
+  // Lists the blocks with 16 bits of tile t; called once all its rows are quantised.
   void mark_outliers(int t, const Kernels& kernels) { kernels.mark_outliers(quant_, t, form_.outlier_threshold); }
 
  private:
@@ -94,34 +94,34 @@ struct Gemm {
   float* out = nullptr;  // Store, Add: [rows][out_stride]
   size_t out_stride = 0;
   Activation activation = Activation::Silu;
-  Activations* gated = nullptr;  // Gate: where act(gate) * up goes, at the columns of w's rows; plain where w is cut
-  Best* best = nullptr;  // Best: [threads][rows], of what each thread computed
-  float softcap = 0.0f;  // Best: 0: none
-  float scale = 1.0f;  // Best: multiplies what is compared, before it is capped
-  std::optional<Rows> up_in = {};  // Gate: what `up` reads, where it is not the same
-  const int32_t* slots = nullptr;  // [rows], of their adapters; null: rows are those of the step
-  const AdaptedRows *adapted = nullptr, *up_adapted = nullptr;  // null: none is
+  Activations* gated = nullptr;  // Gate: receives act(gate) * up, at the columns of w's rows; unquantised if w is cut
+  Best* best = nullptr;  // Best: [threads][rows], the argmax over each thread's outputs
+  float softcap = 0.0f;  // Best: soft cap of the logits; 0: none
+  float scale = 1.0f;  // Best: factor of the logits, before the soft cap
+  std::optional<Rows> up_in = {};  // Gate: the input of `up`, if it differs from the gate's
+  const int32_t* slots = nullptr;  // [rows] adapter slots; null: those of the step's rows
+  const AdaptedRows *adapted = nullptr, *up_adapted = nullptr;  // null: no row has an adapter here
 };
 
 class Runner {
  public:
   Runner(Pool& pool, const Kernels& kernels) : pool_(pool), kernels_(kernels), scratch_(pool.threads()) {}
-  // All products are one phase: their pieces are handed out together.
+  // Runs all products as one phase: their pieces are distributed together.
   void run(const Gemm* gemms, int count);
 
  private:
-  // A product is pairs of panels times blocks of rows; a piece is some of these, all pairs of a block before the next
-  // block. Threads begin at both ends (pool.h), where pieces are four times as large, since memory is read faster in long
-  // runs and a thread knows what to fetch next; where they meet are small ones, so that all threads end together.
+  // A product is pairs of panels times blocks of rows; pieces take all pairs of a block before the next block. Threads start
+  // at both ends (pool.h), where pieces are four times as large: long runs of memory are read faster, and a thread knows what
+  // to prefetch. Pieces in the middle are small, so that all threads finish at about the same time.
   struct Plan {
     int pairs, row_blocks, tiles_per_block, per_piece, first_piece;
-    double seconds;  // of one pair, roughly
-    int long_before = 0, small = 0;  // pieces; long ones again behind these
+    double seconds;  // estimate per pair
+    int long_before = 0, small = 0;  // pieces: long ones, small ones, then long ones again
 
     int all() const { return pairs * row_blocks; }
-    int units() const { return (all() + per_piece - 1) / per_piece; }  // small pieces, if there were no others
+    int units() const { return (all() + per_piece - 1) / per_piece; }  // number of pieces if all were small
     int pieces() const { return long_before + small + (units() - kLong * long_before - small + kLong - 1) / kLong; }
-    int start(int piece) const {  // the first of its pairs, counted through all blocks
+    int start(int piece) const {  // index of its first pair over all blocks
       const int middle = std::clamp(piece - long_before, 0, small);
       return std::min(all(), per_piece * (kLong * (piece - middle) + middle));
     }
@@ -138,7 +138,7 @@ class Runner {
                const AdaptedRows* adapted = nullptr);
   void adapt(const AdaptedRows& adapted, const Linear& w, const Rows& in, const Span& span, const Sums& to,
              const float* before);
-  float* room(int thread, int which, int rows);  // [rows][32] of a thread's own
+  float* room(int thread, int which, int rows);  // scratch [rows][32] of one thread
   static int rows_of(const Rows& in, const Span& span);
 
   struct Scratch {

@@ -1,11 +1,11 @@
-// Products of many rows on AMX's tile unit; everything else is AVX-512's. 16 rows x one block of 32 inputs, times the
-// same inputs x 16 outputs (a panel's block lies in memory as the unit wants it), give 256 integer sums at once. AVX-512
-// scales and adds them block by block, in its own order, so the results have the same bits:
+// Products of many rows on AMX's tile unit; everything else is the AVX-512 code. One instruction multiplies 16 rows x 32
+// inputs (one block) by the same inputs x 16 outputs (a panel's block already has the unit's layout) to 256 integer sums.
+// AVX-512 scales and adds them block by block in the same order as without AMX, so the results have the same bits:
 //
 //   block b        sums → floats → fused multiply-adds, a register for each of the 16 rows
-//   block b + 4    tiles → sums in memory: they are there only long after, so four blocks are on their way at a time
+//   block b + 4    tiles → sums in memory: the latency is long, so four blocks are in flight at a time
 //
-// A block has a scale of its own, so a tile takes 32 inputs of the 64 it could (16 where scales are that fine).
+// Every block has its own scale, so a tile takes 32 of the 64 inputs that it could (16 for formats with a scale per 16).
 #define TM_ISA amx
 #include <array>
 
@@ -20,9 +20,9 @@ const Kernels& avx512_kernels();
 
 namespace amx {
 
-constexpr int kRows = 16;  // of a tile
+constexpr int kRows = 16;  // per tile
 
-constexpr int kDepth = 4;  // steps on their way
+constexpr int kDepth = 4;  // steps in flight
 
 // Shapes of the tile registers for a tile of `count` rows, for steps of whole blocks or halves: 0 to 3 are sums of four
 // steps; 4, 5 inputs; 6, 7 weights.
@@ -50,7 +50,7 @@ struct Scratch {
   alignas(64) int32_t sums[kDepth][kRows * kPanel];
 };
 
-// Weights become signed, as dpbssd takes them, so that sums begin at 0.
+// Converts weights to signed bytes for dpbssd, so that sums start at 0.
 template <Kind K>
 void take_offset(int blocks, int slot, ChunkScratch& room, Expanded& to) {
   if constexpr (zero_shift(K) >= 0) {
@@ -61,7 +61,7 @@ void take_offset(int blocks, int slot, ChunkScratch& room, Expanded& to) {
   }
 }
 
-// Registers are written into the instructions.
+// Macros, because tile registers are encoded in the instructions.
 #define TM_MULTIPLY(sum, input, weight)   \
   _tile_zero(sum);                        \
   _tile_loadd(input, inputs, kBlock);     \
@@ -84,12 +84,12 @@ template <Kind K, bool Full>
 struct Steps {
   static constexpr int halves = has_halves(K) ? 2 : 1;
   const TileChunk<K, kRows>& chunk;
-  const int part_of_tile;  // rows, unless the tile is full
+  const int part_of_tile;  // number of rows, if the tile is not full
 
   int rows() const { return Full ? kRows : part_of_tile; }
   int num() const { return halves * chunk.steps(); }
   int half_block(int step) const { return halves * chunk.block(step / halves) + step % halves; }
-  const uint8_t* record(int step) const {  // scales and scaled sums of the rows come first in it
+  const uint8_t* record(int step) const {  // begins with the rows' scales and scaled sums
     const bool is_fine = step / halves >= chunk.blocks;
     const size_t block = static_cast<size_t>(chunk.block(step / halves));
     return chunk.records + (is_fine ? chunk.remainder_at : 0) + block * QuantRows::record_bytes(rows());
@@ -97,7 +97,7 @@ struct Steps {
   const int8_t* inputs(int step) const {
     return reinterpret_cast<const int8_t*>(record(step)) + QuantRows::numbers_at(rows()) + step % halves * 16;
   }
-  // body(m) for every row; written out where the number is known, so that sums stay in registers
+  // Calls body(m) for every row; unrolled if the number is known at compile time, so that sums stay in registers.
   template <class Body>
   inline __attribute__((always_inline)) void each_row(Body body) const {
     if constexpr (Full) {
@@ -108,7 +108,7 @@ struct Steps {
   }
 };
 
-// All rows of a tile x one panel over a chunk, as wide_tile does it.
+// Multiplies all rows of a tile by one panel over a chunk, as wide_tile does.
 template <Kind K, bool Full>
 void tile(const Expanded& w, int panel, const Steps<K, Full> steps, Ahead& ahead, bool onto, float* out,
           size_t out_stride, Scratch& scratch) {
@@ -158,7 +158,7 @@ void linear_tiles(const Matrix& w, const QuantRows& x, const Span& span, const S
         expand_panel<K, part>(w, span.panel + n, first, blocks, n, scratch.chunk, expanded);
         take_offset<K>(blocks, n, scratch.chunk, expanded);
       }
-      asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
+      asm volatile("" ::: "memory");  // the compiler does not see that tile instructions read memory
       const int tiles = (span.tile_end - span.tile) * span.panels;
       Ahead ahead = share_ahead(w, part == 0 ? span.next : -1, span.panels, first, blocks, tiles);
       for (int t = span.tile; t < span.tile_end; ++t) {
@@ -175,7 +175,7 @@ void linear_tiles(const Matrix& w, const QuantRows& x, const Span& span, const S
       }
     });
   }
-  _tile_release();  // a thread that holds tiles is dearer to switch away from
+  _tile_release();  // context switches of a thread with tile state are more expensive
 }
 
 void linear_or_avx512(const Matrix& w, const Rows& x, const Span& span, const Sums& to, uint8_t* scratch) {
@@ -191,7 +191,7 @@ size_t scratch_bytes(const Matrix& w) { return is_quantised(w.kind) ? sizeof(Scr
 Kernels make_kernels() {
   Kernels kernels = avx512_kernels();
   kernels.name = "amx";
-  kernels.many_rows = 64;  // with fewer, making weights ready for the unit takes longer than it saves (docs/experiments/cpu-gemm.md)
+  kernels.many_rows = 64;  // for fewer rows, converting the weights costs more than it saves (docs/experiments/cpu-gemm.md)
   kernels.wide_tile_rows = kRows;
   kernels.linear_scratch_bytes = scratch_bytes;
   kernels.linear = linear_or_avx512;

@@ -1,4 +1,4 @@
-// Which instruction sets this binary holds and which of them the processor runs.
+// Which instruction sets this binary contains and which of them the processor supports.
 #include "kernels.h"
 
 #include <initializer_list>
@@ -32,7 +32,7 @@ struct Registers {
   }
 };
 
-// Asked of the processor itself: not every compiler's library has __builtin_cpu_supports for shared objects.
+// Executes cpuid directly: not every compiler's runtime has __builtin_cpu_supports for shared objects.
 Registers cpuid(unsigned leaf, unsigned subleaf) {
   Registers r{0, 0, 0, 0};
   asm volatile("cpuid" : "=a"(r.a), "=b"(r.b), "=c"(r.c), "=d"(r.d) : "a"(0), "c"(0));
@@ -41,9 +41,9 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
   return r;
 }
 
-// Whether the system saves these registers when it switches between threads.
+// Whether the operating system saves these registers when it switches between threads.
 bool saves(unsigned states) {
-  if (!cpuid(1, 0).has(&Registers::c, {27})) return false;  // OSXSAVE: xgetbv may be asked
+  if (!cpuid(1, 0).has(&Registers::c, {27})) return false;  // OSXSAVE: xgetbv is available
   unsigned low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (low & states) == states;
@@ -65,10 +65,10 @@ bool has_avx512() {
 #endif
 
 #if defined(TOKENMILL_AMX)
-// The processor has it, the system saves its tiles, and this process asked for them, which Linux requires.
+// Whether the processor has AMX, the system saves its tiles, and this process got permission to use them (Linux).
 bool has_amx() {
   if (!has_avx512()) return false;
-  if (!cpuid(7, 0).has(&Registers::d, {24, 25})) return false;  // tiles, their products of 8 bits
+  if (!cpuid(7, 0).has(&Registers::d, {24, 25})) return false;  // AMX-TILE, AMX-INT8
   constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }

@@ -1,5 +1,5 @@
-// The kernels as a table of functions, one table per instruction set; `best_kernels` picks by asking the processor.
-// All of them are pure: what they read and write is in their arguments, and a row's result depends on that row only.
+// The kernels as a table of functions, one table per instruction set; `best_kernels` selects by the processor's features.
+// All are pure functions of their arguments, and a row's result depends on that row only.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,21 +12,21 @@
 
 namespace tokenmill {
 
-// Activations of T rows as integers with a scale per 32 inputs: x = scale * q. Rows lie in tiles of `tile` (the last one
-// may have fewer) and a tile is one record per block of inputs, so that a kernel walks one pointer and two threads never
-// write to one cache line. A record of M rows, each field [M] unless said otherwise:
+// Quantised activations of T rows: integers with a scale per block of 32 inputs, x = scale * q. Rows are grouped in tiles of
+// `tile` rows (the last one may have fewer), and a tile has one record per block of inputs, so that a kernel advances one
+// pointer and two threads never write to one cache line. A record of M rows, each field [M] unless stated otherwise:
 //
-//   float scale | float scale * sum(q) | what takes the weights' offset back: int -128 * sum(q) | int -8 * sum(q) |
+//   float scale | float scale * sum(q) | corrections of the weights' offset: int -128 * sum(q) | int -8 * sum(q) |
 //   int [2][M] -32 * sum(16 of q) | int8 q [M][32]
 //
-// What 8 bits leave over, in 1/256 of the scale, may lie in a second record of the same form, `remainder_at` bytes behind
-// the first. A product adds it only for the blocks in the tile's list; there the rows that do without have a scale of 0, and
-// only there is more of it filled in than the numbers.
+// The remainder beyond 8 bits, in units of scale / 256, may be in a second record of the same form, `remainder_at` bytes after
+// the first. A product adds it only for the blocks in the tile's list, where rows that don't need it have a scale of 0; for
+// other blocks only `q` of that record is filled in.
 struct QuantRows {
   int rows = 0, tile = 1, blocks = 0;
   uint8_t* records = nullptr;
-  size_t remainder_at = 0;         // 0: numbers have 8 bits and that is all
-  uint16_t* lists = nullptr;  // [tile][1 + blocks]: how many blocks are listed, then which, ascending
+  size_t remainder_at = 0;         // 0: there are no remainders
+  uint16_t* lists = nullptr;  // [tile][1 + blocks]: number of listed blocks, then their indices, ascending
 
   int rows_in(int t) const { return rows - t * tile < tile ? rows - t * tile : tile; }
   int tiles() const { return (rows + tile - 1) / tile; }
@@ -42,7 +42,7 @@ struct QuantRows {
   static int8_t* numbers(uint8_t* record, int count, int m) {
     return reinterpret_cast<int8_t*>(record) + numbers_at(count) + m * kBlock;
   }
-  // All of row m but its numbers, whose halves have these sums.
+  // Fills in all fields of row m except q, given the sums of both halves of q.
   static void put_sums(uint8_t* record, int count, int m, float scale, int32_t first, int32_t second) {
     auto* floats = reinterpret_cast<float*>(record) + m;
     floats[0] = scale;
@@ -55,7 +55,7 @@ struct QuantRows {
   }
 };
 
-// Activations in both forms; `quant` is filled only where a quantised matrix will read it.
+// Activations in both forms; `quant` is filled only if a quantised matrix reads it.
 struct Rows {
   const float* values = nullptr;  // [rows][stride]
   size_t stride = 0;
@@ -68,15 +68,15 @@ enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu2, SwigluOai, SiluTo
 inline constexpr int kMaxHeadDim = 512;
 
 struct PagedCache {
-  void* keys = nullptr;    // [block][kv head][16-token group][head_dim][16 tokens]; of I8 see kernels/attention_int8.h
+  void* keys = nullptr;    // [block][kv head][16-token group][head_dim][16 tokens]; for I8 see kernels/attention_int8.h
   void* values = nullptr;  // [block][kv head][token][head_dim]
-  float* key_scales = nullptr;    // [block][kv head][token], only of I8: a key is its numbers times its scale
+  float* key_scales = nullptr;    // [block][kv head][token], for I8 only: a key is its integers times its scale
   float* value_scales = nullptr;
   Store store = Store::F32;
   int kv_heads = 0, head_dim = 0, block_size = 0;
 };
 
-// The cache of latent attention: one entry a token for all heads, its latent and then a key that is rotated.
+// The cache of latent attention: one entry per token for all heads, its latent followed by a rotated key.
 struct EntryCache {
   void* entries = nullptr;  // [block][token][width]
   Store store = Store::F32;  // any but I8
@@ -88,35 +88,35 @@ struct AttentionTask {
   int heads = 0;
   float scale = 1.0f;
   int window = 0;       // 0: none
-  bool is_chunked = false;  // the window begins anew at its multiples
+  bool is_chunked = false;  // chunked attention: the window starts at multiples of its size
   float softcap = 0.0f;  // 0: none
   const float* sinks = nullptr;
 };
 
-// The state of one query after some of its context: numerators [head_dim], largest score, sum of weights.
+// The online-softmax state of one query after a part of its context, besides the weighted sums: largest score, sum of weights.
 struct Partial {
   float largest, total;
 };
 
-// A part of a product: `panels` (1 or 2) panels from `panel`, rows of tiles [tile, tile_end). Panel `next` and as many
-// behind it are probably what the same thread multiplies with afterwards: they may be fetched meanwhile.
+// A part of a product: `panels` (1 or 2) panels from `panel`, rows of tiles [tile, tile_end). The same thread probably
+// continues with panel `next`, which may be prefetched.
 struct Span {
   int panel, panels, tile, tile_end, next;
 };
-// Where its sums go: row r of the span begins at out + r * stride; `onto` adds to what is there.
+// The output of a span: row r begins at out + r * stride; with `onto` the sums are added to it.
 struct Sums {
   float* out;
   size_t stride;
   bool onto;
 };
 
-// The highest of the numbers seen so far and its index, the first of equals; a NaN is noted.
+// A running argmax: the highest number so far and its index, of equal ones the first; records whether there was a NaN.
 struct Best {
   float value = -std::numeric_limits<float>::infinity();
   int32_t place = 0;
   bool has_nan = false;
 
-  // What was seen elsewhere, whose indices may stand before these or behind.
+  // Merges another argmax, whose indices may be lower or higher.
   void take(const Best& other) {
     const bool any_nan = has_nan || other.has_nan;
     if (other.value > value || (other.value == value && other.place < place)) *this = other;
@@ -124,24 +124,24 @@ struct Best {
   }
 };
 
-// How a token is drawn: logits over the temperature (0: as they are), the `top_k` highest of them (0: all), then of the
-// probabilities what top-p (1: all) and then min-p (0: all) leave, and in that the token at `uniform`, in [0, 1).
+// How a token is sampled: logits are divided by the temperature (0: unchanged), reduced to the `top_k` highest (0: all), the
+// probabilities then to those that top-p (1: all) and min-p (0: all) keep; `uniform` in [0, 1) selects the token.
 struct DrawParams {
   float temperature = 0.0f;
   int64_t top_k = 0;
   double top_p = 1.0, min_p = 0.0, uniform = 0.0;
-  bool takes_best = false;  // the highest logit, whatever the others say
+  bool is_greedy = false;  // take the highest logit; the other parameters are ignored
 };
-struct DrawRoom {  // memory of one thread, kept from draw to draw
+struct DrawRoom {  // scratch memory of one thread, reused between calls
   std::vector<float> logits;
   std::vector<int32_t> tokens;
 };
 
 struct Kernels {
   const char* name;
-  int small_rows;  // up to so many rows one tile holds them all
-  int tile_rows;   // beyond, rows come in tiles of this many
-  int many_rows;   // from here on in tiles of `wide_tile_rows`
+  int small_rows;  // up to this many rows are one tile
+  int tile_rows;   // more rows are grouped in tiles of this size
+  int many_rows;   // from this many rows on, in tiles of `wide_tile_rows`
   int wide_tile_rows;
   int tile_for(int rows) const {
     if (rows <= small_rows) return rows > 1 ? rows : 1;
@@ -150,27 +150,27 @@ struct Kernels {
 
   size_t (*linear_scratch_bytes)(const Matrix&);
   void (*linear)(const Matrix&, const Rows&, const Span&, const Sums&, uint8_t* scratch);
-  // `rows` rows of `blocks` blocks, `stride` apart: rows from `row` on, blocks from `block` on of `to`
+  // Quantises `rows` rows of `blocks` blocks, `stride` apart, to rows from `row` and blocks from `block` of `to`.
   void (*quantise)(const float* x, size_t stride, int rows, int blocks, const QuantRows& to, int row, int block);
-  // Once all rows of tile t are there: lists its blocks whose second bytes count, in which a row's largest number is more
-  // than `outlier_threshold` times the quadratic mean of all blocks' largest.
+  // After all rows of tile t are quantised: lists the blocks whose remainders are used, that is in which a row's largest
+  // magnitude exceeds `outlier_threshold` times the quadratic mean of all blocks' largest.
   void (*mark_outliers)(const QuantRows& rows, int t, float outlier_threshold);
   // act(gate) * up for 32 columns
   void (*gate)(const float* gate, const float* up, Activation, float* out);
-  // the same for so many rows, which become one block of rows [row, row + rows) of `to`; the first begins a tile
+  // The same for `rows` rows, quantised as one block of rows [row, row + rows) of `to`; the first row begins a tile.
   void (*gate_rows)(const float* gates, const float* ups, int rows, Activation, const QuantRows& to, int row, int block);
   void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
-  // rms_norm of x less its mean, plus the bias, which may be null
+  // rms_norm of x minus its mean, plus the bias, which may be null
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size, float* out);
   void (*add)(float* x, const float* y, int size);
   void (*multiply)(const float* x, const float* y, int size, float* out);
   void (*scale)(float* x, float factor, int size);
   void (*sigmoid)(const float* x, int size, float* out);
-  // gate * (bias + the sum of taps[k] * weight[k]), each of `size` numbers; a tap that is null counts as zeros
+  // gate * (bias + sum of taps[k] * weight[k]), vectors of `size`; a null tap is zero
   void (*short_conv)(const float* const* taps, const float* weight, const float* bias, const float* gate, int kernel,
                      int size, float* out);
   void (*silu)(const float* x, int size, float* out);
-  // see kernels/recurrent.h; dimensions of heads are multiples of 16
+  // See kernels/recurrent.h; head dimensions are multiples of 16.
   void (*unit_vector)(const float* x, float scale, int size, float* out);
   void (*recur_token)(const RecurrentShape&, const ChunkCells&, int at, const float* state, const RecurrentToken&,
                       float* update, float* out);
@@ -179,44 +179,44 @@ struct Kernels {
   void (*rotate)(float* head, const float* cos, const float* sin, int half);
   void (*write_kv)(const PagedCache&, int64_t slot, int kv_head, const float* key, const float* value);
   size_t (*attention_scratch_bytes)(int head_dim);
-  int query_tile;  // queries that one call of `attend` may have
-  // `count` queries of one row and kv head: query i has q[i] (already in float), sees keys [first[i], limit[i]);
-  // only the part of the context within [from, to) is looked at; both are multiples of 256 unless they are the ends.
-  // Calls with the same scratch and the same `keys_id`, other than 0, are about the same keys, which don't change between
-  // them: what one call made of the keys may be used by the next.
+  int query_tile;  // most queries per call of `attend`
+  // Attends with `count` queries of one row and KV head: query i, q[i] in float32, sees keys [first[i], limit[i]). Only the
+  // part [from, to) of the context is read; both are multiples of 256 unless they are the ends of the context. Calls with
+  // the same scratch and the same `keys_id` other than 0 read the same, unchanged keys: a call may reuse the keys that an
+  // earlier one converted.
   void (*attend)(const AttentionTask&, int kv_head, const int32_t* table, const float* const* q, const int* first,
                  const int* limit, int count, int from, int to, uint64_t keys_id, float* sums, Partial* partial,
                  uint8_t* scratch);
   void (*finish)(const float* sums, const Partial&, const float* sink, int head_dim, float* out);
-  // joins `other`, which covers what follows, into `sums`
+  // Merges `other`, which covers the context that follows, into `sums`.
   void (*join)(float* sums, Partial&, const float* other_sums, const Partial& other, int head_dim);
   size_t (*entry_scratch_floats)(int rank);
-  // `count` queries [count][width, padded to 16] of one token over the first `limit` entries of its context, or over the
-  // `limit` ones that are `chosen`, where that is not null: sums [count][rank, padded] of the entries' first `rank` numbers,
-  // weighted
+  // Attends with `count` queries [count][width, padded to 16] of one token to the first `limit` entries of its context, or to
+  // the `limit` entries that `chosen` names, if it is not null: weighted sums [count][rank, padded] of the entries' first
+  // `rank` values.
   void (*attend_entries)(const EntryCache&, const int32_t* table, const int32_t* chosen, const float* q, int count,
                          int limit, float scale, float* sums, Partial* partial, float* scratch);
-  // the sum over an indexer's heads of weights[h] * max(0, q_h . entry), for the entries [from, to), which begin at a
-  // multiple of 256; q [heads][width, padded to 16], scratch of `index_scratch_floats`
+  // An indexer's scores, sum over heads of weights[h] * max(0, q_h . entry), of the entries [from, to); `from` is a multiple of
+  // 256; q [heads][width, padded to 16], scratch of `index_scratch_floats`.
   void (*index_scores)(const EntryCache&, const int32_t* table, const float* q, const float* weights, int heads, int from,
                        int to, float* out, float* scratch);
   size_t index_scratch_floats;
   void (*write_entry)(const EntryCache&, int64_t slot, const float* values);
-  // out [size]: the sum of values[k], each number weighted by the softmax over k of gates[k] + biases[k]
+  // out [size]: the elementwise sum over k of values[k], weighted by the softmax over k of gates[k] + biases[k].
   void (*mix_by_gates)(const float* const* values, const float* const* gates, const float* const* biases, int count,
                        int size, float* out);
   void (*softcap)(float* x, float cap, int size);
-  // looks at `size` numbers that stand at `place` and behind; what was seen before stands before them
+  // Updates a running argmax with `size` numbers from index `place`; earlier calls had lower indices.
   void (*take_best)(const float* x, int size, int place, Best&);
-  void (*softmax_row)(const float* x, int size, float* out);  // zeros where the highest is no finite number
-  int (*draw_token)(const float* logits, int size, const DrawParams&, DrawRoom&);  // -1 where it is none
+  void (*softmax_row)(const float* x, int size, float* out);  // zeros if the highest number is not finite
+  int (*draw_token)(const float* logits, int size, const DrawParams&, DrawRoom&);  // -1 if it is not
 };
 
 inline constexpr int kTilesPerCall = 24;  // most row tiles in one call of `linear`
-inline constexpr int kSegment = 256;  // keys whose softmax is computed at once; boundaries are absolute positions
+inline constexpr int kSegment = 256;  // keys per step of the online softmax; boundaries are absolute positions
 
 const Kernels& best_kernels();
-const Kernels* kernels_named(const std::string& name);  // null where this processor can't run them
+const Kernels* kernels_named(const std::string& name);  // null if this processor can't run them
 std::vector<std::string> runnable_kernels();            // best first
 
 }  // namespace tokenmill

@@ -1,4 +1,4 @@
-// The Python side of the kernels; what there is of each subject is in bindings/.
+// The Python module; the bindings of each subject are in bindings/.
 #include <stdexcept>
 
 #include "bindings/held_decoder.h"
@@ -18,7 +18,7 @@ const Kernels& kernels_or_best(const std::string& name) {
 
 namespace {
 
-// Loads a shared library with the interpreter free to go on: importing a module that needs it then finds it there.
+// Loads a shared library without holding the GIL, so that a later import of a module that needs it finds it loaded.
 bool load_library(const std::string& path) {
 #if defined(__linux__)
   nb::gil_scoped_release free;

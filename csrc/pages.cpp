@@ -13,10 +13,10 @@ namespace tokenmill {
 namespace {
 
 constexpr size_t kLarge = size_t{2} << 20;
-constexpr size_t kShared = size_t{64} << 20;  // pages that parts are cut from, at once: what is not touched takes no memory
-constexpr size_t kOwn = size_t{32} << 20;     // parts from here on have pages of their own, whose last one is not full
-constexpr size_t kSmall = size_t{16} << 10;   // not worth a place there
-constexpr std::align_val_t kLine{64};         // of the caches
+constexpr size_t kShared = size_t{64} << 20;  // reserved at a time; untouched pages take no memory
+constexpr size_t kOwn = size_t{32} << 20;     // allocations from this size on have their own pages
+constexpr size_t kSmall = size_t{16} << 10;   // smaller allocations use ordinary memory
+constexpr std::align_val_t kLine{64};         // a cache line
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -26,7 +26,7 @@ std::shared_ptr<uint8_t[]> own_pages(size_t bytes) {
   return {memory, give_large_pages};
 }
 
-// Hands out parts of one piece of memory until it is full; the piece lives as long as any of its parts.
+// Allocates parts of one piece of memory until it is full; the piece lives as long as any of its parts.
 class SharedPages {
  public:
   std::shared_ptr<uint8_t[]> take(size_t bytes) {

@@ -1,5 +1,5 @@
-// Memory on large pages, where the system has them. A core knows the places of some thousand pages at a time; of 4 KB each
-// that is less than a step's rows and the weights of a layer, and fetching ahead ends at every border.
+// Memory on huge pages, where the system supports them. A core's TLB covers a few thousand pages; with 4 KB pages that is less
+// than a step's rows and a layer's weights, and hardware prefetching stops at every page border.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace tokenmill {
 
-// At a multiple of 64 bytes, not set to anything. Parts of up to 32 MB share pages with those asked for before them: an expert
-// of 4.7 MB on pages of its own would take 6.
+// Allocates uninitialised memory, aligned to 64 bytes. Allocations of up to 32 MB share pages with earlier ones: an expert of
+// 4.7 MB on its own pages would take 6.
 std::shared_ptr<uint8_t[]> unset_pages(size_t bytes);
 std::shared_ptr<uint8_t[]> allocate_pages(size_t bytes);  // zeroed
 
-void* take_large_pages(size_t bytes);  // whole ones, of the caller's own; null where there is no memory
+void* take_large_pages(size_t bytes);  // whole pages, which the caller frees; null if there is no memory
 void give_large_pages(void* memory);
 
-// For vectors that grow to megabytes; small ones lie where all others do.
+// An allocator for vectors that grow to megabytes; small ones use ordinary memory.
 template <class T>
 struct PageAllocator {
   using value_type = T;
@@ -41,7 +41,7 @@ struct PageAllocator {
 template <class T>
 using PageVector = std::vector<T, PageAllocator<T>>;
 
-// For buffers that are kept from step to step.
+// For buffers that are reused between steps.
 template <class Buffer>
 void grow(Buffer& v, size_t size) {
   if (v.size() < size) v.resize(size);

@@ -1,5 +1,5 @@
-// See pool.h. The memory order that matters: a worker that announces its sleep and the caller that publishes work each
-// write one word and then read the other's, both sequentially consistent, so at least one of them sees the other.
+// See pool.h. On memory order: a worker that announces its sleep and the caller that publishes work each write one word and
+// then read the other's, both sequentially consistent, so at least one of them sees the other.
 #include "pool.h"
 
 #include <stdexcept>
@@ -13,10 +13,10 @@ constexpr int kBits = 20;  // of a piece number
 constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
 constexpr int kWorkerSpins = 1000;  // about 40 microseconds
 constexpr int kCallerSpins = 500;
-constexpr std::chrono::microseconds kLook{20};   // how long a thread is watched before it is said to stand still
-constexpr std::chrono::microseconds kNap{1000};  // between two looks
+constexpr std::chrono::microseconds kLook{20};   // a thread whose CPU clock does not advance in this time is preempted
+constexpr std::chrono::microseconds kNap{1000};  // between two checks
 
-// Whether a thread that has work gets no processor; `ready` ends the look early.
+// Whether a thread with work is preempted; `ready` ends the check early.
 template <class Ready>
 bool stands_still(const ThreadState& state, const Ready& ready) {
   const int64_t before = state.works() ? nanoseconds_on(state.clock()) : -1;
@@ -42,7 +42,7 @@ bool ThreadState::leave() {
       Hold now = held;
       if (hold_.compare_exchange_strong(now, Hold::Nothing)) return held == Hold::Pulled;
     }
-    std::this_thread::yield();  // someone is pulling, or tries to
+    std::this_thread::yield();  // another thread is in pull_to()
   }
 }
 
@@ -60,7 +60,7 @@ Pool::Pool(int threads) {
   states_ = std::vector<ThreadState>(static_cast<size_t>(threads));
   try {
     for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { worker(t); });
-  } catch (...) {  // the system gives no more threads
+  } catch (...) {  // the system refuses more threads
     dismiss();
     throw;
   }
@@ -76,7 +76,7 @@ void Pool::dismiss() {
 }
 
 void Pool::publish(int pieces, Call call, const void* context) {
-  if (static_cast<uint64_t>(pieces) > kMask) throw std::invalid_argument("this is more pieces than threads can share");
+  if (static_cast<uint64_t>(pieces) > kMask) throw std::invalid_argument("too many pieces for one phase");
   call_ = call;
   context_ = context;
   states_[0].begin();
@@ -130,7 +130,7 @@ void Pool::wait_for_workers(uint32_t pieces) {
   }
 }
 
-// Until there is a new phase, or a reason to look for pieces again.
+// Waits for a new phase, or for a reason to look for pieces again.
 void Pool::wait_for_news(uint32_t seen) {
   const auto news = [&] { return epoch_.load(std::memory_order_acquire) != seen; };
   if (spin_until(kWorkerSpins, news)) return;

@@ -9,9 +9,9 @@ namespace tokenmill {
 const BatchView& StepRows::lay_out(const RowTables& tables, const std::vector<int64_t>& rows,
                                    const std::vector<int64_t>& starts,
                                    const std::vector<std::vector<int64_t>>& tokens,
-                                   const std::vector<int64_t>& wanted, const std::vector<int64_t>& adapters,
+                                   const std::vector<int64_t>& num_outputs, const std::vector<int64_t>& adapters,
                                    const std::vector<int64_t>& owners) {
-  if (starts.size() != rows.size() || tokens.size() != rows.size() || wanted.size() != rows.size() ||
+  if (starts.size() != rows.size() || tokens.size() != rows.size() || num_outputs.size() != rows.size() ||
       (!adapters.empty() && adapters.size() != rows.size()) || (!owners.empty() && owners.size() != rows.size()))
     throw std::invalid_argument("the lists of the rows do not fit together");
   token_ids_.clear();
@@ -25,14 +25,14 @@ const BatchView& StepRows::lay_out(const RowTables& tables, const std::vector<in
                                             std::numeric_limits<int32_t>::max());
   for (size_t i = 0; i < rows.size(); ++i) {
     const int64_t count = static_cast<int64_t>(tokens[i].size());
-    if (rows[i] < 0 || rows[i] >= static_cast<int64_t>(tables.rows) || starts[i] < 0 || wanted[i] < 0 ||
-        wanted[i] > count || starts[i] > longest - count)
-      throw std::invalid_argument("a row has no table, or not room for all its tokens there");
+    if (rows[i] < 0 || rows[i] >= static_cast<int64_t>(tables.rows) || starts[i] < 0 || num_outputs[i] < 0 ||
+        num_outputs[i] > count || starts[i] > longest - count)
+      throw std::invalid_argument("a row has no block table, or one too short for its tokens");
     const int64_t end = starts[i] + count;
     token_ids_.insert(token_ids_.end(), tokens[i].begin(), tokens[i].end());
     for (int64_t position = starts[i]; position < end; ++position) positions_.push_back(position);
     const int64_t all = static_cast<int64_t>(token_ids_.size());
-    for (int64_t at = all - wanted[i]; at < all; ++at) logit_rows_.push_back(at);
+    for (int64_t at = all - num_outputs[i]; at < all; ++at) logit_rows_.push_back(at);
     query_starts_.push_back(static_cast<int32_t>(all));
     context_lens_.push_back(static_cast<int32_t>(end));
     if (!adapters.empty()) adapters_.insert(adapters_.end(), tokens[i].size(), static_cast<int32_t>(adapters[i]));
@@ -64,7 +64,7 @@ void StepRows::place(const RowTables& tables, const std::vector<int64_t>& rows) 
   }
   view_.tokens = static_cast<int>(token_ids_.size());
   view_.rows = static_cast<int>(rows.size());
-  view_.wanted = static_cast<int>(logit_rows_.size());
+  view_.outputs = static_cast<int>(logit_rows_.size());
   view_.token_ids = token_ids_.data();
   view_.positions = positions_.data();
   view_.query_starts = query_starts_.data();

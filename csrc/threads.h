@@ -1,5 +1,5 @@
-// What the pool asks of the operating system: to sleep until a word changes, which core it is on, whether another thread
-// gets anywhere, and to move a thread. Only Linux answers the last three; elsewhere threads stay where they are put.
+// The pool's interface to the operating system: sleep until a word changes, query the current core and another thread's CPU
+// time, and move a thread. The last three work on Linux only; elsewhere threads are never moved.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -12,7 +12,7 @@ namespace tokenmill {
 
 inline constexpr std::chrono::microseconds kForever{0};
 
-// Sleeps while `word` has `value`, `at_most` so long where the system can (it may also wake without a cause).
+// Sleeps while `word` has `value`, at most `at_most` if the system supports it; may also wake up spuriously.
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value, std::chrono::microseconds at_most);
 void wake_all(std::atomic<uint32_t>& word);
 
@@ -23,13 +23,13 @@ using ThreadHandle = int;
 #endif
 ThreadHandle this_thread();
 
-// The clock of the processor time that this thread has had, for others to read; -1: there is none.
+// The id of this thread's CPU-time clock, for other threads to read; -1: not available.
 int this_threads_clock();
 int64_t nanoseconds_on(int clock);  // -1: unknown
 
 int current_core();            // -1: unknown
-int core_beside(int core);     // another one that this thread may use; -1: there is none
-// Moves a living thread to a core that it may use, at once; the cores that it may use stay as they were.
+int core_beside(int core);     // another core that this thread may use; -1: there is none
+// Moves a running thread to a core within its affinity mask immediately; the mask stays unchanged.
 bool move_thread(ThreadHandle thread, int core);
 
 }  // namespace tokenmill

@@ -24,9 +24,9 @@ namespace {
 constexpr int kSpins = 1000;  // about 40 microseconds
 constexpr long kNapNs = 10'000'000;
 
-static_assert(std::atomic<uint32_t>::is_always_lock_free, "words that processes share");
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "words are shared between processes");
 
-// Sleeps while `word` has `value`, a moment at most. Unlike those of the pool, sleepers may be in other processes.
+// Sleeps briefly while `word` has `value`. Unlike in the pool, the threads may belong to different processes.
 void nap_while(std::atomic<uint32_t>& word, uint32_t value) {
 #if defined(__linux__)
   const timespec limit{0, kNapNs};

@@ -1,14 +1,14 @@
-// Memory that the ranks of a group share, in which each hands its part of a result to the others: processes of one host
-// (a memory file that all have mapped) or threads of one process (the same memory).
+// Shared memory by which the ranks of a group exchange parts of results: processes of one host (an anonymous file that all
+// map) or threads of one process.
 //
-//   header | turn 0: room of rank 0, room of rank 1, ... | turn 1: room of rank 0, ...
+//   header | turn 0: buffer ("room") of rank 0, of rank 1, ... | turn 1: buffer of rank 0, ...
 //
-// An exchange: every rank writes into its own room of the turn, all meet, every rank reads the others' rooms. Turns change
-// from one exchange to the next, so nothing waits for readers: who writes into a room again has met all ranks since, and
-// they had read it by then.
+// An exchange: every rank writes to its own buffer of the turn, all ranks wait at a barrier (`meet`), every rank reads the
+// others' buffers. Exchanges alternate between the two turns, so no second barrier is needed: before a rank writes to the
+// same buffer again it has passed the next exchange's barrier, which the others reach only after reading.
 //
-// A wait spins for a moment, then sleeps in the kernel. It ends with an exception when the group was given up (`abort`, by
-// any rank or by who watches them), or when it lasts too long.
+// A wait spins briefly, then sleeps in the kernel. It ends with an exception when the group is aborted (`abort`, by any rank
+// or by the process that supervises them), or after a timeout.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -18,7 +18,7 @@
 
 namespace tokenmill {
 
-// Another rank is gone, or does not come.
+// Thrown if another rank has ended, or does not reach the barrier in time.
 struct PeersGone : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -26,7 +26,7 @@ struct PeersGone : std::runtime_error {
 class Window {
  public:
   static size_t bytes_for(int size, size_t room_bytes);
-  // Memory of `bytes_for` bytes that is zero at first; `keep` holds it.
+  // `memory`: `bytes_for` bytes, initially zero, which `keep` keeps alive.
   Window(uint8_t* memory, std::shared_ptr<void> keep, int rank, int size, size_t room_bytes);
 
   int rank() const { return rank_; }
@@ -35,7 +35,7 @@ class Window {
 
   uint8_t* own() const { return room(rank_); }
   const uint8_t* of(int rank) const { return room(rank); }
-  void meet();         // all ranks have written into their rooms
+  void meet();         // barrier: returns when all ranks have written to their buffers
   void next_turn() { turn_ ^= 1; }
 
   void abort();
@@ -45,7 +45,7 @@ class Window {
  private:
   struct Header {
     alignas(64) std::atomic<uint32_t> arrived;
-    alignas(64) std::atomic<uint32_t> round;  // how often all have met
+    alignas(64) std::atomic<uint32_t> round;  // number of completed barriers
     alignas(64) std::atomic<uint32_t> sleepers;
     alignas(64) std::atomic<uint32_t> aborted;
   };
@@ -64,7 +64,7 @@ class Window {
   double limit_s_ = 300.0;
 };
 
-// Memory of `Window::bytes_for(size, room_bytes)` bytes for ranks that are threads, or the memory file `descriptor`.
+// Memory of `Window::bytes_for(size, room_bytes)` bytes for ranks that are threads, or the mapped file `descriptor`.
 std::shared_ptr<void> window_memory(int size, size_t room_bytes);
 std::shared_ptr<void> mapped_window(int descriptor, int size, size_t room_bytes);
 

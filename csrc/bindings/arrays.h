@@ -1,6 +1,6 @@
-// What the bindings share: memory comes as arrays of any library (DLPack); every size is checked in them or in
-// Decoder::check before a pointer is used. Long calls release the interpreter lock. Arrays that are written to are never
-// converted (`noconvert`): what is written to a copy would be lost.
+// Types shared by the bindings. Memory is passed as arrays of any library (DLPack); every size is checked here or in
+// Decoder::check before a pointer is used. Long calls release the GIL. Output arrays are never converted (`noconvert`):
+// results written to a converted copy would be lost.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -28,7 +28,7 @@ using FloatVector = Array<const float, 1>;
 
 inline constexpr float kNever = std::numeric_limits<float>::infinity();
 
-const Kernels& kernels_or_best(const std::string& name);  // empty: the best there are
+const Kernels& kernels_or_best(const std::string& name);  // empty name: the best that the processor runs
 Vector vector_of(const std::optional<FloatVector>& array, size_t size, const char* what);
 Linear linear_of(const Matrix& w, const std::optional<FloatVector>& bias);
 

@@ -1,4 +1,4 @@
-// A decoder as Python builds it: parts, layers, caches.
+// The calls by which Python builds a decoder: its parts, layers and caches.
 #include <stdexcept>
 
 #include "bindings/held_decoder.h"
@@ -40,7 +40,7 @@ EntryCache entry_cache(const AnyArray& entries) {
   return cache;
 }
 
-// Of a layer whose entries are bound already: the keys of its indexer.
+// Binds the keys of a layer's indexer; called after `bind_entry_cache`.
 void bind_index_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys) {
   const DecoderLock lock(decoder);
   decoder.set_index_cache(layer, group, entry_cache(keys), static_cast<int>(keys.shape(0)));
@@ -55,7 +55,7 @@ void bind_entry_cache(HeldDecoder& decoder, int layer, int group, AnyArray entri
   hold_cache(decoder, layer, std::move(held));
 }
 
-// Of a layer whose keys are bound already: what entries, or the keys of its indexer, are made of, and what is made.
+// Binds the inputs and the results of compressed entries, or of the indexer's keys; called after `bind_entry_cache`.
 void bind_compressed_cache(HeldDecoder& decoder, int layer, bool of_index, int inputs_group, Array<float, 3> inputs,
                            int group, AnyArray entries) {
   const DecoderLock lock(decoder);
@@ -63,7 +63,7 @@ void bind_compressed_cache(HeldDecoder& decoder, int layer, bool of_index, int i
   cache.entries = entry_cache(entries);
   const size_t series = static_cast<size_t>(decoder.entry_series(layer)), rate = static_cast<size_t>(decoder.entry_rate(layer));
   if (inputs.shape(1) != entries.shape(1) || inputs.shape(2) != 2 * series * rate * entries.shape(2))
-    throw std::invalid_argument("what entries are made of does not fit them");
+    throw std::invalid_argument("the inputs of entries do not fit the entries");
   cache.inputs = inputs.data();
   cache.inputs_group = inputs_group;
   cache.num_inputs = static_cast<int>(inputs.shape(0));
@@ -97,7 +97,7 @@ void bind_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys, AnyAr
   cache.store = store_of(keys);
   const bool is_scaled = cache.store == Store::I8;
   for (const Scales* scales : {&key_scales, &value_scales}) {
-    if (scales->has_value() != is_scaled) throw std::invalid_argument("an int8 cache has scales, no other one has");
+    if (scales->has_value() != is_scaled) throw std::invalid_argument("an int8 cache must have scales, other caches must not");
     for (size_t i = 0; is_scaled && i < 3; ++i)
       if ((*scales)->shape(i) != keys.shape(i)) throw std::invalid_argument("keys and their scales differ in shape");
   }
@@ -125,7 +125,7 @@ void add_latent_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& 
                       float eps, int rope, std::optional<EntryIndexer> index, bool shares_index) {
   Layer layer(frame);
   LatentAttention latent;
-  if (absorb.empty() || expand.size() != absorb.size()) throw std::invalid_argument("heads without matrices");
+  if (absorb.empty() || expand.size() != absorb.size()) throw std::invalid_argument("absorb and expand need a matrix per head");
   latent.q = q;
   latent.kv_down = kv_down;
   latent.q_up = std::move(q_up);
@@ -163,7 +163,7 @@ void add_compressed_layer(HeldDecoder& self, const LayerFrame& frame, std::vecto
                           std::optional<CompressedEntries> entries, std::optional<CompressedAttention::Index> index) {
   Layer layer(frame);
   CompressedAttention mixer;
-  if ((rate > 0) != entries.has_value()) throw std::invalid_argument("entries have a rate, and what is compressed has entries");
+  if ((rate > 0) != entries.has_value()) throw std::invalid_argument("compressed entries and their rate must be given together");
   mixer.in = std::move(in);
   mixer.q_up = q_up;
   mixer.out = std::move(out);
@@ -271,7 +271,7 @@ void bind_recurrent_cache(HeldDecoder& decoder, int layer, int group, int state_
   hold_cache(decoder, layer, std::move(held));
 }
 
-// (rows, columns, whether it is an embedding) of every matrix that adapters may change.
+// `sites`: (rows, columns, is it an embedding) of every matrix that adapters may change.
 void set_adapter_sites(HeldDecoder& decoder, int slots, const std::vector<std::tuple<int, int, bool>>& sites) {
   const DecoderLock lock(decoder);
   std::vector<AdapterSlots::Site> all;
@@ -279,7 +279,7 @@ void set_adapter_sites(HeldDecoder& decoder, int slots, const std::vector<std::t
   decoder.set_adapter_sites(slots, std::move(all));
 }
 
-// (site, a, b, gain) of an adapter's matrices.
+// Stores an adapter in a slot; its parts are (site, a, b, gain).
 void set_adapter(HeldDecoder& decoder, int slot,
                  const std::vector<std::tuple<int, Matrix, Matrix, std::optional<FloatVector>>>& parts) {
   const DecoderLock lock(decoder);
@@ -371,7 +371,7 @@ void bind_parts(nb::module_& m) {
                                                const Routing& routing, std::optional<Mlp> shared, MaybeVector shared_gate,
                                                MaybeVector router_norm, std::optional<Linear> latent_in,
                                                std::optional<Linear> latent_out, std::vector<std::vector<int>> owners) {
-    std::vector<Mlp> experts;  // those of other ranks are empty
+    std::vector<Mlp> experts;  // empty for experts of other ranks
     for (std::optional<Mlp>& expert : given_experts) experts.push_back(expert ? std::move(*expert) : Mlp());
     if (router.w.rows != static_cast<int>(experts.size())) throw std::invalid_argument("the router does not fit the experts");
     const size_t hidden = static_cast<size_t>(router.w.cols);

@@ -32,8 +32,8 @@ class HeldDecoder : public Decoder {
   using Decoder::Decoder;
   std::vector<HeldCache> caches;  // of the layers
   StepRows rows;
-  std::vector<float> states;  // [wanted][hidden]
-  std::vector<float> logit_lines;  // [wanted][vocab]
+  std::vector<float> states;  // [outputs][hidden]
+  std::vector<float> logit_lines;  // [outputs][vocab]
   std::vector<DrawRoom> draw_rooms;  // one a thread
   double kernel_s = 0.0;
   std::atomic<bool> is_busy = false;
@@ -62,7 +62,7 @@ class DecoderLock {
 
 // The rows of a step as they are planned, laid out for the decoder.
 const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts,
-                         const std::vector<Numbers>& tokens, const Numbers& wanted, const Tables& tables,
+                         const std::vector<Numbers>& tokens, const Numbers& num_outputs, const Tables& tables,
                          int block_size, const Numbers& adapters, const Numbers& owners);
 
 nb::class_<HeldDecoder> bind_decoders(nb::module_& m);

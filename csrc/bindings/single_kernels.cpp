@@ -28,13 +28,13 @@ class Bench {  // a matrix product with its own pool, without a model around it
 
   uint64_t rescues() const { return pool_.rescues(); }
 
-  // Best and median seconds of `repeats` products by fresh copies of `w` as long as there are some (cold memory).
+  // Seconds of each of `repeats` products, cycling through copies of one matrix so that weights come from cold memory.
   std::vector<double> time_linear(const std::vector<const Matrix*>& ws, int rows, int repeats) {
     const auto is_other = [&](const Matrix* w) {
       return w->kind != ws[0]->kind || w->rows != ws[0]->rows || w->cols != ws[0]->cols;
     };
     if (ws.empty() || rows < 1 || std::any_of(ws.begin(), ws.end(), is_other))
-      throw std::invalid_argument("products are timed with matrices of one shape, and with rows");
+      throw std::invalid_argument("products are timed with matrices of one shape, and at least one row");
     nb::gil_scoped_release free;
     std::vector<float> x(static_cast<size_t>(rows) * ws[0]->cols, 0.5f), out(static_cast<size_t>(rows) * ws[0]->rows);
     for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>((i * 2654435761u >> 16) % 2001) / 1000.0f - 1.0f;
@@ -78,7 +78,7 @@ class Bench {  // a matrix product with its own pool, without a model around it
 
  private:
   void take(const Matrix& w, const float* x, int rows) {
-    if (w.is_ordered) throw std::invalid_argument("columns in an order of their own are a decoder's matter");
+    if (w.is_ordered) throw std::invalid_argument("only a decoder multiplies by matrices with reordered columns");
     in_.prepare(rows, w.cols, kernels_, {is_quantised(w.kind), !is_quantised(w.kind), outlier_threshold_});
     pool_.run(rows, [&](int r, int) { in_.put_row(r, x + static_cast<size_t>(r) * w.cols, kernels_); });
     if (in_.marks_outliers()) pool_.run(in_.quant().tiles(), [&](int t, int) { in_.mark_outliers(t, kernels_); });

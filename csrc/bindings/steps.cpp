@@ -1,4 +1,4 @@
-// Calls of a decoder that compute: a step from arrays or from rows as they are planned, and the logits behind it.
+// The decoder's computing calls: a step from arrays or from planned rows, and logits.
 #include <cmath>
 #include <stdexcept>
 
@@ -17,7 +17,7 @@ void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<cons
   BatchView batch;
   batch.tokens = static_cast<int>(token_ids.shape(0));
   batch.rows = static_cast<int>(context_lens.shape(0));
-  batch.wanted = static_cast<int>(logit_rows.shape(0));
+  batch.outputs = static_cast<int>(logit_rows.shape(0));
   batch.token_ids = token_ids.data();
   batch.positions = positions.data();
   batch.query_starts = query_starts.data();
@@ -41,7 +41,7 @@ void forward(HeldDecoder& decoder, Array<const int64_t, 1> token_ids, Array<cons
   decoder.timed([&] { decoder.forward(batch, entering ? entering->data() : nullptr, hidden.data()); });
 }
 
-using MaybeSlots = std::optional<Array<const int32_t, 1>>;  // of the rows' adapters
+using MaybeSlots = std::optional<Array<const int32_t, 1>>;  // the rows' adapter slots
 
 const int32_t* slots_of(const MaybeSlots& adapters, size_t rows) {
   if (!adapters) return nullptr;
@@ -72,17 +72,17 @@ void best_logits(HeldDecoder& decoder, Array<const float, 2> hidden, Array<int64
   });
 }
 
-Numbers best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
-                  const Numbers& wanted, const Tables& tables, int block_size, const Numbers& adapters,
+Numbers greedy_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
+                  const Numbers& num_outputs, const Tables& tables, int block_size, const Numbers& adapters,
                   const Numbers& owners) {
   const DecoderLock lock(decoder);
-  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size, adapters, owners);
-  Numbers places(static_cast<size_t>(batch.wanted));
-  std::vector<float> values(static_cast<size_t>(batch.wanted));
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, num_outputs, tables, block_size, adapters, owners);
+  Numbers places(static_cast<size_t>(batch.outputs));
+  std::vector<float> values(static_cast<size_t>(batch.outputs));
   nb::gil_scoped_release free;
   decoder.timed([&] {
     decoder.forward(batch, nullptr, decoder.states.data());
-    decoder.best_logits(decoder.states.data(), batch.wanted, decoder.wanted_slots(), places.data(), values.data());
+    decoder.best_logits(decoder.states.data(), batch.outputs, decoder.output_slots(), places.data(), values.data());
   });
   for (size_t i = 0; i < places.size(); ++i)
     if (!std::isfinite(values[i])) places[i] = -1;
@@ -90,30 +90,30 @@ Numbers best_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& star
 }
 
 void logits_next(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts, const std::vector<Numbers>& tokens,
-                 const Numbers& wanted, const Tables& tables, int block_size, const Numbers& adapters,
+                 const Numbers& num_outputs, const Tables& tables, int block_size, const Numbers& adapters,
                  const Numbers& owners, Array<float, 2> out) {
   const DecoderLock lock(decoder);
-  const BatchView& batch = lay_out(decoder, rows, starts, tokens, wanted, tables, block_size, adapters, owners);
-  if (out.shape(0) != static_cast<size_t>(batch.wanted) || out.shape(1) != static_cast<size_t>(decoder.vocab()))
-    throw std::invalid_argument("out must be [wanted tokens, vocab]");
+  const BatchView& batch = lay_out(decoder, rows, starts, tokens, num_outputs, tables, block_size, adapters, owners);
+  if (out.shape(0) != static_cast<size_t>(batch.outputs) || out.shape(1) != static_cast<size_t>(decoder.vocab()))
+    throw std::invalid_argument("out must be [output tokens, vocab]");
   nb::gil_scoped_release free;
   decoder.timed([&] {
     decoder.forward(batch, nullptr, decoder.states.data());
-    decoder.logits(decoder.states.data(), batch.wanted, decoder.wanted_slots(), out.data());
+    decoder.logits(decoder.states.data(), batch.outputs, decoder.output_slots(), out.data());
   });
 }
 
 }  // namespace
 
 const BatchView& lay_out(HeldDecoder& decoder, const Numbers& rows, const Numbers& starts,
-                         const std::vector<Numbers>& tokens, const Numbers& wanted, const Tables& tables,
+                         const std::vector<Numbers>& tokens, const Numbers& num_outputs, const Tables& tables,
                          int block_size, const Numbers& adapters, const Numbers& owners) {
   if (block_size < 1) throw std::invalid_argument("a block holds at least one token");
-  if (!decoder.is_last_stage()) throw std::invalid_argument("these layers are not the whole model's");
+  if (!decoder.is_last_stage()) throw std::invalid_argument("this decoder does not have all layers of the model");
   const BatchView& batch = decoder.rows.lay_out(
-      {tables.data(), tables.shape(0), tables.shape(1), tables.shape(2), block_size}, rows, starts, tokens, wanted,
+      {tables.data(), tables.shape(0), tables.shape(1), tables.shape(2), block_size}, rows, starts, tokens, num_outputs,
       adapters, owners);
-  decoder.states.resize(static_cast<size_t>(batch.wanted) * static_cast<size_t>(decoder.hidden()));
+  decoder.states.resize(static_cast<size_t>(batch.outputs) * static_cast<size_t>(decoder.hidden()));
   return batch;
 }
 
@@ -125,9 +125,9 @@ void bind_steps(nb::class_<HeldDecoder>& decoder) {
       .def("logits", &logits, "hidden"_a, "out"_a.noconvert(), "adapters"_a.none() = nb::none())
       .def("best_logits", &best_logits, "hidden"_a, "places"_a.noconvert(), "values"_a.noconvert(),
            "adapters"_a.none() = nb::none())
-      .def("best_next", &best_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a,
+      .def("greedy_next", &greedy_next, "rows"_a, "starts"_a, "tokens"_a, "num_outputs"_a, "tables"_a, "block_size"_a,
            "adapters"_a = Numbers(), "owners"_a = Numbers())
-      .def("logits_next", &logits_next, "rows"_a, "starts"_a, "tokens"_a, "wanted"_a, "tables"_a, "block_size"_a,
+      .def("logits_next", &logits_next, "rows"_a, "starts"_a, "tokens"_a, "num_outputs"_a, "tables"_a, "block_size"_a,
            "adapters"_a, "owners"_a, "out"_a.noconvert());
 }
 

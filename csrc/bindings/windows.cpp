@@ -1,4 +1,4 @@
-// The memory that ranks share, as Python holds it: of threads, or of processes that have the same memory file.
+// Windows (shared memory of ranks) for Python: between threads, or between processes that map the same memory file.
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
@@ -21,7 +21,7 @@ std::vector<std::shared_ptr<Window>> thread_windows(int size, size_t room_bytes)
   return made;
 }
 
-// This rank's bytes and room for all ranks', one after another; `sizes` [ranks] are the bytes of each.
+// Gathers all ranks' bytes in `out`, concatenated; `sizes` [ranks] are the bytes of each rank.
 void all_gather(Window& window, Array<const uint8_t, 1> own, Array<uint8_t, 1> out, const std::vector<size_t>& sizes) {
   const size_t ranks = static_cast<size_t>(window.size()), rank = static_cast<size_t>(window.rank());
   if (sizes.size() != ranks || own.shape(0) != sizes[rank] ||

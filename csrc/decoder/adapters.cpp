@@ -8,14 +8,14 @@
 namespace tokenmill {
 
 void AdapterSlots::declare(int slots, std::vector<Site> sites) {
-  if (slots < 0) throw std::invalid_argument("a decoder can't have fewer than no slots");
+  if (slots < 0) throw std::invalid_argument("the number of adapter slots must not be negative");
   sites_ = std::move(sites);
   parts_.clear();
   parts_.resize(static_cast<size_t>(slots));
 }
 
 void AdapterSlots::put(int slot, Parts parts) {
-  if (slot < 1 || slot > slots()) throw std::out_of_range("there is no such slot for an adapter");
+  if (slot < 1 || slot > slots()) throw std::out_of_range("there is no such adapter slot");
   std::vector<std::unique_ptr<LowRank>> held(sites_.size());
   for (auto& [number, part] : parts) {
     if (number < 0 || static_cast<size_t>(number) >= sites_.size()) throw std::out_of_range("there is no such site");
@@ -36,20 +36,20 @@ const LowRank* AdapterSlots::find(int slot, int site) const {
   return held.empty() ? nullptr : held[static_cast<size_t>(site)].get();
 }
 
-// The slots of the rows that are computed from now on; null: none has an adapter.
+// Sets the adapter slots of the rows that are computed from now on; null: no row has an adapter.
 void Decoder::take_adapters(const int32_t* slots, int rows) {
   row_slots_.clear();
   is_adapted_ = slots != nullptr && std::any_of(slots, slots + rows, [](int32_t slot) { return slot != 0; });
   if (!is_adapted_) return;
   for (int r = 0; r < rows; ++r)
-    if (slots[r] < 0 || slots[r] > adapters_.slots()) throw std::invalid_argument("a row has an adapter in no slot");
+    if (slots[r] < 0 || slots[r] > adapters_.slots()) throw std::invalid_argument("a row has no such adapter slot");
   row_slots_.assign(slots, slots + rows);
 }
 
 void Decoder::keep_wanted_adapters(const BatchView& batch) {
   if (!is_adapted_) return;
-  std::vector<int32_t> kept(static_cast<size_t>(batch.wanted));
-  for (int i = 0; i < batch.wanted; ++i) kept[static_cast<size_t>(i)] = row_slots_[static_cast<size_t>(batch.logit_rows[i])];
+  std::vector<int32_t> kept(static_cast<size_t>(batch.outputs));
+  for (int i = 0; i < batch.outputs; ++i) kept[static_cast<size_t>(i)] = row_slots_[static_cast<size_t>(batch.logit_rows[i])];
   row_slots_ = std::move(kept);
 }
 
@@ -64,7 +64,7 @@ void Decoder::embed_adapters(const BatchView& batch) {
   });
 }
 
-// Products of a phase with this rank's rows, and with what adapters add to them.
+// Runs the products of a phase with this rank's rows of the matrices, adapters included.
 void Decoder::run_own(const Gemm* gemms, int count) {
   const bool any_ordered = std::any_of(gemms, gemms + count, [](const Gemm& gemm) {
     return gemm.w->w.is_ordered || (gemm.up != nullptr && gemm.up->w.is_ordered);
@@ -76,7 +76,7 @@ void Decoder::run_own(const Gemm* gemms, int count) {
   runner_.run(with.data(), count);
 }
 
-// Matrices whose columns stand in an order of their own read their inputs in it.
+// Reorders the inputs of matrices whose columns are reordered (act order).
 void Decoder::reorder_inputs(std::vector<Gemm>& gemms) {
   ordered_rows_.resize(std::max(ordered_rows_.size(), 2 * gemms.size()));
   const auto reordered = [&](const Matrix& w, const Rows& in, Activations& to) {
@@ -96,7 +96,7 @@ void Decoder::reorder_inputs(std::vector<Gemm>& gemms) {
   }
 }
 
-// What adapters add: products with their a's, which the products themselves take up.
+// Runs the products with the adapters' `a`; the main products then add b times their results.
 void Decoder::run_shrinking(std::vector<Gemm>& with) {
   const std::vector<Gemm> gemms = with;
   const int count = static_cast<int>(gemms.size());
@@ -114,7 +114,7 @@ void Decoder::run_shrinking(std::vector<Gemm>& with) {
   runner_.run(shrinking.gemms.data(), static_cast<int>(shrinking.gemms.size()));
 }
 
-// What a matrix's adapters are given of a product's rows: one product with `a` for each run of rows with the same one.
+// Plans the products with `a` for one matrix: one per run of rows with the same adapter. Returns whether there are any.
 bool Decoder::adapt(const Linear& w, const Gemm& gemm, AdaptedRows& rows, Shrinking& shrinking) {
   const int count = gemm.in.quant.rows;
   const int32_t* slots = gemm.slots != nullptr ? gemm.slots : row_slots_.data();

@@ -1,4 +1,4 @@
-// Attention of a step: who computes which queries over which part of their contexts. The arithmetic is in
+// Attention of a step: how queries and parts of their contexts are distributed over threads. The arithmetic is in
 // kernels/attention.h.
 #include <algorithm>
 #include <array>
@@ -24,7 +24,7 @@ int most_segments(const BatchView& batch) {
   return (longest + kSegment - 1) / kSegment;
 }
 
-// The first key that a query at this position sees.
+// The position of the first key that a query at this position sees.
 int oldest(const AttentionTask& task, int position) {
   if (task.window <= 0) return 0;
   return task.is_chunked ? position / task.window * task.window : std::max(0, position - task.window + 1);
@@ -32,8 +32,7 @@ int oldest(const AttentionTask& task, int position) {
 
 int padded16(int size) { return (size + 15) / 16 * 16; }
 
-// The queries of a tile: query i is head i % per_kv of token i / per_kv of the row. They are copies, which are normed and
-// rotated in place.
+// Copies of the queries of a tile, normed and rotated in place: query i is head i % per_kv of token i / per_kv of the row.
 struct QueryTile {
   float copies[kMaxQueryTile * kMaxHeadDim];
   float* q[kMaxQueryTile];
@@ -65,8 +64,8 @@ uint8_t* aligned(PageVector<uint8_t>& scratch) {
   return scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
 }
 
-// Queries of a tile of a chunk. A short chunk has one or two large tiles for each kv head, which threads would not share
-// evenly: it is cut into smaller ones, as many as are a multiple of the threads.
+// The number of queries per tile of a chunk. A short chunk would have only one or two large tiles per KV head and load the
+// threads unevenly; it is cut into smaller tiles, whose number is a multiple of the threads.
 int tile_size(int queries, int kv_heads, int largest, int threads) {
   int tiles = (queries + largest - 1) / largest;
   if (tiles * kv_heads < 4 * threads)
@@ -116,7 +115,7 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
   if (layer.head_norm == HeadNorm::Joint) norm_joint_heads(layer, batch.tokens);
 }
 
-// All heads of a token's queries together, and of its keys.
+// Norms all heads of a token's queries together, and all heads of its keys.
 void Decoder::norm_joint_heads(const Layer& layer, int tokens) {
   const int q_size = static_cast<int>(layer.q_norm.size()), kv_size = static_cast<int>(layer.k_norm.size());
   for_rows(pool_, tokens, 2 * (q_size + kv_size), [&](int t) {
@@ -131,11 +130,11 @@ void Decoder::prepare_heads(const Layer& layer, int tokens) {
   Form form = form_for({&layer.o}, outlier_threshold(layer));
   form.plain |= dim % kBlock != 0;
   const bool are_parts = !layer.head_borders.empty() || is_owned_;
-  if (are_parts) form = {false, true, form.outlier_threshold};  // rounded once all heads, or those of all rows, are there
+  if (are_parts) form = {false, true, form.outlier_threshold};  // quantised after all ranks' heads or rows are gathered
   heads_.prepare(tokens, layer.attention.heads * dim, *kernels_, form);
 }
 
-// Heads whose size is not a multiple of a block can't be rounded one by one.
+// Quantises the outputs of heads whose size is not a multiple of a block, which can't be quantised head by head.
 void Decoder::finish_heads(const Layer& layer, int tokens) {
   if (!layer.head_borders.empty()) return gather_heads(layer, tokens);
   if (heads_.is_quantised() && layer.attention.cache.head_dim % kBlock != 0)
@@ -143,7 +142,7 @@ void Decoder::finish_heads(const Layer& layer, int tokens) {
   mark_outliers(heads_);
 }
 
-// Norms and rotates a query or a key in its place.
+// Norms and rotates a query or a key in place.
 void Decoder::norm_rope_head(const Layer& layer, const Vector& norm, int64_t position, float* head) const {
   const int dim = layer.attention.cache.head_dim;
   if (layer.head_norm == HeadNorm::Before) kernels_->rms_norm(head, norm.data(), eps_, dim, head);
@@ -163,8 +162,8 @@ void Decoder::prepare_query(const Layer& layer, int64_t position, float* head) c
   kernels_->scale(head, 1.0f + growth.beta * std::log1p(stretches), layer.attention.cache.head_dim);
 }
 
-// Norms and rotates a token's key and writes it to the cache, with its value. (Queries are normed and rotated by the piece
-// that attends.)
+// Norms and rotates a token's key and writes key and value to the cache. (Queries are normed and rotated by the piece that
+// attends with them.)
 void Decoder::place_token(const Layer& layer, const BatchView& batch, int token, int kv_head) {
   const AttentionTask& task = layer.attention;
   const int dim = task.cache.head_dim;
@@ -176,7 +175,7 @@ void Decoder::place_token(const Layer& layer, const BatchView& batch, int token,
   kernels_->write_kv(task.cache, batch.groups[static_cast<size_t>(layer.group)].slots[token], kv_head, key, value);
 }
 
-// In pieces of 16 tokens, whose keys lie in the same lines of the cache.
+// Writes all keys and values, in pieces of 16 tokens, whose keys share cache lines.
 void Decoder::place_all(const Layer& layer, const BatchView& batch) {
   const int kv_heads = layer.attention.cache.kv_heads;
   for_tiles(pool_, batch.tokens, 4 * kv_heads * layer.attention.cache.head_dim, 16, [&](int first, int end, int) {
@@ -189,7 +188,7 @@ bool Decoder::is_decode(const Layer& layer, const BatchView& batch) const {
   return batch.tokens == batch.rows && layer.attention.heads / layer.attention.cache.kv_heads <= kernels_->query_tile;
 }
 
-// Few single tokens behind long contexts: there are more pieces in segments than in rows.
+// Whether to split contexts into segments: for few decoding rows with long contexts, where rows alone give too few pieces.
 bool Decoder::pays_to_split(const Layer& layer, const BatchView& batch) const {
   return is_decode(layer, batch) && most_segments(batch) > 2 &&
          batch.rows * layer.attention.cache.kv_heads < 8 * pool_.threads();
@@ -206,7 +205,7 @@ void Decoder::attend_placed(const Layer& layer, const BatchView& batch) {
   else attend_chunks(layer, batch);
 }
 
-// One token per row: a piece places the token and attends at once, since no other piece reads what it writes.
+// One token per row: a piece writes the token's key and value and attends; no other piece reads what it writes.
 void Decoder::attend_singles(const Layer& layer, const BatchView& batch, int segments) {
   const AttentionTask& task = layer.attention;
   const int kv_heads = task.cache.kv_heads, per_kv = task.heads / kv_heads, all = batch.rows * kv_heads;
@@ -221,7 +220,7 @@ void Decoder::attend_singles(const Layer& layer, const BatchView& batch, int seg
   });
 }
 
-// Few rows with long contexts: every segment is a piece of its own.
+// Few rows with long contexts: every segment is a piece.
 void Decoder::attend_split(const Layer& layer, const BatchView& batch, int segments) {
   const AttentionTask& task = layer.attention;
   const int kv_heads = task.cache.kv_heads;
@@ -235,8 +234,8 @@ void Decoder::attend_split(const Layer& layer, const BatchView& batch, int segme
     for (int h = 0; h < kv_heads; ++h) merge_splits(layer, batch, r, h);
 }
 
-// Any mix of chunks: tiles of queries, one head of a row after another so that a thread meets the same keys again, in
-// each those with the longest contexts first so that none is left at the end.
+// Any mix of chunks: tiles of queries, ordered by row and head so that a thread reuses the same keys, and within a head by
+// descending context length so that no long tile is left for the end.
 void Decoder::attend_chunks(const Layer& layer, const BatchView& batch) {
   struct Tile {
     int row, head, first, count;
@@ -259,7 +258,7 @@ void Decoder::attend_chunks(const Layer& layer, const BatchView& batch) {
   });
 }
 
-// What a head puts out, times the sigmoid or softplus of its gate.
+// Multiplies a head's output by the sigmoid or softplus of its gate.
 void Decoder::gate_outputs(const Layer& layer, int token, int head, float* out) const {
   const int dim = layer.attention.cache.head_dim;
   const bool is_per_head = layer.output_gate == OutputGate::PerHead;
@@ -276,7 +275,7 @@ void Decoder::gate_outputs(const Layer& layer, int token, int head, float* out) 
   else kernels_->multiply(out, weights, dim, out);
 }
 
-// Numerators of some tokens' same head, `stride` apart, become that head's output.
+// Turns the sums of one head of some tokens, `stride` apart, into that head's outputs.
 void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, float* sums, size_t stride,
                            const Partial* partial, int partial_stride) {
   const int dim = layer.attention.cache.head_dim;
@@ -303,14 +302,14 @@ void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, i
                    batch.context_lens[row], keys_id, sums, partial,
                    aligned(attention_scratch_[static_cast<size_t>(thread)]));
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
-  for (int i = 0; i < std::min(per_kv, count); ++i) {  // queries i, i + per_kv ... are the same head of tokens in order
+  for (int i = 0; i < std::min(per_kv, count); ++i) {  // queries i, i + per_kv, … are one head of consecutive tokens
     const int tokens = (count - i + per_kv - 1) / per_kv;
     take_outputs(layer, tile.token[i], tokens, tile.head[i], sums + i * wide, static_cast<size_t>(per_kv) * wide,
                  partial + i, per_kv);
   }
 }
 
-// One segment of one row's context; the parts are joined in order by merge_splits, as attend itself would have done.
+// Attends to one segment of a row's context; merge_splits joins the segments in order, with the same result as `attend`.
 void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, int kv_head, int segment, int thread) {
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
   const int segments = most_segments(batch);

@@ -1,11 +1,11 @@
-// Attention over a window and compressed entries behind it (DeepSeek V4): one key a token for all heads, which is the value
-// too, and entries of several tokens each. `tokenmill/arch/compressed.py` says what they are.
+// Attention over a sliding window and compressed entries (DeepSeek V4): one key per token for all heads, which is also the
+// value, and entries that each compress several tokens (see tokenmill/arch/compressed.py).
 //
-//   norm → latent of queries, key, values and gates of entries → (norm, rotate, write to the cache; make what is complete)
-//   latent → queries → attend to the keys of the window, and to entries → turn back → groups of heads → o
+//   norm → query latent, key, values and gates of entries → (norm, rotate, write to the cache; compute complete entries)
+//   latent → queries → attend to the keys of the window, and to entries → rotate back → groups of heads → o
 //
-// An entry lies in the block of its own tokens, so blocks of entries are those of tokens with fewer, wider entries. Keys of
-// an indexer are entries too. Rotation is of neighbouring pairs, the last numbers of a head.
+// An entry is stored in the block of its own tokens: a block holds fewer, wider entries. An indexer's keys are entries too.
+// RoPE rotates neighbouring pairs of a head's last dimensions.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -36,7 +36,7 @@ void Decoder::project_compressed(const Layer& layer, const BatchView& batch) {
   project_to(layer.compressed->in, layer, batch.tokens);
 }
 
-// The last numbers of a head by the angle of a position, or back by it (direction -1).
+// Rotates a head's last dimensions by the angle of a position, or back (direction -1).
 void Decoder::turn(const Layer& layer, int64_t position, float direction, float* values, int dim) const {
   const RopeTable& rope = ropes_[static_cast<size_t>(layer.rope)];
   const float* cos = rope.cos.data() + static_cast<size_t>(position) * rope.half;
@@ -49,7 +49,7 @@ void Decoder::turn(const Layer& layer, int64_t position, float direction, float*
   }
 }
 
-// Every token's key, and what entries will be made of; then the entries that these tokens complete.
+// Writes every token's key and the inputs of entries, then computes the entries that these tokens complete.
 void Decoder::place_compressed(const Layer& layer, const BatchView& batch) {
   const CompressedAttention& mixer = *layer.compressed;
   const int dim = mixer.head_dim(), key_at = mixer.in[0].rows();
@@ -75,7 +75,7 @@ void Decoder::place_compressed(const Layer& layer, const BatchView& batch) {
 
 void Decoder::make_entries(const Layer& layer, const BatchView& batch) {
   const CompressedAttention& mixer = *layer.compressed;
-  std::vector<std::pair<int, int>> made;  // row and number
+  std::vector<std::pair<int, int>> made;  // (row, entry number)
   for (int r = 0; r < batch.rows; ++r) {
     const int end = batch.context_lens[r], start = end - (batch.query_starts[r + 1] - batch.query_starts[r]);
     for (int number = start / mixer.rate; number < end / mixer.rate; ++number) made.emplace_back(r, number);
@@ -88,12 +88,12 @@ void Decoder::make_entries(const Layer& layer, const BatchView& batch) {
   });
 }
 
-// The mean of its tokens' numbers, weighted by their gates, normed and turned by the angle of its first token. Where entries
-// overlap, a token's numbers are [for the next entry | for its own].
+// Computes an entry: the mean of its tokens' values, weighted by their gates, normed, and rotated by the angle of its first
+// token. If entries overlap, a token's values are [those for the next entry | those for its own entry].
 void Decoder::make_entry(const Layer& layer, const CompressedEntries& of, const BatchView& batch, int row, int number) const {
   const CompressedAttention& mixer = *layer.compressed;
   const int rate = mixer.rate, dim = of.entries.width, all = mixer.series() * dim, first = number * rate;
-  const int size = of.entries.block_size * rate;  // tokens of a block
+  const int size = of.entries.block_size * rate;  // tokens per block
   const int32_t *inputs = table_of(batch, of.inputs_group, row), *entries = table_of(batch, of.group, row);
   std::vector<const float*> values, gates, biases;
   const auto take = [&](int from, int at) {
@@ -148,7 +148,7 @@ void Decoder::compressed_outputs(const Layer& layer, const BatchView& batch) {
             [&](int t, float* to) { std::copy_n(latent_values_.data() + static_cast<size_t>(t) * width, width, to); });
 }
 
-// [T][heads][padded dim], of latents that the indexer reads too
+// Computes queries [T][heads][padded dim] from latents, which the indexer reads too.
 void Decoder::compressed_queries(const Layer& layer, const BatchView& batch) {
   const CompressedAttention& mixer = *layer.compressed;
   const int tokens = batch.tokens, dim = mixer.head_dim(), q_rank = mixer.in[0].rows();
@@ -173,7 +173,7 @@ void Decoder::compressed_queries(const Layer& layer, const BatchView& batch) {
   });
 }
 
-// Each token's heads over the keys of its window and then the entries before it: [T][heads][padded dim]
+// Attends with each token's heads to the keys of its window, then to the entries before it: [T][heads][padded dim].
 void Decoder::attend_window(const Layer& layer, const BatchView& batch) {
   const CompressedAttention& mixer = *layer.compressed;
   const int dim = mixer.head_dim(), tiles = (mixer.heads + kHeadTile - 1) / kHeadTile;

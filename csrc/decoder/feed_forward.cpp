@@ -1,5 +1,5 @@
-// The feed-forward part of a layer: one gated product, or experts, where every (token, choice) becomes a row of its
-// expert's own small product.
+// The feed-forward part of a layer: a gated MLP, or experts, where every (token, choice) pair is a row of its expert's
+// product.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -16,7 +16,7 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
   add_result(layer.mlp_post_norm, layer.residual_scale, tokens);
 }
 
-// The MLP, the experts, or both side by side: into `mixed_`.
+// Computes the MLP, the experts, or both side by side, into `mixed_`.
 void Decoder::feed(const Layer& layer, int tokens) {
   if (!layer.moe) return mlp_of_stream(layer, tokens, Gemm::Mode::Store, mixed_.data());
   if (!layer.mlp) return moe_of_stream(layer, layer.is_parallel ? layer.attn_norm : layer.mlp_norm, tokens, mixed_.data());
@@ -52,7 +52,7 @@ void Decoder::moe_of_stream(const Layer& layer, const Norm& norm, int tokens, fl
     form.outlier_threshold = std::min(form.outlier_threshold, shared.outlier_threshold);
   }
   if (moe.latent_in.w.data != nullptr) form.quantised |= moe.latent_in.reads_blocks();
-  form.plain = true;  // experts take copies
+  form.plain = true;  // experts copy their rows
   norm_rows(norm, x_.data(), tokens, normed_, form);
   this->moe(moe, tokens, threshold, out);
 }
@@ -72,8 +72,7 @@ void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm:
   run(&down, 1);
 }
 
-// act(gate) * up into `inner_`, where gates are what they exceed their mean and some standard deviations by: all gates of
-// a token have to be there first.
+// Activation sparsity: act(relu(gate - (mean + cutoff * standard deviation))) * up into `inner_`, over all gates of a token.
 void Decoder::gate_above_cutoff(const Mlp& mlp, const Rows& in, float outlier_threshold) {
   const int tokens = in.quant.rows, inter = mlp.up.rows();
   const size_t stride = 2 * static_cast<size_t>(inter);
@@ -104,7 +103,7 @@ void Decoder::gate_row(const float* gates, const float* ups, int width, Activati
 
 namespace {
 
-// Of equal numbers the first is taken, here and wherever a best one is looked for.
+// Removes and returns the largest number; of equal ones the first, as in every argmax here.
 float take_best(std::vector<float>& numbers, int& place) {
   const auto best = std::max_element(numbers.begin(), numbers.end());
   const float value = *best;
@@ -127,12 +126,12 @@ void score_all(const float* logits, int experts, Score score, std::vector<float>
   }
 }
 
-// Experts whose group is not among the best are no longer wanted.
-void keep_best_groups(const Routing& routing, std::vector<float>& wanted) {
-  const int size = static_cast<int>(wanted.size()) / routing.num_groups;
+// Excludes the experts whose group is not among the best.
+void keep_best_groups(const Routing& routing, std::vector<float>& scores) {
+  const int size = static_cast<int>(scores.size()) / routing.num_groups;
   std::vector<float> judged(static_cast<size_t>(routing.num_groups));
   for (int g = 0; g < routing.num_groups; ++g) {
-    std::vector<float> own(wanted.begin() + g * size, wanted.begin() + (g + 1) * size);
+    std::vector<float> own(scores.begin() + g * size, scores.begin() + (g + 1) * size);
     int place;
     for (int i = 0; i < std::min(routing.judged_by, size); ++i) judged[static_cast<size_t>(g)] += take_best(own, place);
   }
@@ -142,18 +141,18 @@ void keep_best_groups(const Routing& routing, std::vector<float>& wanted) {
     take_best(judged, place);
     is_kept[static_cast<size_t>(place)] = true;
   }
-  for (size_t e = 0; e < wanted.size(); ++e)
-    if (!is_kept[e / static_cast<size_t>(size)]) wanted[e] = -std::numeric_limits<float>::infinity();
+  for (size_t e = 0; e < scores.size(); ++e)
+    if (!is_kept[e / static_cast<size_t>(size)]) scores[e] = -std::numeric_limits<float>::infinity();
 }
 
-// The experts with the best scores into `ids`.
-void take_best_experts(const Routing& routing, std::vector<float> wanted, int32_t* ids) {
-  for (size_t e = 0; e < routing.choice_bias.size(); ++e) wanted[e] += routing.choice_bias[e];
-  if (routing.num_groups > 1) keep_best_groups(routing, wanted);
-  for (int k = 0; k < routing.num_active; ++k) take_best(wanted, ids[k]);
+// Writes the top-k experts by score to `ids`.
+void take_best_experts(const Routing& routing, std::vector<float> scores, int32_t* ids) {
+  for (size_t e = 0; e < routing.choice_bias.size(); ++e) scores[e] += routing.choice_bias[e];
+  if (routing.num_groups > 1) keep_best_groups(routing, scores);
+  for (int k = 0; k < routing.num_active; ++k) take_best(scores, ids[k]);
 }
 
-// `looked_up`: the token's experts, where a table has them; else null.
+// `looked_up`: the token's experts from the table by token id; null: by score.
 void choose_experts(const Routing& routing, const float* logits, int experts, const int32_t* looked_up, int32_t* ids,
                     float* shares) {
   std::vector<float> scores;
@@ -187,8 +186,8 @@ void Decoder::route(const Moe& moe, int tokens) {
                    expert_shares_.data() + static_cast<size_t>(t) * active);
 }
 
-// Each pair of a token and an expert has one rank; of several that have the expert, they take turns. All ranks know all
-// pairs, so they agree without a word.
+// Assigns each (token, expert) pair to a rank; ranks that share an expert alternate. All ranks know all pairs, so they
+// agree without communication.
 void Decoder::place_experts(const Moe& moe, int tokens) {
   const size_t experts = moe.experts.size(), pairs = static_cast<size_t>(tokens) * static_cast<size_t>(moe.routing.num_active);
   const int ranks = moe.is_spread() ? window_->size() : 1, own = moe.is_spread() ? window_->rank() : 0;
@@ -228,7 +227,7 @@ void Decoder::place_experts(const Moe& moe, int tokens) {
 void Decoder::moe(const Moe& moe, int tokens, float outlier_threshold, float* out) {
   const int experts = static_cast<int>(moe.experts.size()), active = moe.routing.num_active;
   const bool is_latent = moe.latent_in.w.data != nullptr;
-  const int width = is_latent ? moe.latent_in.rows() : hidden_;  // of what experts read and write
+  const int width = is_latent ? moe.latent_in.rows() : hidden_;  // width of the experts' inputs and outputs
   route(moe, tokens);
   grow(expert_out_, static_cast<size_t>(tokens) * active * width);
   expert_in_.resize(std::max(expert_in_.size(), static_cast<size_t>(experts)));

@@ -1,4 +1,4 @@
-// What follows the last layer: logits of the wanted tokens, or only the best of each.
+// The head: logits of the output tokens, or only the argmax of each.
 #include <limits>
 #include <stdexcept>
 
@@ -19,7 +19,7 @@ Rows Decoder::head_input(const float* hidden, int rows) {
 
 void Decoder::logits(const float* hidden, int rows, const int32_t* slots, float* out) {
   if (rows == 0) return;
-  const std::vector<int32_t> own(slots, slots == nullptr ? slots : slots + rows);  // they may be those of the last step
+  const std::vector<int32_t> own(slots, slots == nullptr ? slots : slots + rows);  // `slots` may be this decoder's buffer
   take_adapters(slots == nullptr ? nullptr : own.data(), rows);
   const Gemm head{&head_, nullptr, head_input(hidden, rows), Gemm::Mode::Store, out, static_cast<size_t>(vocab_)};
   run(&head, 1);

@@ -1,11 +1,11 @@
-// An indexer: which entries of its context a token looks at (DeepSeek's sparse attention, latent or compressed).
+// An indexer: selects the context entries that a token attends to (DeepSeek's sparse attention, latent or compressed).
 //
-//   input → key → (norm, rotate, write to the cache)       latent of queries → queries, rotated       input → a weight a head
-//   score of an entry = sum over heads of weight * max(0, query . key);  seen: the `top_k` best, of equals the earliest
+//   input → key → (norm, rotate, write to the cache)       latent of queries → queries, rotated       input → a weight per head
+//   score of an entry = sum over heads of weight * max(0, query . key);  selected: the top k, of equal scores the earliest
 //
-// In contexts of up to `top_k` tokens everything is seen and nothing is scored. What is chosen is kept for the layers behind
-// that have no indexer of their own. A token's choice depends on its own context alone. Where entries are of several tokens,
-// their keys are made as the entries are (decoder/compressed_attention.cpp), and those count that are complete.
+// In contexts of up to `top_k` tokens all entries are selected without scoring. The selection is kept for later layers
+// without an indexer. It depends on the token's own context only. The keys of compressed entries are computed like the
+// entries (decoder/compressed_attention.cpp); only complete entries are candidates.
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -15,8 +15,8 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kPiece = 4 * kSegment;                // entries that one piece scores
-constexpr size_t kMostScores = size_t{1} << 22;     // kept at a time: tokens with long contexts come in turns
+constexpr int kPiece = 4 * kSegment;                // entries scored per piece
+constexpr size_t kMostScores = size_t{1} << 22;     // scores in memory at a time; more take several rounds
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
 size_t padded16(int size) { return static_cast<size_t>((size + 15) / 16 * 16); }
@@ -35,7 +35,7 @@ void Decoder::place_index_keys(const Layer& layer, const BatchView& batch) {
   });
 }
 
-// [T][heads][padded dim], from the latents that attention's own queries were made of
+// Computes the indexer's queries [T][heads][padded dim] from the latents of attention's queries.
 void Decoder::prepare_index_queries(const IndexView& index, const Layer& layer, const BatchView& batch) {
   const int dim = index.keys->width, tokens = batch.tokens;
   const size_t width = static_cast<size_t>(index.heads) * dim, wide = padded16(dim);
@@ -101,7 +101,7 @@ void Decoder::choose_entries(const IndexView& index, const Layer& layer, const B
   }
 }
 
-// The places of the `top_k` highest of `count` scores, ascending; what is no number counts least.
+// Writes the indices of the `top_k` highest of `count` scores, ascending; NaN counts as the lowest score.
 void Decoder::choose_best(const float* scores, int count, int top_k, int thread, int32_t* chosen) {
   std::vector<int32_t>& places = choosing_[static_cast<size_t>(thread)];
   places.resize(static_cast<size_t>(count));
@@ -116,10 +116,10 @@ void Decoder::choose_best(const float* scores, int count, int top_k, int thread,
   std::sort(chosen, chosen + top_k);
 }
 
-// Where the last layer goes on with the wanted tokens only: theirs of what was chosen.
+// In the last layer: keeps the selections of the output tokens only.
 void Decoder::keep_wanted_choices(const BatchView& batch) {
   std::vector<int32_t> numbers, chosen;
-  for (int i = 0; i < batch.wanted; ++i) {
+  for (int i = 0; i < batch.outputs; ++i) {
     const size_t token = static_cast<size_t>(batch.logit_rows[i]);
     numbers.push_back(num_chosen_[token]);
     if (chosen_stride_ == 0) continue;

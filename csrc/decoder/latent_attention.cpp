@@ -1,10 +1,10 @@
-// Latent attention in the place of attention: queries and one entry a token, projected from the norm; each head's query is
-// taken into the space of latents, attends to the entries themselves, and what it finds is taken to the head's values.
+// Multi-head latent attention (MLA) in absorbed form: each head's query is mapped to the latent space, attends to the one
+// entry per token directly, and the result is mapped to the head's values.
 //
 //   norm → q, entry → (norm, rotate, write to the cache) → queries · absorb → attend → · expand → o
 //
-// Where there is an indexer (decoder/indexer.cpp), it chooses the entries that a token's heads attend to.
-// The arithmetic over entries is in kernels/latent_attention.h; absorb and expand are products like any other.
+// If there is an indexer (decoder/indexer.cpp), it selects the entries that a token's heads attend to. Attention over
+// entries is in kernels/latent_attention.h; absorb and expand are ordinary products.
 #include <algorithm>
 
 #include "decoder/phases.h"
@@ -12,11 +12,11 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kHeadTile = 16;  // heads of a token that one piece computes
+constexpr int kHeadTile = 16;  // heads of a token per piece
 
 size_t padded16(int size) { return static_cast<size_t>((size + 15) / 16 * 16); }
 
-// Some columns of rows that lie `stride` apart, as the input of products with plain matrices
+// Some columns of rows, `stride` apart, as the input of products with unquantised matrices.
 Rows columns_of(const float* values, size_t stride, int rows, const Kernels& kernels) {
   Rows in{values, stride, {}};
   in.quant.rows = rows;
@@ -33,7 +33,7 @@ void Decoder::attend_latent(const Layer& layer, const BatchView& batch) {
     return latent_outputs(layer, batch);
   }
   const LatentAttention& latent = *layer.latent;
-  if (latent.q_up) {  // of all rows, since ranks have parts of its matrix
+  if (latent.q_up) {  // for all rows, since its matrix is cut over the ranks
     grow_queries(layer, batch.tokens);
     keep_own(queries_, static_cast<size_t>(latent.q_up->rows()));
   }
@@ -72,7 +72,7 @@ void Decoder::rotate_at(const Layer& layer, int64_t position, float* values) con
   kernels_->rotate(values, rope.cos.data() + at, rope.sin.data() + at, rope.half);
 }
 
-// Every token's latent is normed, its key rotated, and both written to the cache.
+// Norms every token's latent, rotates its key, and writes both to the cache.
 void Decoder::place_entries(const Layer& layer, const BatchView& batch) {
   const LatentAttention& latent = *layer.latent;
   const int64_t* slots = batch.groups[static_cast<size_t>(layer.group)].slots;
@@ -100,13 +100,13 @@ void Decoder::latent_outputs(const Layer& layer, const BatchView& batch) {
                      latent_values_.data() + static_cast<size_t>(h) * latent.value_dim, static_cast<size_t>(value_width)});
   run(gemms.data(), latent.heads);
   Form form = form_for({&layer.o}, outlier_threshold(layer));
-  if (is_owned_) form = {false, true, form.outlier_threshold};  // rounded once those of all rows are there
+  if (is_owned_) form = {false, true, form.outlier_threshold};  // quantised after all rows are gathered
   fill_rows(tokens, value_width, 2 * value_width, heads_, form, [&](int t, float* out) {
     std::copy_n(latent_values_.data() + static_cast<size_t>(t) * value_width, value_width, out);
   });
 }
 
-// Queries of all heads from their latents: [T][heads][nope and rope dims]
+// Computes the queries of all heads from their latents: [T][heads][nope and rope dims].
 void Decoder::grow_queries(const Layer& layer, int tokens) {
   const LatentAttention& latent = *layer.latent;
   const size_t stride = projected_width(layer);
@@ -122,7 +122,8 @@ void Decoder::grow_queries(const Layer& layer, int tokens) {
   run(&up, 1);
 }
 
-// Queries over entries, [T][heads][padded width]: the part without rotation as one over latents, and the rotated one.
+// Computes queries over entries, [T][heads][padded width]: the unrotated part mapped to the latent space, and the rotated
+// part.
 void Decoder::absorb_queries(const Layer& layer, const BatchView& batch) {
   const LatentAttention& latent = *layer.latent;
   const int tokens = batch.tokens, head_dim = latent.nope_dim + latent.rope_dim, rank = latent.cache.rank;
@@ -152,7 +153,7 @@ void Decoder::absorb_queries(const Layer& layer, const BatchView& batch) {
   });
 }
 
-// Each token's heads over its context: [T][heads][padded rank]
+// Attends with each token's heads over its context: [T][heads][padded rank].
 void Decoder::attend_tokens(const Layer& layer, const BatchView& batch) {
   const LatentAttention& latent = *layer.latent;
   const GroupView& group = batch.groups[static_cast<size_t>(layer.group)];

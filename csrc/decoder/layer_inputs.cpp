@@ -1,5 +1,5 @@
-// Embeddings that each layer has for itself (Gemma 3n and 4): a second table's row of the token and a projection of its embedding,
-// joined once a step; a layer adds its own through a gate that reads the stream.
+// Per-layer embeddings (Gemma 3n and 4): a row of a second table plus a projection of the token's embedding, computed once
+// per step; each layer adds its part through a gate that reads the stream.
 //
 //   input[t][l] = (norm(project(x_t)[l] / sqrt(hidden)) + table[token][l] * sqrt(width)) / sqrt(2)
 //   x += norm(up(act(gate(x)) * input[t][l]))
@@ -33,7 +33,7 @@ void Decoder::layer_inputs(const BatchView& batch) {
   });
 }
 
-// What is added, before its norm: into `mixed_`.
+// Computes what a layer adds, before its norm, into `mixed_`.
 void Decoder::gate_layer_input(const Layer& layer, int number, int tokens, const int64_t* rows) {
   const LayerInput& input = *layer.input;
   const int width = static_cast<int>(input_norm_.size()), all = input_project_.rows();

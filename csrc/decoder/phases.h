@@ -1,4 +1,4 @@
-// How the files of the decoder hand rows to the pool, and what they keep them as.
+// Helpers of the decoder's files: running rows on the pool, and the form in which inputs are kept.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
@@ -8,8 +8,8 @@
 
 namespace tokenmill {
 
-// body(first, end, thread) for pieces of whole tiles of rows, each of some thousand numbers; little work stays with the
-// caller.
+// Calls body(first, end, thread) for pieces of whole tiles of rows, each of some thousand values; small work is done by the
+// calling thread.
 template <class Body>
 void for_tiles(Pool& pool, int rows, int numbers_per_row, int tile, const Body& body) {
   const int per_piece = std::max(1, 8192 / std::max(1, numbers_per_row) / tile) * tile;
@@ -28,7 +28,7 @@ void for_rows(Pool& pool, int rows, int numbers_per_row, const Body& body) {
 template <class Body>
 void Decoder::fill_rows(int tokens, int cols, int work_per_row, Activations& to, const Form& form, const Body& body) {
   to.prepare(tokens, cols, *kernels_, form);
-  const bool in_tiles = tokens > kernels_->small_rows;  // of few rows each is a piece
+  const bool in_tiles = tokens > kernels_->small_rows;  // few rows: each is a piece
   const int tile = in_tiles ? to.quant().tile : 1;
   for_tiles(pool_, tokens, work_per_row, tile, [&](int first, int end, int thread) {
     Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
@@ -44,7 +44,7 @@ void Decoder::fill_rows(int tokens, int cols, int work_per_row, Activations& to,
   if (!in_tiles) mark_outliers(to);
 }
 
-// The mean of number(0) ... number(size - 1): sixteen sums side by side, always in the same order.
+// The mean of number(0) ... number(size - 1), from sixteen partial sums in a fixed order.
 template <class Number>
 float mean_of(int size, const Number& number) {
   constexpr int kLanes = 16;
@@ -57,7 +57,7 @@ float mean_of(int size, const Number& number) {
   return total / static_cast<float>(size);
 }
 
-// Matrices whose numbers lie closest where most of them are (NF4) show what 8 bits leave of activations: theirs have 16.
+// NF4 and similar matrices are precise enough to expose the error of 8-bit activations: their inputs have 16 bits.
 inline float finest(const Linear& reader, float outlier_threshold) {
   return reader.w.kind == Kind::T4 ? 0.0f : outlier_threshold;
 }
@@ -77,7 +77,7 @@ inline Form Decoder::form_for_all(const std::vector<Linear>& readers, float outl
   return form;
 }
 
-// What the input of an MLP must be kept as.
+// The form in which the input of an MLP must be kept.
 inline Form Decoder::form_of_input(const Mlp& mlp, float outlier_threshold) const {
   if (!mlp.is_gated()) return form_for({&mlp.up}, outlier_threshold);
   return form_for({&mlp.gate, &mlp.up}, outlier_threshold);

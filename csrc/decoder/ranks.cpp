@@ -1,12 +1,12 @@
-// Steps of a model that several ranks compute together, each with some rows of its matrices. What ranks have computed of a
-// product is put together before anything reads it; between two products all ranks have the same numbers.
+// Tensor parallelism: several ranks compute a step together, each with some rows of the matrices. The ranks' parts of a
+// product are gathered before they are read; between two products all ranks have the same values.
 //
 //   run            products with cut matrices → columns of all ranks
-//   exchange_rows  what experts put out, each of which some ranks have → rows of all ranks
+//   exchange_rows  expert parallelism: outputs of the ranks' experts → rows of all ranks
 //   gather_heads   attention with the ranks' own heads → columns of all ranks
-//   share_heads    attention of rows whose contexts the ranks keep each → rows of all ranks
-//   embed_rows     rows of tables of which each rank has some
-//   gather_best    the best of each rank's logits → the best of all
+//   share_heads    data-parallel attention: outputs of the ranks' rows → rows of all ranks
+//   embed_rows     looked-up rows of tables whose rows are cut over the ranks
+//   gather_best    argmax of each rank's logits → argmax of all
 #include <algorithm>
 #include <cstring>
 
@@ -14,7 +14,7 @@
 
 namespace tokenmill {
 
-// Products of a phase. Where a matrix is cut, its columns of all ranks are there afterwards.
+// Runs the products of a phase and gathers the columns of matrices that are cut.
 void Decoder::run(const Gemm* gemms, int count) {
   const bool any_cut = std::any_of(gemms, gemms + count, [](const Gemm& g) { return g.w->is_cut(); });
   if (any_cut) run_cut(gemms, count);
@@ -35,7 +35,7 @@ void Decoder::run_cut(const Gemm* gemms, int count) {
       gemm.out += gemm.w->first;
       continue;
     }
-    // Numbers travel before they are rounded: a block may belong to two ranks.
+    // Values are exchanged before they are quantised: a quantisation block may span two ranks.
     const size_t width = static_cast<size_t>(gemm.w->rows());
     if (gemm.gated->is_quantised()) {
       cut_rows_[g].prepare(rows, gemm.w->rows(), *kernels_, {false, true, gemm.gated->form().outlier_threshold});
@@ -54,7 +54,7 @@ void Decoder::run_cut(const Gemm* gemms, int count) {
   }
 }
 
-// In as many exchanges as the window's rooms need: each takes some rows of some parts.
+// Gathers in as many exchanges as the size of the window's buffers requires, each of some rows of some parts.
 void Decoder::gather(const std::vector<Gathered>& parts) {
   const size_t room = window_->room_bytes() / sizeof(float);
   std::vector<Gathered> round;
@@ -80,7 +80,7 @@ void Decoder::gather(const std::vector<Gathered>& parts) {
   finish();
 }
 
-// One exchange: this rank's columns of all parts, one after another, and then the others'.
+// One exchange: writes this rank's columns of all parts, then reads the others'.
 void Decoder::gather_round(const std::vector<Gathered>& parts) {
   const auto each = [&](int rank, const auto& copy) {
     size_t at = 0;
@@ -104,7 +104,7 @@ void Decoder::gather_round(const std::vector<Gathered>& parts) {
   window_->next_turn();
 }
 
-// What the ranks' heads put out, in the form that `o` reads.
+// Gathers the heads' outputs of all ranks, in the form that `o` reads.
 void Decoder::gather_heads(const Layer& layer, int tokens) {
   const size_t own = static_cast<size_t>(heads_.cols()), width = static_cast<size_t>(layer.head_borders.back());
   const size_t first = static_cast<size_t>(layer.head_borders[static_cast<size_t>(window_->rank())]);
@@ -120,7 +120,7 @@ void Decoder::gather_heads(const Layer& layer, int tokens) {
   std::swap(heads_, whole_heads_);
 }
 
-// Of rows of all tokens those of which this rank keeps the contexts, one after another.
+// Keeps the rows of the tokens whose contexts this rank caches, packed together.
 void Decoder::keep_own(PageVector<float>& rows, size_t width) {
   grow(kept_rows_, rows.size());
   const int* tokens = owned_.own_tokens();
@@ -130,7 +130,7 @@ void Decoder::keep_own(PageVector<float>& rows, size_t width) {
   std::swap(rows, kept_rows_);
 }
 
-// What each rank's rows have found, in the form that `o` reads, for all tokens in their order.
+// Gathers the attention outputs of all ranks' rows, in the form that `o` reads and in the order of the tokens.
 void Decoder::share_heads(const Layer& layer, size_t width) {
   const size_t tokens = owned_.tokens().size();
   const size_t first = owned_.firsts()[static_cast<size_t>(window_->rank())];
@@ -147,7 +147,7 @@ void Decoder::share_heads(const Layer& layer, size_t width) {
   std::swap(heads_, whole_heads_);
 }
 
-// Rows of a table times a number. A rank hands over those of its rows that are asked for, in the order of `ids`.
+// Looks up rows of a table, times a factor. Each rank sends those of its rows that `ids` names, in that order.
 void Decoder::embed_rows(const Linear& table, const int64_t* ids, int count, float scale, float* out) {
   const size_t width = static_cast<size_t>(table.w.cols);
   const auto embed_one = [&](int i) {
@@ -180,7 +180,7 @@ void Decoder::embed_rows(const Linear& table, const int64_t* ids, int count, flo
   }
 }
 
-// Rows of which each rank has computed some: those from first[rank] on.
+// Exchanges rows of which each rank has computed some: those from first[rank] on.
 void Decoder::exchange_rows(float* rows, const std::vector<size_t>& first, size_t width) {
   const size_t at_once = window_->room_bytes() / sizeof(float) / width;
   if (at_once == 0) throw std::invalid_argument("the ranks' window is smaller than a row");

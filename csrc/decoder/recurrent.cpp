@@ -1,9 +1,9 @@
-// A recurrent mixer in the place of attention. Phases, each handed to the pool as a whole:
+// A recurrent mixer (gated DeltaNet, Mamba-2). Its phases, each of which the pool runs as a whole:
 //
 //   norm → q, k, v, z, b, a → convolution, silu (tokens) → recurrence (rows × heads) → norm, gate (tokens) → o
 //
-// A row's tokens are computed one after another, from the state before their chunk, the cells of earlier steps and those
-// of this one. Cells and states are written where the tables have a block: 0 means that nobody will read them.
+// A row's tokens are computed one after another, from the state before their chunk and the cells of earlier tokens. Cells
+// and states are written where the tables have a block; block 0 means that no later token will read them.
 #include <algorithm>
 #include <cmath>
 
@@ -18,8 +18,8 @@ float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 // The tokens of one row in a step, and its tables.
 struct Decoder::RecurrentRow {
-  int first, end;  // tokens of the step
-  int start;       // position of the first
+  int first, end;  // the row's tokens [first, end) of the step
+  int start;       // position of the first one
   const int32_t* cells;
   const int32_t* states;
 };
@@ -55,7 +55,7 @@ void Decoder::project_recurrent(const Layer& layer, const BatchView& batch) {
   grow(convolved_, static_cast<size_t>(batch.tokens) * mixer.shape.channels());
 }
 
-// The convolution's input of the token at a position: of this step, of the row's chunk before it, or before that chunk.
+// The convolution's input of the token at a position: from this step, the chunk's cells, or the tail before the chunk.
 const float* Decoder::conv_input(const Layer& layer, const RecurrentRow& row, int position) const {
   const Recurrent& mixer = *layer.recurrent;
   const size_t channels = static_cast<size_t>(mixer.shape.channels());
@@ -84,7 +84,7 @@ void Decoder::convolve_token(const Layer& layer, const RecurrentRow& row, int to
   }
 }
 
-// With each state that is kept, the inputs of the convolution before its position.
+// Writes the last inputs of the convolution beside each state that is cached.
 void Decoder::keep_conv_tails(const Layer& layer, const RecurrentRow& row) {
   const Recurrent& mixer = *layer.recurrent;
   const int end = row.start + row.end - row.first, number = mixer.kernel - 1;
@@ -97,7 +97,7 @@ void Decoder::keep_conv_tails(const Layer& layer, const RecurrentRow& row) {
   }
 }
 
-// All tokens of a row in one head.
+// Computes all tokens of a row in one head.
 void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, int thread) {
   const Recurrent& mixer = *layer.recurrent;
   const RecurrentShape& shape = mixer.shape;
@@ -111,7 +111,7 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
   float* fresh_updates = fresh_keys + kStateChunk * key_dim;
   float* query = fresh_updates + kStateChunk * value_dim;
   float* room = query + key_dim;
-  float* fresh_decays = room + 2 * key_dim;  // where channels have their own
+  float* fresh_decays = room + 2 * key_dim;  // with decays per channel
 
   ChunkCells cells;
   const auto key_cell = [&](int position) {
@@ -191,7 +191,7 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
   }
 }
 
-// norm(o) * silu(z) (or * sigmoid(z)), or norm(o * silu(z)); `projected_` and `recurred_` have a row for each of so many tokens.
+// Computes norm(o) * silu(z) (or * sigmoid(z)), or norm(o * silu(z)), of `tokens` rows of `projected_` and `recurred_`.
 void Decoder::recurrent_outputs(const Layer& layer, int tokens) {
   const Recurrent& mixer = *layer.recurrent;
   const RecurrentShape& shape = mixer.shape;

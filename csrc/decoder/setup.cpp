@@ -1,4 +1,4 @@
-// The parts of a decoder, and what must hold of them and of a batch before a pointer is used. See decoder.h.
+// Building a decoder, and the checks of its parts and of batches that precede every use of a pointer. See decoder.h.
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -15,7 +15,7 @@ void require(bool holds, const char* what) {
 
 bool fits(const Linear& l, int64_t rows, int64_t cols) { return l.rows() == rows && l.w.cols == cols; }
 
-// The tables of a group must lie in a cache of so many blocks.
+// Checks that all block ids of a group's tables are within a cache of `num_blocks` blocks.
 void require_tables(const BatchView& batch, const GroupView& group, int num_blocks, int block_size) {
   const int64_t slots = static_cast<int64_t>(num_blocks) * block_size;
   for (int t = 0; t < batch.tokens; ++t) require(group.slots[t] >= 0 && group.slots[t] < slots, "a slot");
@@ -52,7 +52,7 @@ bool Decoder::attention_fits(const Layer& layer) const {
   const int64_t width = static_cast<int64_t>(task.heads) * dim, kv_width = static_cast<int64_t>(task.cache.kv_heads) * dim;
   const bool keys_fit = layer.has_own_kv() ? fits(layer.k, kv_width, hidden_) && fits(layer.v, kv_width, hidden_)
                                            : layer.v.w.data == nullptr;
-  const int64_t out_width = layer.head_borders.empty() ? width : layer.head_borders.back();  // of all ranks' heads
+  const int64_t out_width = layer.head_borders.empty() ? width : layer.head_borders.back();  // width of all ranks' heads
   const int64_t gates = layer.output_gate == OutputGate::PerHead ? task.heads : width;
   const bool gate_fits = layer.output_gate == OutputGate::None ? layer.gate.w.data == nullptr : fits(layer.gate, gates, hidden_);
   const bool is_joint = layer.head_norm == HeadNorm::Joint, has_norms = layer.head_norm != HeadNorm::None;
@@ -113,14 +113,14 @@ bool Decoder::compressed_fits(const Layer& layer) const {
     good = good && mixer.heads % groups == 0 && out.w.cols == mixer.heads / groups * dim;
     out_rows += out.rows();
   }
-  const int least = mixer.index ? std::min(dim, mixer.index->keys.entries.width) : dim;  // of what is rotated
+  const int least = mixer.index ? std::min(dim, mixer.index->keys.entries.width) : dim;  // the smallest width that is rotated
   return good && fits(mixer.q_up, int64_t{mixer.heads} * dim, q_rank) && static_cast<int>(mixer.q_norm.size()) == q_rank &&
          static_cast<int>(mixer.kv_norm.size()) == dim && static_cast<int>(mixer.sinks.size()) == mixer.heads &&
          fits(layer.o, hidden_, out_rows) && layer.rope >= 0 && layer.rope < static_cast<int>(ropes_.size()) &&
          2 * ropes_[static_cast<size_t>(layer.rope)].half <= least;
 }
 
-// What of a layer stands between its streams and those around it.
+// Checks the parts of a layer that read and write several streams.
 bool Decoder::streams_fit(const Layer& layer) const {
   const int count = streams_.count;
   const size_t number = static_cast<size_t>(count), hidden = static_cast<size_t>(hidden_);
@@ -233,7 +233,7 @@ void Decoder::set_recurrent_cache(int layer, int group, const Recurrent& cache, 
   to.num_blocks = num_cells;
 }
 
-// What a step reads must be there; what it writes may be nowhere (block 0).
+// Checks that the cells and states that a step reads exist; those it writes may be block 0, that is none.
 void Decoder::check_recurrent(const Layer& layer, const BatchView& batch) const {
   const Recurrent& mixer = *layer.recurrent;
   require(mixer.state_group < static_cast<int>(batch.groups.size()), "a group of states is missing");
@@ -256,7 +256,7 @@ void Decoder::check_recurrent(const Layer& layer, const BatchView& batch) const 
   }
 }
 
-// What does not depend on the mixer.
+// Checks the parts of a layer other than its mixer.
 bool Decoder::frame_fits(const Layer& layer) const {
   const auto mlp_fits = [](const Mlp& m, int width) {
     return m.up.w.cols == width && fits(m.down, width, m.up.rows()) && (!m.is_gated() || fits(m.gate, m.up.rows(), width)) &&
@@ -309,7 +309,7 @@ void Decoder::add_layer(Layer layer) {
 void Decoder::set_layer_inputs(Linear table, Linear project, Vector norm) {
   if (norm.empty() || table.rows() < 1 || table.rows() > vocab_ || table.w.cols != project.rows() || table.w.is_ordered || project.w.cols != hidden_ ||
       project.rows() % static_cast<int>(norm.size()) != 0)
-    throw std::invalid_argument("the layers' own embeddings do not fit together");
+    throw std::invalid_argument("the per-layer embeddings do not fit together");
   input_table_ = std::move(table);
   input_project_ = std::move(project);
   input_norm_ = std::move(norm);
@@ -344,10 +344,10 @@ void Decoder::set_head(Linear head) {
   head_ = std::move(head);
 }
 
-// Of latent attention, or of attention over a window.
+// For latent attention, and attention over a window.
 void Decoder::set_entry_cache(int layer, int group, const EntryCache& cache, int num_blocks) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
-  if (!to.latent && !to.compressed) throw std::invalid_argument("the layer has no entries that all heads share");
+  if (!to.latent && !to.compressed) throw std::invalid_argument("the layer has no cache of entries");
   if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
   EntryCache& own = to.latent ? to.latent->cache : to.compressed->keys;
   const bool has_whole_entries = to.latent || to.compressed->rate == 0 || cache.block_size % to.compressed->rate == 0;
@@ -378,7 +378,7 @@ const CompressedAttention& Decoder::compressed_at(int layer) const {
   return *of.compressed;
 }
 
-// The pointers, groups and numbers of blocks in `cache`, and as `entries.width` and `entries.block_size` those of tokens.
+// `cache` has the pointers, groups and numbers of blocks; its `entries.width` and `entries.block_size` are those of tokens.
 void Decoder::set_compressed_cache(int layer, bool of_index, const CompressedEntries& cache) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
   const bool has_entries = to.compressed && to.compressed->rate != 0;
@@ -494,15 +494,15 @@ void Decoder::check(const BatchView& batch, bool has_stream) const {
   for (const Layer& layer : layers_)
     require(batch.owners == nullptr || (!layer.recurrent && !layer.conv && !layer.compressed &&
                                        !(layer.latent && layer.latent->is_sparse())),
-            "ranks that attend for rows of their own have attention in all layers");
+            "data-parallel attention needs attention in all layers");
   require(batch.query_starts[0] == 0 && batch.query_starts[batch.rows] == batch.tokens, "query_starts");
   for (int t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < vocab_, "a token id is outside the vocabulary");
     require(batch.positions[t] >= 0, "a position is negative");
     for (const RopeTable& rope : ropes_) require(batch.positions[t] < rope.positions, "a position is past the context");
   }
-  require(batch.wanted <= batch.tokens, "more tokens are wanted than there are");
-  for (int i = 0; i < batch.wanted; ++i)
+  require(batch.outputs <= batch.tokens, "more output rows than tokens");
+  for (int i = 0; i < batch.outputs; ++i)
     require(batch.logit_rows[i] >= 0 && batch.logit_rows[i] < batch.tokens, "logit_rows");
   std::vector<const Layer*> checked(batch.groups.size(), nullptr);  // the layer whose cache the group was compared with
   for (const Layer& layer : layers_) {

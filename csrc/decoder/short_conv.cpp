@@ -1,9 +1,9 @@
-// A gated short convolution in the place of attention: out(c * conv(b * x)), with b, c and x projected from the norm.
+// A gated short convolution as mixer: out(c * conv(b * x)), with b, c and x projected from the norm.
 //
 //   inputs in the cache     ... | t-2 | t-1 |  t  |         each token's own b * x, in the blocks of its sequence
 //   taps of a kernel of 3         w0     w1    w2            y_t = c_t * (w0 * in[t-2] + w1 * in[t-1] + w2 * in[t])
 //
-// Where an input stands is said by the block table alone, so chunks, forks and resumed sequences compute the same sums.
+// Inputs are found through the block table only, so chunked, forked and resumed sequences compute the same sums.
 #include <algorithm>
 
 #include "decoder/phases.h"
@@ -12,7 +12,7 @@ namespace tokenmill {
 
 void Decoder::convolve(const Layer& layer, const BatchView& batch) {
   project_conv(layer, batch);
-  const bool is_decode = batch.tokens == batch.rows;  // no token reads what another one of this step writes
+  const bool is_decode = batch.tokens == batch.rows;  // then no token reads what another token of this step writes
   if (!is_decode) write_conv_inputs(layer, batch);
   conv_outputs(layer, batch, is_decode);
 }

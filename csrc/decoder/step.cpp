@@ -1,5 +1,4 @@
-// A step, and what surrounds its products. Phases of a layer, each handed to the pool as a whole (rows of a phase are
-// independent):
+// A step of the decoder. The phases of a layer, each of which the pool runs as a whole (a phase's rows are independent):
 //
 //   norm → q, k, v → (rotate, write to the cache) → attend → o → + → norm → gate·up → down → +
 //   norm → b, c, x → (b * x, write to the cache) → convolve · c → o → + → ...
@@ -30,8 +29,8 @@ void Decoder::forward(const BatchView& batch, const float* entering, float* hidd
     return;
   }
   last_layer(layers_.back(), batch);
-  if (streams_.count > 1) finish_streams(batch.wanted);
-  for_rows(pool_, batch.wanted, hidden_, [&](int i) {
+  if (streams_.count > 1) finish_streams(batch.outputs);
+  for_rows(pool_, batch.outputs, hidden_, [&](int i) {
     const size_t at = static_cast<size_t>(i) * hidden_;
     norm_row(final_norm_, x_.data() + at, hidden + at);
   });
@@ -69,7 +68,7 @@ size_t Decoder::projected_width(const Layer& layer) const {
   return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.rows());
 }
 
-// Products of the normed stream with several matrices, side by side in `projected_`.
+// Multiplies the normed stream by several matrices, whose results are concatenated in `projected_`.
 void Decoder::project_to(const std::vector<Linear>& matrices, const Layer& layer, int tokens) {
   norm_rows(layer.attn_norm, x_.data(), tokens, normed_, form_for_all(matrices, outlier_threshold(layer)));
   const size_t stride = projected_width(layer);
@@ -83,16 +82,16 @@ void Decoder::project_to(const std::vector<Linear>& matrices, const Layer& layer
   run(gemms.data(), static_cast<int>(gemms.size()));
 }
 
-// Of the last layer every token's key and value (or input of the convolution) is kept, but only the wanted tokens go on
+// Of the last layer every token's key and value (or input of the convolution) is kept, but only the output tokens go on
 // from there: each of them is then a row of its own whose context ends with it.
 void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   const int number = num_layers() - 1;
   begin_layer(layer, batch.tokens);
-  if (batch.wants_all() || is_owned_) {
+  if (batch.outputs_all() || is_owned_) {
     mixer(layer, batch);
     output_and_mlp(layer, batch.tokens);
     end_layer(layer, number, batch.tokens, nullptr);
-    if (batch.wants_all()) return;
+    if (batch.outputs_all()) return;
     keep_wanted(batch, static_cast<size_t>(hidden_), x_);
     if (streams_.count > 1) keep_wanted(batch, static_cast<size_t>(streams_.count) * hidden_, all_streams_);
     return keep_wanted_adapters(batch);
@@ -119,16 +118,16 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   if (streams_.count > 1) keep_wanted(batch, static_cast<size_t>(streams_.count) * hidden_, all_streams_);
   if (layer.connections) keep_wanted(batch, static_cast<size_t>(layer.connections->mixer.weight.rows()), coefficients_);
   if (!row_tokens_.empty())
-    for (int i = 0; i < batch.wanted; ++i) row_tokens_[static_cast<size_t>(i)] = batch.token_ids[batch.logit_rows[i]];
+    for (int i = 0; i < batch.outputs; ++i) row_tokens_[static_cast<size_t>(i)] = batch.token_ids[batch.logit_rows[i]];
   keep_wanted_adapters(batch);
   if (layer.latent && layer.latent->shares_index) keep_wanted_choices(batch);
-  if (batch.wanted == 0) return;
+  if (batch.outputs == 0) return;
   narrowed_.take(batch, layer.group);
   if (layer.latent && layer.latent->index) narrowed_.take_tables(batch, layer.latent->index->group);
   if (layer.compressed && layer.compressed->rate) narrowed_.take_tables(batch, layer.compressed->compressed.group);
   if (layer.compressed && layer.compressed->index) narrowed_.take_tables(batch, layer.compressed->index->keys.group);
   if (layer.recurrent) {
-    recurrent_outputs(layer, batch.wanted);
+    recurrent_outputs(layer, batch.outputs);
   } else if (layer.conv) {
     conv_outputs(layer, narrowed_.view, false);
   } else if (layer.latent) {
@@ -136,22 +135,22 @@ void Decoder::last_layer(const Layer& layer, const BatchView& batch) {
   } else if (layer.compressed) {
     compressed_outputs(layer, narrowed_.view);
   } else {
-    prepare_heads(layer, batch.wanted);
+    prepare_heads(layer, batch.outputs);
     attend_placed(layer, narrowed_.view);
-    finish_heads(layer, batch.wanted);
+    finish_heads(layer, batch.outputs);
   }
-  output_and_mlp(layer, batch.wanted);
-  end_layer(layer, number, batch.wanted, batch.logit_rows);
+  output_and_mlp(layer, batch.outputs);
+  end_layer(layer, number, batch.outputs, batch.logit_rows);
 }
 
 void Decoder::keep_wanted(const BatchView& batch, size_t width, PageVector<float>& rows) {
   grow(kept_rows_, rows.size());
-  for (int i = 0; i < batch.wanted; ++i)
+  for (int i = 0; i < batch.outputs; ++i)
     std::copy_n(rows.data() + static_cast<size_t>(batch.logit_rows[i]) * width, width, kept_rows_.data() + i * width);
   std::swap(rows, kept_rows_);
 }
 
-// The stream as the stage before has left it.
+// Takes over the residual stream of the previous pipeline stage.
 void Decoder::enter(const float* stream, int tokens) {
   const size_t size = static_cast<size_t>(tokens) * hidden_;
   grow(x_, size);
@@ -174,8 +173,8 @@ void Decoder::embed(const BatchView& batch) {
   if (looks_up) row_tokens_.assign(batch.token_ids, batch.token_ids + batch.tokens);
 }
 
-// What follows the mixer: its output product, then the feed-forward part. Where both read the same stream, what the MLP
-// makes of it waits in `side_` until the mixer's output is added.
+// The rest of a layer after its mixer: the output projection, then the feed-forward part. If both read the same stream, the
+// MLP's result is kept in `side_` until the mixer's output is added.
 void Decoder::output_and_mlp(const Layer& layer, int tokens) {
   if (layer.connections) return output_and_mlp_of_streams(layer, tokens);
   if (layer.is_parallel) {
@@ -197,7 +196,7 @@ void Decoder::output_and_mlp(const Layer& layer, int tokens) {
   add_result(layer.mlp_post_norm, layer.residual_scale, tokens);
 }
 
-// Of two mixers that read the same stream, the first one's result waits in `held_` until the second one's is added.
+// Of two mixers that read the same stream, the first one's result is kept in `held_` until the second one's is added.
 void Decoder::hold_result(int tokens) {
   grow(held_, static_cast<size_t>(tokens) * hidden_);
   std::swap(held_, mixed_);
@@ -211,7 +210,7 @@ void Decoder::add_held(float scale, int tokens) {
   has_held_ = false;
 }
 
-// The layer's own embeddings and its number, where it has them. `rows`: which of the step's tokens are left; null: all.
+// Adds per-layer embeddings and applies the stream's scale, if the layer has them. `rows`: the tokens that are left; null: all.
 void Decoder::end_layer(const Layer& layer, int number, int tokens, const int64_t* rows) {
   if (layer.altup) correct_streams(*layer.altup, tokens);
   if (layer.input) gate_layer_input(layer, number, tokens, rows);
@@ -253,7 +252,7 @@ void Decoder::norm_in_place(const Norm& norm, float* rows, int tokens) {
   });
 }
 
-// What lies in `mixed_`, normed and scaled, is added to the stream.
+// Adds `mixed_`, normed and scaled, to the stream.
 void Decoder::add_result(const Norm& norm, float scale, int tokens) {
   for_rows(pool_, tokens, 2 * hidden_, [&](int t) {
     float* mixed = mixed_.data() + static_cast<size_t>(t) * hidden_;

@@ -1,17 +1,18 @@
-// Several residual streams: what a layer reads of them, and how its result reaches all of them. Each token's streams lie
-// together, `all_streams_` [T][streams][hidden].
+// Several residual streams, `all_streams_` [T][streams][hidden]: how a layer's input is computed from them, and how its
+// result is added to them.
 //
-// AltUp (Gemma 3n). c(x) = tanh(router(norm(x) / hidden)), a number a stream
+// AltUp (Gemma 3n). c(x) = tanh(router(norm(x) / hidden)), one number per stream
 //
 //   before the layer   h_i += sum_j P(c(h_0))_ij h_j        x = h_0
 //   in the layer       x = (x + attention + n + norm(right(left(n)))) / sqrt(2), with n the normed x
-//   behind it          h_i += (1 + K(c(x))_i) (x - h_0)     what the layer's own embedding adds goes to all but h_0
+//   behind it          h_i += (1 + K(c(x))_i) (x - h_0)     the per-layer embedding is added to all but h_0
 //
 // Hyper-connections (DeepSeek V4), around the mixer and around the MLP
 //
 //   a, b, M = functions of the normed streams      x = sum_i a_i h_i      h_i = b_i y + sum_j M_ji h_j
 //
-// with y what the part makes of x, and M doubly stochastic: its rows and columns are divided by their sums in turns.
+// where y is the mixer's or MLP's result for x, and M is made doubly stochastic by dividing rows and columns by their sums
+// in turn.
 #include <algorithm>
 #include <cmath>
 
@@ -20,13 +21,13 @@
 namespace tokenmill {
 namespace {
 
-constexpr float kMinSquare = 1e-5f;  // of a stream whose length is changed
+constexpr float kMinSquare = 1e-5f;  // smallest mean square of a stream that is rescaled
 
-// Each number of x becomes so much larger that it is as long as the model.
+// Scales x to the norm of `model`.
 void make_as_long(float* x, const float* model, int size) {
-  const float wanted = std::sqrt(mean_of(size, [&](int i) { return model[i] * model[i]; }));
+  const float target = std::sqrt(mean_of(size, [&](int i) { return model[i] * model[i]; }));
   const float found = std::sqrt(std::max(kMinSquare, mean_of(size, [&](int i) { return x[i] * x[i]; })));
-  for (int d = 0; d < size; ++d) x[d] *= wanted / found;
+  for (int d = 0; d < size; ++d) x[d] *= target / found;
 }
 
 void add_times(float factor, const float* x, int size, float* to) {
@@ -35,7 +36,7 @@ void add_times(float factor, const float* x, int size, float* to) {
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-// Lines of `count` numbers that are `step` apart, each `next` behind the one before.
+// Divides `count` lines by their sums; a line has `count` numbers that are `step` apart, and lines are `next` apart.
 void divide_by_sums(float* matrix, int count, int step, int next, float eps) {
   for (int i = 0; i < count; ++i) {
     float sum = eps;
@@ -85,7 +86,8 @@ void Decoder::begin_streams(int tokens) {
   });
 }
 
-// The streams as one, in `x_`: their mean, each but the first projected and made as long as that; or one more mixture.
+// Reduces the streams to one, in `x_`: for AltUp the mean of the first stream and the others, projected and scaled to its
+// norm; for hyper-connections one more mixture.
 void Decoder::finish_streams(int tokens) {
   if (tokens == 0) return;
   if (streams_.are_connected()) return read_streams(streams_.end, tokens);
@@ -113,7 +115,7 @@ void Decoder::finish_streams(int tokens) {
 
 // ── AltUp ──
 
-// tanh(router(norm(x) / hidden)) of rows that lie `stride` apart: into `coefficients_` [T][streams]
+// Computes tanh(router(norm(x) / hidden)) of rows `stride` apart, into `coefficients_` [T][streams].
 void Decoder::judge_streams(const AltUp& altup, const float* x, size_t stride, int tokens) {
   const size_t count = static_cast<size_t>(streams_.count);
   fill_rows(tokens, hidden_, 2 * hidden_, stream_rows_, {false, true, outlier_threshold_}, [&](int t, float* out) {
@@ -126,7 +128,7 @@ void Decoder::judge_streams(const AltUp& altup, const float* x, size_t stride, i
   for (size_t i = 0; i < static_cast<size_t>(tokens) * count; ++i) coefficients_[i] = std::tanh(coefficients_[i]);
 }
 
-// All streams as they are expected to be behind the layer; it reads the first.
+// Predicts all streams after the layer; the layer itself reads the first one.
 void Decoder::predict_streams(const AltUp& altup, int tokens) {
   const int count = streams_.count;
   const size_t all = static_cast<size_t>(count) * hidden_;
@@ -149,7 +151,7 @@ void Decoder::predict_streams(const AltUp& altup, int tokens) {
   });
 }
 
-// The branch beside attention, whose result is in `x_` already.
+// Adds the low-rank branch beside attention, whose result is already in `x_`.
 void Decoder::add_branch(const Layer& layer, int tokens) {
   const AltUp& altup = *layer.altup;
   const float threshold = outlier_threshold(layer);
@@ -175,7 +177,7 @@ void Decoder::add_branch(const Layer& layer, int tokens) {
   });
 }
 
-// What the layer has made of the first stream, in `x_`, corrects all of them; then `x_` is what gates its own embedding.
+// Corrects all streams by the layer's result for the first one, in `x_`; `x_` then gates the per-layer embedding.
 void Decoder::correct_streams(const AltUp& altup, int tokens) {
   const int count = streams_.count;
   const size_t all = static_cast<size_t>(count) * hidden_;
@@ -194,7 +196,7 @@ void Decoder::correct_streams(const AltUp& altup, int tokens) {
   });
 }
 
-// What lies in `mixed_`, normed, is added to all streams but the first.
+// Adds `mixed_`, normed, to all streams but the first.
 void Decoder::add_to_streams(const Norm& norm, int tokens) {
   const size_t all = static_cast<size_t>(streams_.count) * hidden_;
   for_rows(pool_, tokens, static_cast<int>(all), [&](int t) {
@@ -206,7 +208,7 @@ void Decoder::add_to_streams(const Norm& norm, int tokens) {
 
 // ── hyper-connections ──
 
-// Products of the normed streams: into `coefficients_`
+// Multiplies the normed streams by the connection's weight, into `coefficients_`.
 void Decoder::connect(const Connection& connection, int tokens) {
   const int all = streams_.count * hidden_;
   const size_t count = static_cast<size_t>(connection.weight.rows());
@@ -218,8 +220,8 @@ void Decoder::connect(const Connection& connection, int tokens) {
   run(&gemm, 1);
 }
 
-// A mixture of the streams into `x_`. Of a connection with a part of a layer, `coefficients_` has afterwards what is read,
-// what is written and how streams mix: [streams], [streams], [streams][streams] of each token.
+// Writes a mixture of the streams to `x_`. For a connection of a mixer or MLP, `coefficients_` then holds per token the
+// coefficients for reading [streams], for writing [streams], and for mixing the streams [streams][streams].
 void Decoder::read_streams(const Connection& connection, int tokens) {
   const int count = streams_.count;
   const size_t all = static_cast<size_t>(count) * hidden_, number = static_cast<size_t>(connection.weight.rows());
@@ -242,7 +244,7 @@ void Decoder::read_streams(const Connection& connection, int tokens) {
   });
 }
 
-// What a part of a layer has left in `mixed_` reaches all streams, which mix.
+// Mixes the streams and adds the mixer's or MLP's result, `mixed_`, to all of them.
 void Decoder::write_streams(int tokens) {
   const int count = streams_.count, number = (2 + count) * count;
   const size_t all = static_cast<size_t>(count) * hidden_;

@@ -213,7 +213,7 @@ inline int draw_token(const float* x, int size, const DrawParams& parameters, Dr
   Best best;
   take_best(x, size, 0, best);
   if (best.has_nan || !std::isfinite(best.value)) return -1;
-  if (parameters.takes_best) return best.place;
+  if (parameters.is_greedy) return best.place;
   const Scale scale{best.value, parameters.temperature};
   const bool is_part = scale_highest(x, size, parameters.top_k, scale, room);
   if (!is_part) scale_all(x, size, scale, room.logits);

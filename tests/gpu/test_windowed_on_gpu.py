@@ -16,7 +16,7 @@ from tokenmill.arch.spec import RopeSpec, WindowedMqa
 from tokenmill.arch.streams import HyperConnections
 from tokenmill.models.rope import make_rope_table
 from tokenmill.ops.batch import ForwardBatch, GroupTables
-from tokenmill.ops.compressed import EntryWeights, KeptField, WindowedInputs, WindowedWeights
+from tokenmill.ops.compressed import CachedField, EntryWeights, WindowedInputs, WindowedWeights
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.ops.streams import Addend, JoinedStreams, StreamConnection
 
@@ -54,10 +54,10 @@ def inputs_of(lengths: list[tuple[int, int]], compression: Compression | None, d
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(dtype)
 
-    def fields(dim: int) -> tuple[KeptField, KeptField]:
+    def fields(dim: int) -> tuple[CachedField, CachedField]:
         assert compression is not None
         made = drawn(num_blocks, BLOCK, compression.inputs_size(dim)), drawn(num_blocks, BLOCK, dim // compression.rate)
-        return KeptField(made[0], tables), KeptField(made[1], tables)
+        return CachedField(made[0], tables), CachedField(made[1], tables)
 
     def weights(dim: int) -> EntryWeights:
         assert compression is not None
@@ -68,7 +68,7 @@ def inputs_of(lengths: list[tuple[int, int]], compression: Compression | None, d
     return WindowedInputs(
         batch, drawn(count, HEADS * DIM), drawn(count, DIM + 8)[:, :DIM],
         make_rope_table(spec.rope, 4096, torch.device("cuda")).cos_sin,
-        KeptField(drawn(num_blocks, BLOCK, DIM), tables),
+        CachedField(drawn(num_blocks, BLOCK, DIM), tables),
         drawn(count, compression.inputs_size(DIM)) if compression else None, fields(DIM) if compression else None,
         drawn(count, compression.inputs_size(128)) if compression and indexer else None,
         fields(128) if indexer else None, drawn(count, indexer.q_size) if indexer else None,
@@ -84,10 +84,10 @@ def inputs_of(lengths: list[tuple[int, int]], compression: Compression | None, d
 def copied(inputs: WindowedInputs, dtype: torch.dtype) -> WindowedInputs:
     """With caches of its own; everything that is computed with in another type"""
 
-    def field(kept: KeptField) -> KeptField:
-        return KeptField(kept.values.to(dtype, copy=True), kept.tables)
+    def field(kept: CachedField) -> CachedField:
+        return CachedField(kept.values.to(dtype, copy=True), kept.tables)
 
-    def pair(kept: tuple[KeptField, KeptField] | None) -> tuple[KeptField, KeptField] | None:
+    def pair(kept: tuple[CachedField, CachedField] | None) -> tuple[CachedField, CachedField] | None:
         return None if kept is None else (field(kept[0]), field(kept[1]))
 
     def wide(x: torch.Tensor | None) -> torch.Tensor | None:

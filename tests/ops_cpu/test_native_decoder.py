@@ -36,7 +36,7 @@ from tokenmill.engine.backends import NATIVE
 from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.rope import make_rope_table
-from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, GroupTables
+from tokenmill.ops.batch import DrawParams, ForwardBatch, GroupTables, StepRows
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.ops.cpu import is_available
 from tokenmill.ops.cpu.availability import native
@@ -166,14 +166,14 @@ def test_the_best_logits_are_the_first_highest_of_all(cap: float | None, quantis
     assert torch.equal(values[~values.isnan()], logits.amax(-1)[~values.isnan()])
 
 
-def drawing_rows(spec: ModelSpec, rows: list[tuple[int, list[int], int]], wanted: list[int]) -> DrawingRows:
+def step_rows(spec: ModelSpec, rows: list[tuple[int, list[int], int]], wanted: list[int]) -> StepRows:
     """The rows of `batch_of`, among eight that have tables."""
     layout = layout_of(spec)
     every_row: list[tuple[int, list[int], int]] = [(row, [], 0) for row in range(8)]
     groups = range(len(layout.groups))
     tables = np.stack([_group(every_row, group, layout).block_tables.numpy() for group in groups])
     numbers, tokens, starts = zip(*rows, strict=True)
-    return DrawingRows(list(numbers), list(starts), list(tokens), wanted, tables, BLOCK)
+    return StepRows(list(numbers), list(starts), list(tokens), wanted, tables, BLOCK)
 
 
 @pytest.mark.parametrize("name", ["window", "conv"])
@@ -186,27 +186,27 @@ def test_rows_as_lists_are_the_same_batch(name: str) -> None:
     wanted = [1, 3, 0, 1]
     by_tensors, by_lists = storage_for(spec, 8), storage_for(spec, 8)
     model.forward(batch_of(spec, prompts), by_tensors)
-    assert model.greedy_next(drawing_rows(spec, prompts, [0, 0, 0]), by_lists) == []
+    assert model.greedy_next(step_rows(spec, prompts, [0, 0, 0]), by_lists) == []
     ends = np.cumsum([len(fed) for _, fed, _ in going_on])
     lines = [end - back for end, num in zip(ends, wanted, strict=True) for back in range(num, 0, -1)]
     expected = model.logits(model.forward(batch_of(spec, going_on), by_tensors))[lines]
-    rows = drawing_rows(spec, going_on, wanted)
+    rows = step_rows(spec, going_on, wanted)
     assert torch.equal(model.logits_next(rows, by_lists), expected)
     assert model.greedy_next(rows, by_lists) == expected.argmax(-1).tolist()
     params = DrawParams([0.7, 0.0, 2.0, 0.0, 0.0], [0, 9, 0, 0, 0], [1.0, 1.0, 0.6, 1.0, 1.0], [0.0] * 5, [0.9] * 5, [])
     with pytest.raises(ValueError, match="parameters"):
         model.draw_next(rows, params, by_lists)
-    params = params._replace(takes_best=[False, False, False, False, True])
+    params = params._replace(is_greedy=[False, False, False, False, True])
     drawn = model.draw_next(rows, params, by_lists)
     assert drawn == native().draw_rows(expected, list(range(5)), *params) and drawn[4] == expected[4].argmax()
     assert drawn != model.greedy_next(rows, by_lists)
     many, params = (
-        drawing_rows(spec, [(3, tokens_for(spec, 70, seed=1), 0)], [70]),
+        step_rows(spec, [(3, tokens_for(spec, 70, seed=1), 0)], [70]),
         DrawParams([0.7] * 70, [9] * 70, [1.0] * 70, [0.0] * 70, [line / 70 for line in range(70)], [False] * 70),
     )
     drawn = model.draw_next(many, params, by_lists)  # more lines than are held in memory at once
     assert drawn == native().draw_rows(model.logits_next(many, by_lists), list(range(70)), *params)
-    for wrong in ({"starts": [1]}, {"rows": [0, 1, 2, 8]}, {"starts": [31, 33, 0, 380]}, {"num_wanted": [2, 0, 0, 0]}):
+    for wrong in ({"starts": [1]}, {"rows": [0, 1, 2, 8]}, {"starts": [31, 33, 0, 380]}, {"num_outputs": [2, 0, 0, 0]}):
         with pytest.raises(ValueError, match="row"):
             model.greedy_next(rows._replace(**wrong), by_lists)
 
@@ -216,7 +216,7 @@ def test_one_logit_that_is_no_number_is_told() -> None:
     weights.tensors["embed.weight"].data[70, 5] = torch.nan
     model = native_model(LLAMA, weights)
     assert model.best_logits(torch.ones(2, LLAMA.hidden_size))[1].isnan().all()
-    rows = drawing_rows(LLAMA, [(1, [3], 0)], [1])
+    rows = step_rows(LLAMA, [(1, [3], 0)], [1])
     assert model.greedy_next(rows, storage_for(LLAMA, 8)) == [-1]
     params = DrawParams([0.0], [0], [1.0], [0.0], [0.5], [False])
     assert model.draw_next(rows, params, storage_for(LLAMA, 8)) == [-1]

@@ -236,10 +236,10 @@ def test_a_decoder_keeps_its_cache_alive() -> None:
 def test_rows_past_their_tables_are_refused(starts: list[int], block_size: int) -> None:
     tables = np.zeros((1, 1, CONTEXT // BLOCK), np.int32)
     with pytest.raises(ValueError):
-        small_decoder().best_next([0], starts, [[0]], [1], tables, block_size)
+        small_decoder().greedy_next([0], starts, [[0]], [1], tables, block_size)
 
 
-PARAM_NAMES = {"temperatures": 1.0, "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0, "uniforms": 0.5, "takes_best": False}
+PARAM_NAMES = {"temperatures": 1.0, "top_ks": 0, "top_ps": 1.0, "min_ps": 0.0, "uniforms": 0.5, "is_greedy": False}
 
 
 @pytest.mark.parametrize(

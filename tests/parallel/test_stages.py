@@ -17,9 +17,9 @@ from tokenmill.parallel.stage_link import StageLink
 from tokenmill.parallel.stages import (
     Mesh,
     head_cost,
-    joints,
     layer_costs,
     split_layers,
+    stage_borders,
     stage_limits,
     stage_share,
 )
@@ -51,7 +51,7 @@ def test_layers_that_share_keys_stay_together() -> None:
     sources = {number: layer.mixer.shares_kv_of for number, layer in enumerate(spec.layers)}  # type: ignore[union-attr]
     shared = {number: source for number, source in sources.items() if source is not None}
     assert shared
-    for place in joints(spec):
+    for place in stage_borders(spec):
         assert not any(source < place <= number for number, source in shared.items())
     assert stage_limits(VARIANTS["layer_inputs"], 2) is not None
     assert stage_limits(LLAMA, 1 + LLAMA.num_layers) is not None

@@ -9,7 +9,7 @@ import torch
 
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import Model
-from tokenmill.ops.batch import DrawingRows, DrawParams
+from tokenmill.ops.batch import DrawParams, StepRows
 from tokenmill.ops.cpu import is_available
 from tokenmill.params import SamplingParams
 from tokenmill.runner import runner as model_runner
@@ -110,20 +110,20 @@ class DirectModel(ScriptedModel):
     def direct(self) -> DirectModel:  # type: ignore[override]
         return self
 
-    def greedy_next(self, rows: DrawingRows, storage: KVStorage) -> list[int]:
+    def greedy_next(self, rows: StepRows, storage: KVStorage) -> list[int]:
         return self._after("best", rows).argmax(dim=-1).tolist()
 
-    def draw_next(self, rows: DrawingRows, params: DrawParams, storage: KVStorage) -> list[int]:
-        assert len(params.uniforms) == len(set(params.uniforms)) == sum(rows.num_wanted)
+    def draw_next(self, rows: StepRows, params: DrawParams, storage: KVStorage) -> list[int]:
+        assert len(params.uniforms) == len(set(params.uniforms)) == sum(rows.num_outputs)
         return self._after("draw", rows).argmax(dim=-1).tolist()
 
-    def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
+    def logits_next(self, rows: StepRows, storage: KVStorage) -> torch.Tensor:
         return self._after("logits", rows)
 
-    def _after(self, head: str, rows: DrawingRows) -> torch.Tensor:
-        self.asked.append((head, rows.rows, rows.num_wanted))
+    def _after(self, head: str, rows: StepRows) -> torch.Tensor:
+        self.asked.append((head, rows.rows, rows.num_outputs))
         states: list[tuple[int, int]] = []
-        for start, tokens, num in zip(rows.starts, rows.token_ids, rows.num_wanted, strict=True):
+        for start, tokens, num in zip(rows.starts, rows.token_ids, rows.num_outputs, strict=True):
             states += list(enumerate(tokens, start))[len(tokens) - num :]
         return self.logits(torch.tensor(states, dtype=torch.float64).view(-1, 2))
 

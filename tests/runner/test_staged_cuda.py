@@ -39,9 +39,8 @@ from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
 from tokenmill.ops.reference import REFERENCE_OPS
-from tokenmill.parallel.alone import Alone
 from tokenmill.parallel.cuts import Cuts
-from tokenmill.parallel.group import Shard
+from tokenmill.parallel.group import Shard, SingleRank
 from tokenmill.parallel.stage_link import StageLink
 from tokenmill.parallel.stages import split_layers
 from tokenmill.runner.ranked import Followers, FollowingSampler, follow
@@ -58,7 +57,7 @@ BUDGET, LANES, NUM_BLOCKS = 24, 3, 200
 
 
 def model_of(layers: range) -> Decoder:
-    shard = Shard(Alone(), Cuts(0, 1, {}), layers)
+    shard = Shard(SingleRank(), Cuts(0, 1, {}), layers)
     return Decoder(SPEC, Loader(WEIGHTS, REFERENCE_OPS, torch.float32, CPU, shard=shard), CONTEXT)
 
 
@@ -89,9 +88,9 @@ def pipeline(stages: int) -> Iterator[tuple[DevicePipelineRunner, list[StagedCud
             ours, theirs = Pipe()
             connections.append(ours)
             carry_out = partial(run_device_message, runners[-1])
-            threads.append(threading.Thread(target=follow, args=(carry_out, number, Alone(), theirs), daemon=True))
+            threads.append(threading.Thread(target=follow, args=(carry_out, number, SingleRank(), theirs), daemon=True))
             threads[-1].start()
-    yield DevicePipelineRunner(runners[0], Alone(), Followers(connections), beside=0, depth=LANES), runners
+    yield DevicePipelineRunner(runners[0], SingleRank(), Followers(connections), beside=0, depth=LANES), runners
     for ours in connections:
         ours.close()
     for thread in threads:

@@ -110,7 +110,7 @@ def test_every_instruction_set_has_the_same_softmax_and_draws(isa: str) -> None:
             top_ps=[(1.0, 0.9, 0.3)[number % 3]] * len(lines),
             min_ps=[(0.0, 0.1)[number % 2]] * len(lines),
             uniforms=rng.random(len(lines)).tolist(),
-            takes_best=[number == 7] * len(lines),
+            is_greedy=[number == 7] * len(lines),
         )
         drawn = native().draw_rows(logits, lines, *params, isa)
         assert drawn == native().draw_rows(logits, lines, *params, SETS[0])

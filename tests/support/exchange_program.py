@@ -23,7 +23,7 @@ from tokenmill.parallel.device import ARRIVAL_BYTES, DeviceGroup
 ROOM_BYTES = 1 << 10  # so that some parts need several exchanges
 WINDOW_BYTES = ARRIVAL_BYTES + 2 * ROOM_BYTES
 WHOLE_SUM_BYTES, SUM_BLOCK = 1 << 10, 16
-MEETINGS = 9  # so that hosts meet before some exchanges, and not before others
+NUM_RENDEZVOUS = 9  # so that hosts meet before some exchanges, and not before others
 PROGRAMS = 3  # the interpreter runs one after the other
 
 
@@ -44,8 +44,8 @@ def group_over(descriptor: int, rank: int, size: int) -> DeviceGroup:
     """The file begins with the records by which hosts meet, which take less than a window."""
     shared = mmap.mmap(descriptor, 0)
     windows = [HostWindow(shared, (1 + number) * WINDOW_BYTES) for number in range(size)]
-    meet = partial(device.meet_ranks, descriptor)
-    return DeviceGroup(rank, size, torch.device("cpu"), lambda _group: windows, meet, ranks_of_device=size)
+    rendezvous = partial(device.rendezvous_over_file, descriptor)
+    return DeviceGroup(rank, size, torch.device("cpu"), lambda _group: windows, rendezvous, ranks_of_device=size)
 
 
 def join_parts(group: DeviceGroup) -> None:
@@ -96,7 +96,7 @@ def main() -> None:
         patch.object(exchange, "NUM_PROGRAMS", PROGRAMS),
         patch.object(exchange, "POLLS", 8),
         patch.object(device, "ROOM_BYTES", ROOM_BYTES),
-        patch.object(device, "MEETINGS", 0 if sys.argv[4] == "stop" else MEETINGS),
+        patch.object(device, "NUM_RENDEZVOUS", 0 if sys.argv[4] == "stop" else NUM_RENDEZVOUS),
         patch.object(device, "WHOLE_SUM_BYTES", WHOLE_SUM_BYTES),
         patch.object(device, "SUM_BLOCK", SUM_BLOCK),
         patch.object(exchange, "SUM_BLOCK", SUM_BLOCK),

@@ -33,7 +33,8 @@ from tokenmill.models.protocol import WeightReader
 from tokenmill.models.rope import make_rope_table
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 from tokenmill.ops.cpu import instruction_sets, is_available
-from tokenmill.ops.cpu.decoder import NativeDecoder, RankShard
+from tokenmill.ops.cpu.decoder import NativeDecoder
+from tokenmill.ops.cpu.native_weights import RankShard
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS

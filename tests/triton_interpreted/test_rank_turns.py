@@ -15,7 +15,7 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.gemm import deterministic
-from tokenmill.parallel.turns import TurnGroup
+from tokenmill.parallel.threads import TurnGroup
 
 CHUNKS = [5, 1]
 

@@ -91,7 +91,7 @@ def serve_joined_rank(address: str, parent_pid: int) -> int:
         when_closed,
     )
     from tokenmill.engine.ranks import RankStart, run_follower
-    from tokenmill.parallel.alone import Alone
+    from tokenmill.parallel.group import SingleRank
     from tokenmill.parallel.stage_link import StageLink
 
     (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
@@ -103,7 +103,7 @@ def serve_joined_rank(address: str, parent_pid: int) -> int:
     set_up(start)
     before, behind = ring_ends(listener, *(start.behind_at or (host, port)), key, until_s)
     listener.close()
-    run_follower(start, Alone(), StageLink(before, behind, reads_ahead=False), leader)
+    run_follower(start, SingleRank(), StageLink(before, behind, reads_ahead=False), leader)
     return 0
 
 

@@ -61,9 +61,8 @@ from tokenmill.kv.pool_memory import PoolMemory, pool_file
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import StagedModel
 from tokenmill.ops.cpu import is_available
-from tokenmill.parallel.alone import Alone
 from tokenmill.parallel.cuts import cut_spec, shard_model
-from tokenmill.parallel.group import RankGroup, Shard
+from tokenmill.parallel.group import RankGroup, Shard, SingleRank
 from tokenmill.parallel.shared import SharedGroup
 from tokenmill.parallel.stage_link import StageLink
 from tokenmill.parallel.stages import Mesh, split_layers
@@ -374,7 +373,7 @@ class Ranks:
             raise PeerDied(f"a rank ended before it had joined: {error}") from None
         finally:
             listener.close()
-        self.group, self.link = Alone(), StageLink(before, behind_me, reads_ahead=True)
+        self.group, self.link = SingleRank(), StageLink(before, behind_me, reads_ahead=True)
         for rank, follower in enumerate(self._followers, 1):
             when_closed(follower, partial(self._lose, rank, "is gone, or its machine"))
 
@@ -503,7 +502,7 @@ def thread_groups(config: EngineConfig) -> Sequence[RankGroup]:
     """A group of each rank of a stage, where ranks are threads; native kernels exchange within a step."""
     size = config.parallel.tp
     if size == 1:
-        return [Alone()]
+        return [SingleRank()]
     return SharedGroup.in_threads(size) if is_available()[0] else ThreadGroup.make(size)
 
 
@@ -523,7 +522,7 @@ def join_group(config: EngineConfig, rank: int, descriptor: int) -> RankGroup:
     """Join the group of a stage's ranks, as a process."""
     place = rank % config.parallel.tp
     if config.parallel.tp == 1:
-        return Alone()
+        return SingleRank()
     if config.parallel.link == "shared":
         return SharedGroup.over_file(descriptor, place, config.parallel.tp)
     if config.parallel.link == "ipc":

@@ -14,7 +14,7 @@ from tokenmill.arch.regions import Matrices
 from tokenmill.arch.spec import WindowedMqa
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.linear import Loader, form_of
-from tokenmill.ops.compressed import EntryWeights, KeptField, WindowedInputs, WindowedWeights
+from tokenmill.ops.compressed import CachedField, EntryWeights, WindowedInputs, WindowedWeights
 from tokenmill.ops.interface import Regions
 
 
@@ -64,12 +64,12 @@ class WindowedMixer:
         heads = self._ops.windowed_attend(inputs).view(len(projected), spec.out_groups, -1)
         return self._ops.multiply_groups(heads, self._out_groups)
 
-    def _fields(self, prefix: str, step: ForwardContext) -> tuple[KeptField, KeptField]:
+    def _fields(self, prefix: str, step: ForwardContext) -> tuple[CachedField, CachedField]:
         return self._field(f"{prefix}inputs_of_entries", step), self._field(f"{prefix}compressed", step)
 
-    def _field(self, name: str, step: ForwardContext) -> KeptField:
+    def _field(self, name: str, step: ForwardContext) -> CachedField:
         group = step.storage.group(self._layer, name)
-        return KeptField(step.storage.fields(self._layer)[name], step.batch.groups[group])
+        return CachedField(step.storage.fields(self._layer)[name], step.batch.groups[group])
 
 
 def _entry_weights(name: str, load: Loader) -> EntryWeights:

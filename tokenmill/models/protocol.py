@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from tokenmill.kv.storage import KVStorage
-from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, Mode
+from tokenmill.ops.batch import DrawParams, ForwardBatch, Mode, StepRows
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.raw import RawTensor
 
@@ -25,15 +25,15 @@ class BestLogits(Protocol):
 class DirectModel(Protocol):
     """A whole decode step in one call, from token ids to sampled tokens or logits, without tensors in between."""
 
-    def greedy_next(self, rows: DrawingRows, storage: KVStorage) -> list[int]:
+    def greedy_next(self, rows: StepRows, storage: KVStorage) -> list[int]:
         """Return the greedy next token after each output position; -1 where the highest logit is not finite."""
         ...
 
-    def draw_next(self, rows: DrawingRows, params: DrawParams, storage: KVStorage) -> list[int]:
+    def draw_next(self, rows: StepRows, params: DrawParams, storage: KVStorage) -> list[int]:
         """Return a sampled next token after each output position; -1 where the highest logit is not finite."""
         ...
 
-    def logits_next(self, rows: DrawingRows, storage: KVStorage) -> torch.Tensor:
+    def logits_next(self, rows: StepRows, storage: KVStorage) -> torch.Tensor:
         """Return the logits at each output position, float32 [L, vocab], in a buffer that the next call overwrites."""
         ...
 
@@ -61,7 +61,7 @@ class Model(Protocol):
         ...
 
     @property
-    def adapter_slots(self) -> AdapterStore | None:
+    def adapter_slots(self) -> LoadableAdapters | None:
         """Return the model's adapter slots; None if the model does not support adapters."""
         ...
 
@@ -75,7 +75,7 @@ class StagedModel(Model, Protocol):
         ...
 
 
-class AdapterStore(Protocol):
+class LoadableAdapters(Protocol):
     """The adapter slots of a model."""
 
     @property

@@ -1,8 +1,8 @@
-"""The common block formats taken apart with torch operations, on any device.
+"""Dequantisation of the common block formats with torch operations, on any device.
 
-A block is a few scales in half precision and its weights as small integers, low bits packed two to a byte (the first
-half of the block in the low nibbles), fifth and sixth bits apart. The order of operations in `expanded` is the format's
-reference's, so results are equal to it bit for bit.
+A block holds a few half-precision scales and its weights as small integers: the low four bits packed two to a byte (the
+first half of the block in the low nibbles), fifth and sixth bits separately. `expanded` applies the same operations in
+the same order as the format's reference implementation, so results are bit-identical to it.
 
     Q4_0  d[2] q[16]               d * (q - 8)              Q4_K  d[2] m[2] scales[12] q[128]      8 groups of 32:
     Q4_1  d[2] m[2] q[16]          d * q + m                      d * scale * q - m * min
@@ -10,13 +10,13 @@ reference's, so results are equal to it bit for bit.
     Q5_1  d[2] m[2] high[4] q[16]  d * q + m                Q6_K  q[128] high[64] scales[16] d[2]  16 groups of 16:
     Q8_0  d[2] q[32]               d * q                          d * scale * (q - 32)
 
-Some formats of 4 bits have their numbers in a table:
+Some 4-bit formats index a table of values:
 
     IQ4_NL  d[2] q[16]             d * table[q]             MXFP4  e[1] q[16]      2 ** (e - 128) * table[q]
     IQ4_XS  d[2] high[2] low[4] q[128]   8 groups of 32: d * (scale - 32) * table[q], the table of IQ4_NL
 
-`arch/block_formats.py` has those that are not GGUF's. Floats of 8 bits and tables of floats are no integers with a
-scale: they are only expanded (`_FLOATS`), or kept as codes of their table (`TABLES`).
+`arch/block_formats.py` describes the formats that are not GGUF's. 8-bit floats and tables of floats are not scaled
+integers: they are only expanded (`_FLOATS`), or kept as indices into their table (`TABLES`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 
 IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers 0, 0.5, 1 ... -6
-# Quantiles of the normal distribution, and floats of 2 bits of exponent and one of mantissa: as bitsandbytes has them.
+MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values 0, 0.5, 1 ... -6
+# bitsandbytes' formats: quantiles of the normal distribution (NF4), floats of 2 exponent bits and 1 mantissa bit (FP4)
 NF4_TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -41,22 +41,22 @@ TABLES: dict[str, tuple[float, ...]] = {**FLOAT_TABLES, "IQ4_NL": IQ4_NL_TABLE, 
 
 @dataclass(frozen=True)
 class BlockParts:
-    """A weight is scale * (code - zero) + minimum of its group, where zero may be the group's own."""
+    """Blocks as integer codes and group parameters: weight = scale * (code - zero) + minimum."""
 
     codes: torch.Tensor  # uint8 [blocks, groups, columns of a group]
     zero: int
     scales: torch.Tensor  # float32 [blocks, groups]
     minima: torch.Tensor | None = None  # float32 [blocks, groups]; None: all 0
-    zeros: torch.Tensor | None = None  # float32 [blocks, groups], in the place of `zero`
+    zeros: torch.Tensor | None = None  # float32 [blocks, groups], per group instead of `zero`
 
 
 def is_known(quant: str | None) -> bool:
-    """Return whether `expanded` takes blocks of this format."""
+    """Return whether `expanded` supports this block format."""
     return quant in FORMATS or quant in _FLOATS
 
 
 def expanded(quant: str, blocks: torch.Tensor) -> torch.Tensor:
-    """uint8 [blocks, bytes] → float32 [blocks, values]"""
+    """Dequantise blocks: uint8 [blocks, bytes] → float32 [blocks, values]."""
     if quant in _FLOATS:
         return _FLOATS[quant](blocks)
     parts = FORMATS[quant](blocks)
@@ -67,12 +67,12 @@ def expanded(quant: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The half-precision number at byte `start` of each block: float32 [blocks, 1]"""
+    """Read the float16 at byte `start` of each block: float32 [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _float(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The number of single precision at byte `start` of each block: float32 [blocks, 1]"""
+    """Read the float32 at byte `start` of each block: float32 [blocks, 1]."""
     return blocks[:, start : start + 4].contiguous().view(torch.float32)
 
 
@@ -119,7 +119,7 @@ def _q8_0(blocks: torch.Tensor) -> BlockParts:
 
 
 def _looked_up(packed: torch.Tensor, table: tuple[int, ...], zero: int) -> torch.Tensor:
-    """Numbers of a table, plus its zero, for nibbles: uint8 [blocks, n] → uint8 [blocks, 2n]"""
+    """Replace nibbles by table values plus `zero`: uint8 [blocks, n] → uint8 [blocks, 2n]."""
     numbers = torch.tensor([number + zero for number in table], dtype=torch.uint8, device=packed.device)
     return numbers[_nibbles(packed).long()]
 
@@ -132,7 +132,7 @@ def _iq4(quant: str, blocks: torch.Tensor) -> BlockParts:
 
 def _mxfp4(blocks: torch.Tensor) -> BlockParts:
     exponents = blocks[:, :1].int()
-    small = 0x00200000 << exponents.clamp(max=1)  # the two that have no exponent of their own in float32
+    small = 0x00200000 << exponents.clamp(max=1)  # the two smallest scales are subnormal in float32
     scales = torch.where(exponents < 2, small, (exponents - 1) << 23).view(torch.float32)
     return _one_group(_looked_up(blocks[:, 1:], MXFP4_TABLE, 16), 16, scales)
 
@@ -150,7 +150,7 @@ def _b8(blocks: torch.Tensor) -> BlockParts:
 
 
 def _e2m1(blocks: torch.Tensor, scales: torch.Tensor) -> BlockParts:
-    """Scales become half as large, since the table's numbers are twice their own."""
+    """Halve the scales, since the table's values are doubled to be integers."""
     codes = _looked_up(blocks[:, 6:], MXFP4_TABLE, 16).view(-1, 2, 16)
     return BlockParts(codes, 16, scales * 0.5)
 
@@ -164,7 +164,7 @@ def _nv4d(blocks: torch.Tensor) -> BlockParts:
 
 
 def _b8_values(blocks: torch.Tensor) -> torch.Tensor:
-    """In the order in which its maker multiplies"""
+    """Dequantise in bitsandbytes' order of multiplications."""
     return blocks[:, 4:].view(torch.int8).float() * _float(blocks, 0) * (1 / 127)
 
 
@@ -173,12 +173,12 @@ def _f8(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def table_parts(quant: str, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [blocks, groups, 32] and scales float32 [blocks, groups]: a weight is scale * TABLES[quant][code]."""
+    """Return codes uint8 [blocks, groups, 32] and scales float32 [blocks, groups]: weight = scale * table[code]."""
     if quant in FLOAT_TABLES:
         return _nibbles(blocks[:, 4:]).unsqueeze(1), _float(blocks, 0)
     if quant == "IQ4_NL":
         return _nibbles(blocks[:, 2:]).unsqueeze(1), _half(blocks, 0)
-    low = _nibbles(blocks[:, 4:8].unsqueeze(2)).flatten(1)  # of two scales a byte, the first in the low nibble
+    low = _nibbles(blocks[:, 4:8].unsqueeze(2)).flatten(1)  # two scales per byte, the first in the low nibble
     high = _bits(blocks[:, 2:4]).view(-1, 8, 2)
     scales = (low | (high[..., 0] << 4) | (high[..., 1] << 5)).to(torch.int8) - 32
     return _nibbles(blocks[:, 8:].reshape(-1, 8, 16)), _half(blocks, 0) * scales.float()
@@ -191,7 +191,7 @@ def _from_table(quant: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_and_mins(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight 6-bit scales and mins out of 12 bytes; the top bits of the first four hold those of the last four."""
+    """Unpack eight 6-bit scales and mins from 12 bytes; the top bits of the first four hold those of the last four."""
     scale, minimum, low = packed.view(-1, 3, 4).unbind(1)
     scales = torch.cat([scale & 0x3F, (low & 0x0F) | ((scale >> 2) & 0x30)], dim=1)
     mins = torch.cat([minimum & 0x3F, (low >> 4) | ((minimum >> 2) & 0x30)], dim=1)

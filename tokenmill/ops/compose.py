@@ -1,13 +1,12 @@
-"""Regions of a layer composed of small ops: what every backend computes unless it has something faster.
+"""Regions of a layer composed of small ops: the default of every backend, which may replace them by fused kernels.
 
-The residual stream and what was last computed for it travel apart, so that the addition is part of the norm that
-follows:
+The residual stream and the last region's output are passed on separately, so that the next norm can fuse the addition:
 
     Stream(residual, delta) ─► residual + delta, normed ─► projection ─► attend ─► projection ─► Stream(residual, delta)
                                └──────────── norm_project ──────────┘              └──────── project_add ────────────┘
 
-Which implementation of a region runs is settled here when a model is loaded (`choose_regions`), one for each layer and
-class of batches: numbers of rows between two of a backend's borders, launched one by one or captured into a graph.
+`choose_regions` selects the implementation of every region when a model is loaded, for each layer and batch class: a
+range of row counts between two of the backend's borders, launched eagerly or captured into a graph.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from tokenmill.ops.interface import (
     SideBySideWeights,
 )
 
-MAX_ROWS = 1 << 62  # of the last class: no limit
+MAX_ROWS = 1 << 62  # upper end of the last batch class: no limit
 MODES: tuple[Mode, ...] = ("eager", "captured")
 
 
 class PlainStream(NamedTuple):
-    """The residual stream; `delta` is still to be added, which the next norm does."""
+    """The residual stream as residual + delta; the next norm performs the addition."""
 
     residual: torch.Tensor  # [T, H]
     delta: torch.Tensor | None = None  # [T, H]
 
 
 class ComposedRegions:
-    """The regions for one mode; `gated_linear` in the place of a product and the activation behind it."""
+    """The regions for one mode, as methods over `ops`."""
 
     def __init__(self, ops: Ops, mode: Mode, gated_linear: GatedLinear | None = None, adapters: Any = None) -> None:
-        """`adapters`: which tokens of one step use which (`LowRankOps.plan`)."""
+        """`gated_linear`: a fused product with activation. `adapters`: one step's adapter plan (`LowRankOps.plan`)."""
         self.ops = ops
         self.mode = mode
         self.gated_linear = gated_linear or self._gated_linear
@@ -136,10 +135,10 @@ class ComposedRegions:
         mixed = self.after(self.linear(x, projection), None, scale)
         normed, stream = self.normed(stream, feed.norm)
         if isinstance(feed, GatedMlpWeights):
-            fed = self._mlp(normed, feed)
+            result = self._mlp(normed, feed)
         else:
-            fed = self._experts(normed, stream.residual, feed)
-        return PlainStream(stream.residual, mixed + self.after(fed, feed.post_norm, feed.scale))
+            result = self._experts(normed, stream.residual, feed)
+        return PlainStream(stream.residual, mixed + self.after(result, feed.post_norm, feed.scale))
 
     def add_input(self, stream: PlainStream, embedded: torch.Tensor, weights: InputWeights) -> PlainStream:
         total = self.whole(stream)
@@ -160,7 +159,7 @@ class ComposedRegions:
         return stream.residual if stream.delta is None else stream.residual + stream.delta
 
     def normed(self, stream: PlainStream, norm: Norm | None) -> tuple[torch.Tensor, PlainStream]:
-        """norm(residual + delta) [T, H], and the stream with nothing left to be added"""
+        """Return norm(residual + delta) [T, H], and the stream with the addition done."""
         if norm is None or not norm.is_rms:
             total = self.whole(stream)
             return total if norm is None else self.norm(total, norm), PlainStream(total)
@@ -177,12 +176,12 @@ class ComposedRegions:
     def added(
         self, delta: torch.Tensor, stream: PlainStream, post_norm: Norm | None, scale: float = 1.0
     ) -> PlainStream:
-        """The stream with `delta` to be added; beside another one where a layer has two mixers"""
+        """Return the stream with `delta` pending; where a layer has two mixers, their deltas are summed."""
         delta = self.after(delta, post_norm, scale)
         return PlainStream(stream.residual, delta if stream.delta is None else stream.delta + delta)
 
     def after(self, result: torch.Tensor, post_norm: Norm | None, scale: float = 1.0) -> torch.Tensor:
-        """Return what is added of a result to the residual stream"""
+        """Apply the post-norm and the residual scale to a result before it is added to the stream."""
         if post_norm is not None:
             result = self.norm(result, post_norm)
         return result if scale == 1.0 else result * scale
@@ -200,9 +199,9 @@ class ComposedRegions:
         return self.linear(inner, mlp.down)
 
     def _experts(self, normed: torch.Tensor, residual: torch.Tensor, moe: MoeWeights) -> torch.Tensor:
-        """[T, H] → [T, H]; `residual` is the stream before its norm"""
-        seen = normed if moe.router_norm is None else self.norm(residual, moe.router_norm)
-        weights, ids = self.ops.route(self.linear(seen, moe.router), moe.routing)
+        """[T, H] → [T, H]; `residual` is the stream before the norm"""
+        router_input = normed if moe.router_norm is None else self.norm(residual, moe.router_norm)
+        weights, ids = self.ops.route(self.linear(router_input, moe.router), moe.routing)
         inputs = normed if moe.latent is None else self.linear(normed, moe.latent[0])
         if moe.routing.spec.weights_input:
             inputs, weights = (inputs * weights).to(inputs.dtype), torch.ones_like(weights)
@@ -223,7 +222,7 @@ class ComposedRegions:
         return self.ops.act_mul(self.ops.linear(x, weight, mode), activation)
 
     def shared_expert(self, x: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
-        """[T, H] → [T, H], each token's result times its gate"""
+        """[T, H] → [T, H], each token's result times the sigmoid of its gate, if there is one"""
         result = self._mlp(x, shared)
         if shared.gate is None:
             return result
@@ -231,14 +230,14 @@ class ComposedRegions:
 
 
 def attend_variant(ops: Ops, inputs: AttendInputs, spec: Gqa) -> torch.Tensor:
-    """Attention with anything that a spec may ask for between projections and cache, out of small ops."""
+    """Attention with every option of the spec (norms, gates, scales, shared caches), composed of small ops."""
     parts = [spec.q_size, *((spec.kv_size, spec.v_size) if spec.has_own_kv else ()), spec.gate_size]
     queries, *others = torch.split(inputs.qkv, parts, dim=1)
-    queries = _place_heads(ops, queries, spec.num_heads, 0, inputs, spec)
+    queries = _norm_rope_heads(ops, queries, spec.num_heads, 0, inputs, spec)
     if inputs.growth is not None:
         queries = (queries * inputs.growth.view(-1, 1, 1)).to(queries.dtype)
     if spec.has_own_kv:
-        keys = _place_heads(ops, others[0], spec.num_kv_heads, 1, inputs, spec)
+        keys = _norm_rope_heads(ops, others[0], spec.num_kv_heads, 1, inputs, spec)
         values = others[1].reshape(len(queries), spec.num_kv_heads, -1)
         if spec.has_value_norm:
             values = ops.rms_norm(values, torch.ones(values.shape[-1], device=values.device), inputs.eps)
@@ -249,10 +248,10 @@ def attend_variant(ops: Ops, inputs: AttendInputs, spec: Gqa) -> torch.Tensor:
     return mixed if spec.gate is None else _gated(mixed, others[-1], spec.gate)
 
 
-def _place_heads(
+def _norm_rope_heads(
     ops: Ops, x: torch.Tensor, num_heads: int, which: int, inputs: AttendInputs, spec: Gqa
 ) -> torch.Tensor:
-    """Queries (which = 0) or keys (1), [T, heads * D] → [T, heads, D], normed and rotated"""
+    """Norm and rotate queries (which = 0) or keys (1): [T, heads * D] → [T, heads, D]."""
     weight = None if inputs.norms is None else inputs.norms[which]
     if spec.qk_norm == "all" and weight is not None:
         x = ops.rms_norm(x, weight, inputs.eps)
@@ -268,7 +267,7 @@ def _place_heads(
 
 
 def _gated(mixed: torch.Tensor, gate: torch.Tensor, spec: AttentionGate) -> torch.Tensor:
-    """[T, heads * D] times the gate [T, heads] or [T, heads * D]"""
+    """Multiply attention outputs [T, heads * D] by a gate [T, heads] or [T, heads * D]."""
     weights = torch.sigmoid(gate.float()) if spec.function == "sigmoid" else functional.softplus(gate.float())
     if not spec.is_per_head:
         return (mixed * weights).to(mixed.dtype)
@@ -277,7 +276,7 @@ def _gated(mixed: torch.Tensor, gate: torch.Tensor, spec: AttentionGate) -> torc
 
 
 def added(stream: PlainStream) -> torch.Tensor:
-    assert stream.delta is not None, "regions that are composed leave what they add beside the stream"
+    assert stream.delta is not None, "composed regions return their output as `delta`"
     return stream.delta
 
 
@@ -286,17 +285,17 @@ def gather(stream: PlainStream, rows: torch.Tensor) -> PlainStream:
 
 
 def composed(ops: Ops, layers: Sequence[LayerWeights], batch: BatchClass) -> list[Regions]:
-    """The choice of a backend without fused regions"""
+    """Return composed regions for all layers: `choose_regions` of a backend without fused ones."""
     return [ComposedRegions(ops, batch.mode).table()] * len(layers)
 
 
 def adapted_regions(ops: Ops, mode: Mode, adapters: Any) -> Regions:
-    """Regions of a batch in which some tokens use adapters, out of small ops"""
+    """Return composed regions for a batch in which some tokens use adapters."""
     return ComposedRegions(ops, mode, adapters=adapters).table()
 
 
 class BatchClasses:
-    """All classes of batches of a device: the numbers of rows between two borders, in each mode, gathering or not"""
+    """The batch classes of a device: ranges of row counts between borders, per mode, with and without a gather."""
 
     def __init__(self, row_borders: tuple[int, ...]) -> None:
         self._borders = (0, *row_borders, MAX_ROWS)
@@ -313,7 +312,7 @@ class BatchClasses:
 def choose_regions(
     ops: Ops, layers: Sequence[LayerWeights], classes: BatchClasses
 ) -> list[Mapping[BatchClass, Regions]]:
-    """Return each layer's regions for every class of batches"""
+    """Return each layer's regions for every batch class."""
     found: list[dict[BatchClass, Regions]] = [{} for _ in layers]
     for batch in classes.every():
         for table, regions in zip(found, ops.choose_regions(ops, layers, batch), strict=True):

@@ -1,5 +1,4 @@
-"""What attention over a window and compressed entries (`arch/compressed.py`) is computed from, the same for every
-backend."""
+"""Inputs and weights of attention over a window and compressed entries (`arch/compressed.py`), for every backend."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from tokenmill.ops.batch import ForwardBatch, GroupTables
 
 @dataclass(frozen=True)
 class EntryWeights:
-    """The weights that make compressed entries of tokens, float32"""
+    """The weights that compress several tokens into one entry, float32."""
 
-    bias: torch.Tensor  # [rate, series * dim], added to gates
+    bias: torch.Tensor  # [rate, series * dim], added to the gates
     norm: torch.Tensor  # [dim]
 
 
 @dataclass(frozen=True)
 class WindowedWeights:
-    """Weights of a mixer's own, float32; the matrices in front of it and behind it belong to the layer."""
+    """The mixer's own weights, float32; the input and output projections belong to the layer."""
 
     kv_norm: torch.Tensor  # [head_dim]
     sinks: torch.Tensor  # [heads]
@@ -30,8 +29,8 @@ class WindowedWeights:
     index_entries: EntryWeights | None
 
 
-class KeptField(NamedTuple):
-    """A field of the cache, [rows, block_size, numbers of a token], and where tokens have theirs"""
+class CachedField(NamedTuple):
+    """A field of the cache, [blocks, block_size, values per token], and the block tables that address it."""
 
     values: torch.Tensor
     tables: GroupTables
@@ -42,11 +41,11 @@ class WindowedInputs(NamedTuple):
     queries: torch.Tensor  # [T, heads * head_dim]
     keys: torch.Tensor  # [T, head_dim], neither normed nor rotated yet
     cos_sin: torch.Tensor  # float32 [2, max_context, rotary / 2]: of all positions
-    window: KeptField
+    window: CachedField
     entry_inputs: torch.Tensor | None  # [T, values and gates]
-    entry_fields: tuple[KeptField, KeptField] | None  # inputs, and entries made of them
+    entry_fields: tuple[CachedField, CachedField] | None  # inputs, and entries made of them
     index_inputs: torch.Tensor | None
-    index_fields: tuple[KeptField, KeptField] | None
+    index_fields: tuple[CachedField, CachedField] | None
     index_queries: torch.Tensor | None  # [T, index heads * dim]
     index_weights: torch.Tensor | None  # [T, index heads]
     weights: WindowedWeights

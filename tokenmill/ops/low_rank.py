@@ -1,11 +1,11 @@
-"""Low-rank updates of adapters, and the interface by which backends hold a model's adapters.
+"""Low-rank updates of adapters (LoRA, DoRA), and the interface by which backends store and apply them.
 
     y = (1 + gain) * (W x) + b (a x) + bias        a [rank, columns], b [rows, rank]
 
-`b` has the adapter's scale in it. `gain` is DoRA's: how much longer the adapted matrix's rows are than its own.
+`b` includes the adapter's scale. `gain` is DoRA's: the relative change in the length of each row of the matrix.
 
-Adapters lie in slots, numbered from 1; 0 is no adapter. A step says which slot each of its tokens uses, and `plan`
-works out once what all its products need of that. A projection whose matrices are stacked has a part for each of them.
+Adapters are stored in slots, numbered from 1; 0 means no adapter. A step names the slot of each token, from which
+`plan` prepares, once per step, what all products need. A projection of stacked matrices has a part for each of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LowRank:
     gain: torch.Tensor | None = None  # float32 [rows]
 
     def some_rows(self, start: int, stop: int) -> LowRank:
-        """What is added to some of the matrix's rows."""
+        """Return the update of rows [start, stop) of the matrix."""
         return LowRank(self.a, self.b[start:stop], None if self.gain is None else self.gain[start:stop])
 
     @property
@@ -45,40 +45,40 @@ class HeldLowRank(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """False while no adapter has ever added anything here."""
+        """False until an adapter that changes this projection has been loaded."""
         ...
 
     def put(self, slot: int, parts: Sequence[LowRank | None]) -> bool:
-        """Let a slot hold what an adapter adds to each of the stacked matrices; None: nothing. True where products
-        launch other kernels from now on."""
+        """Store an adapter's updates of the stacked matrices in a slot; None: that matrix is not changed. Returns True
+        if products launch other kernels from now on."""
         ...
 
     def adopt(self, weight: Any) -> Any:
-        """The projection's own matrix (`LinearWeight`) as it is kept from now on, perhaps next to its adapters'."""
+        """Return the projection's `LinearWeight` as it is stored from now on, possibly in one buffer with adapters."""
         ...
 
     def matrix(self, weight: Any, plan: Any) -> Any:
-        """Return the matrix to multiply x by for `add`: the projection's, perhaps with more rows below."""
+        """Return the matrix by which x is multiplied before `add`: the projection's, possibly with rows of adapters."""
         ...
 
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: Any) -> torch.Tensor:
-        """x [T, columns], out [T, rows of `matrix`] with the bias in it → [T, rows] with what each token's adapter
-        adds; may change `out`."""
+        """x [T, columns], out [T, rows of `matrix`] including the bias → [T, rows] with each token's update added; may
+        overwrite `out`."""
         ...
 
     def add_gated(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: Any, activation: Activation
     ) -> torch.Tensor:
-        """The same for gates above ups: act(gate) * up [T, rows / 2]"""
+        """`add` for gate rows stacked above up rows, followed by act(gate) * up: → [T, rows / 2]"""
         ...
 
     def add_rows(self, numbers: torch.Tensor, out: torch.Tensor, plan: Any) -> torch.Tensor:
-        """The same for rows of an embedding [T, columns]: there `a` is [rank, all rows] and `b` [columns, rank]."""
+        """`add` for looked-up rows of an embedding [T, columns], where `a` is [rank, all rows], `b` [columns, rank]."""
         ...
 
 
 class ExpertsShape(NamedTuple):
-    """The experts of a layer: ups [inter, hidden] each, gates alike where there are any, downs [hidden, inter]"""
+    """The experts of a layer: up and, if gated, gate [inter, hidden] each; down [hidden, inter]."""
 
     num_experts: int
     hidden: int
@@ -90,7 +90,7 @@ class HeldExperts(Protocol):
     """The adapters of a layer's experts, in all slots."""
 
     def put(self, slot: int, experts: Sequence[tuple[LowRank | None, LowRank | None, LowRank | None]]) -> bool:
-        """Let a slot hold what an adapter adds to each expert's gate, up and down. True where steps with adapters
+        """Store an adapter's updates of each expert's gate, up and down in a slot. Returns True if steps with adapters
         launch other kernels from now on."""
         ...
 
@@ -105,7 +105,7 @@ class LowRankOps(Protocol):
     """A backend's functions for adapters."""
 
     def plan(self, slots: torch.Tensor) -> Any:
-        """int32 [T], each token's slot → what `add` reads; once a step."""
+        """Prepare what `add` reads from each token's slot, int32 [T]; called once per step."""
         ...
 
     def hold(
@@ -118,12 +118,13 @@ class LowRankOps(Protocol):
         *,
         is_embedding: bool = False,
     ) -> HeldLowRank:
-        """Room for the adapters of a projection with parts of so many rows; dtype and device are those of `like`."""
+        """Allocate slots for the adapters of a projection whose stacked matrices have `sizes` rows; with the dtype and
+        device of `like`."""
         ...
 
     def hold_experts(
         self, shape: ExpertsShape, num_slots: int, max_rank: int, like: torch.Tensor
     ) -> HeldExperts | None:
-        """Room for the adapters of a layer's experts; `max_rank` is 0 where none was named when the model was loaded.
-        None: there is no room."""
+        """Allocate slots for adapters of a layer's experts; `max_rank` is 0 if none was configured at load. None: the
+        backend can't adapt these experts."""
         ...

@@ -1,10 +1,10 @@
-"""A weight as a checkpoint holds it, before an op packs it for its kernel.
+"""A weight as stored in a checkpoint, before a backend packs it.
 
-Plain tensors carry their values in `data`. A quantised one carries its file's blocks as bytes: one row of blocks per
-row of the tensor, `quant` naming the block format in GGUF's words ("Q4_0", "Q6_K", ...).
+An unquantised tensor has its values in `data`. A quantised one has the file's blocks as bytes, a row of blocks for each
+row of the tensor; `quant` names the block format as GGUF does ("Q4_0", "Q6_K", ...).
 
-Columns that are quantised in groups which do not lie together (act order) are expanded in `data`, like a plain tensor;
-`ordered` has them as blocks too, for kernels that put their inputs into the same order.
+With act order, the columns of a quantisation group are not neighbours. Then `data` holds dequantised values, and
+`ordered` holds the blocks with their columns reordered, for kernels that reorder their inputs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 @dataclass(frozen=True)
 class RawTensor:
     name: str
-    shape: tuple[int, ...]  # of the values, whatever the storage
+    shape: tuple[int, ...]  # of the values, also where `data` holds blocks
     data: torch.Tensor  # values of any float dtype; or uint8 blocks [..., bytes per row] when `quant` is set
     quant: str | None = None
-    same_scales: int = 1  # so many neighbouring blocks have theirs in common: a matrix of larger groups, in blocks
+    same_scales: int = 1  # this many neighbouring blocks share one scale: larger groups, stored as blocks
     ordered: Ordered | None = None
-    is_rounded: bool = False  # values of a quantised form that has no blocks: 11 bits hold what is left of them
+    is_rounded: bool = False  # dequantised from a format without blocks: float16 keeps all of their precision
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """A matrix whose columns were put into another order: column c of `blocks` is column order[c] of the matrix."""
+    """A matrix with reordered columns: column c of `blocks` is column order[c] of the matrix."""
 
     blocks: RawTensor
     order: torch.Tensor  # int64 [columns]

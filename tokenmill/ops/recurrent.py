@@ -1,4 +1,4 @@
-"""What a recurrent mixer (`arch/recurrent.py`) is computed from, the same for every backend."""
+"""Weights and cache of a recurrent mixer (`arch/recurrent.py`), in the form that every backend reads."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from tokenmill.arch.recurrent import Recurrent
 
 @dataclass(frozen=True)
 class RecurrentWeights:
-    """Weights of a mixer's own, float32; the matrices in front of it and behind it belong to the layer."""
+    """The mixer's own weights, float32; the input and output projections belong to the layer."""
 
     conv: torch.Tensor  # [channels of q, k and v, kernel], the oldest tap first
     conv_bias: torch.Tensor | None  # [channels]
     rates: torch.Tensor  # [value heads]: -e^{a_log}
-    step_bias: torch.Tensor  # [value heads], or [value heads * key_dim] where channels have decays of their own
+    step_bias: torch.Tensor  # [value heads], or [value heads * key_dim] with decays per channel
     skip: torch.Tensor | None  # [value heads], Mamba-2's d
-    norm: torch.Tensor | None  # [value_dim], or [values] where groups have weights of their own
+    norm: torch.Tensor | None  # [value_dim], or [values] with weights per group
     eps: float
 
 
 @dataclass(frozen=True)
 class RecurrentCache:
-    """The cache of a recurrent layer: cells [num_cells, ...] of a block of tokens each, states [num_states, ...].
+    """The cache of a recurrent layer: cells [num_cells, ...], one per block of tokens, and states [num_states, ...].
 
-    Cells are written where the table has a block (0: no later token reads them), states likewise.
+    Where the table's entry is 0, nothing is written: no later token reads that cell or state.
     """
 
     conv_inputs: torch.Tensor  # [blocks, block_size, channels]
     keys: torch.Tensor  # [blocks, key_heads, block_size, key_dim]
     updates: torch.Tensor  # [blocks, value_heads, block_size, value_dim]
-    decays: torch.Tensor  # float32, G since the chunk's beginning: [blocks, block_size, value_heads], or of channels
-    # [blocks, value_heads, block_size, key_dim]
+    decays: torch.Tensor  # float32, cumulative log decay G since the chunk's start: [blocks, block_size, value_heads],
+    # or with decays per channel [blocks, value_heads, block_size, key_dim]
     states: torch.Tensor  # float32 [slots, value_heads, key_dim, value_dim]
-    tails: torch.Tensor  # [slots, kernel - 1, channels]: inputs of the convolution before the position of the state
+    tails: torch.Tensor  # [slots, kernel - 1, channels]: the convolution's last inputs before the state's position
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RecurrentArgs:
 
 
 def recurrent_weights(spec: Recurrent, eps: float, vector: Callable[[str], torch.Tensor]) -> RecurrentWeights:
-    """A mixer's weights; `vector` reads one by its name, without the `ssm_` that they have in common."""
+    """Load a mixer's weights; `vector` reads one by its name without the common prefix `ssm_`."""
     names = [name for name, _ in spec.conv_parts]
     taps = [vector(f"{name}.weight") * scale for name, scale in zip(names, spec.part_scales, strict=True)]
     return RecurrentWeights(

@@ -1,4 +1,4 @@
-"""What layers over several residual streams (`arch/streams.py`) are computed from, the same for every backend."""
+"""Weights and ops of layers over several residual streams (`arch/streams.py`), in the form that every backend uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmill.arch.streams import HyperConnections
 
 @dataclass(frozen=True)
 class AltUpNumbers:
-    """A layer's numbers of its own, float32: how streams are predicted and corrected."""
+    """A layer's AltUp weights, float32, by which its streams are predicted and corrected."""
 
     norm: torch.Tensor  # [H], before the router
     eps: float
@@ -26,25 +26,25 @@ class AltUpNumbers:
 @dataclass(frozen=True)
 class AltUpOps:
     predict: Callable[[torch.Tensor, AltUpNumbers], torch.Tensor]
-    """streams [T, streams, H] → all of them as they are predicted behind the layer"""
+    """streams [T, streams, H] → prediction of all streams after the layer"""
     correct: Callable[[torch.Tensor, torch.Tensor, AltUpNumbers], tuple[torch.Tensor, torch.Tensor]]
-    """(predicted [T, streams, H], the layer's result [T, H]) → the streams, and the first times `scale`"""
+    """(predicted [T, streams, H], the layer's result [T, H]) → corrected streams, and the first one times `scale`"""
     as_long: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """x [T, H], each row scaled to the norm of the other tensor's row"""
+    """(x [T, H], other [T, H]) → x with each row scaled to the norm of the other's row"""
 
 
 @dataclass(frozen=True)
 class StreamConnection:
-    """Coefficients of a mixture of streams, linear in the normed streams: float32"""
+    """The weights from which the coefficients of a mixture of streams are computed, float32."""
 
     spec: HyperConnections
     weight: torch.Tensor  # [coefficients, streams * H]
     base: torch.Tensor  # [coefficients]
-    scale: torch.Tensor  # one number for each kind of coefficient
+    scale: torch.Tensor  # one value per kind of coefficient
 
 
 class Addend(NamedTuple):
-    """The result of a layer's part, which is not yet among the streams: stream i becomes b_i y + Σ_j M_ji h_j"""
+    """A mixer's or MLP's result that is not yet added to the streams: stream i becomes b_i y + Σ_j M_ji h_j."""
 
     result: torch.Tensor  # y [T, H]
     written: torch.Tensor  # b, float32 [T, streams]
@@ -57,7 +57,7 @@ class JoinedStreams(NamedTuple):
 
 
 class ReadStreams(NamedTuple):
-    """The mixture that a layer's part computes with [T, H], and what its result will be added to"""
+    """The input of a mixer or MLP, `read` [T, H], and how its result will be added to the streams (see `Addend`)."""
 
     read: torch.Tensor
     streams: torch.Tensor
@@ -69,4 +69,4 @@ class ReadStreams(NamedTuple):
 class HyperOps:
     read: Callable[[JoinedStreams, StreamConnection], ReadStreams]
     end: Callable[[JoinedStreams, StreamConnection], torch.Tensor]
-    """The mixture behind all layers [T, H]"""
+    """→ the mixture after the last layer [T, H]"""

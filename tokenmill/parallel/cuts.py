@@ -1,28 +1,28 @@
-"""Cuts of a model's matrices for several ranks, as data from its spec. No torch.
+"""Tensor parallelism: how a model's matrices are cut over ranks, derived from its spec as data. No torch.
 
-Every matrix is cut by its rows, which are outputs: a rank has some rows of each and computes some numbers of each
-product, and what the next product reads is gathered from all ranks. No sum crosses a rank, so a number has the same
-bits however many ranks there are; blocks of quantised weights, which lie along the columns, stay whole; and a matrix
-can be cut anywhere, so any number of heads goes over any number of ranks.
+By default every matrix is cut by its rows, that is by its outputs: a rank has some rows of each matrix and computes
+those outputs, and the input of the next product is gathered from all ranks. No sum crosses ranks, so results have the
+same bits for any number of ranks. Blocks of quantised weights lie along the columns and stay whole. A matrix can be cut
+at any row, so any number of heads can be split over any number of ranks.
 
     matrix                       cut                           gathered from all ranks
     q, k, v, attn_gate, sinks    by heads                      nothing: a rank attends with its own heads
     o                            rows                          its input (heads) and its output
-    gate, up (experts' too)      rows                          nothing: the activation is computed in place
-    down (experts' too)          rows                          its input (inner numbers) and its output
-    gate, up, some cut off       rows                          their output
-    embed, head                  rows of the vocabulary        rows that are looked up; logits
+    gate, up (experts' too)      rows                          nothing: each rank applies the activation to its rows
+    down (experts' too)          rows                          its input (inner activations) and its output
+    gate, up with sparsity       rows                          their output
+    embed, head                  rows of the vocabulary        looked-up rows; logits
     other projections            rows                          their output
 
-Where sums are asked for, `o` (if heads are cut) and `down` are cut by their columns instead, so that each rank reads
-what it has computed itself: its product is a part of a sum over all ranks. That halves the number of exchanges, and
-the order in which numbers are added depends on the number of ranks. Matrices that are stored in blocks keep their rows.
+With sums enabled, `o` (if heads are cut) and `down` are cut by columns instead: each rank multiplies the inputs that it
+computed itself, and the products are summed over the ranks (all-reduce). That halves the number of exchanges, but the
+order of the additions depends on the number of ranks. Matrices quantised in blocks are still cut by rows.
 
     o                            columns, by heads             nothing; its output is summed
     down (experts' too)          columns                       nothing; its output is summed, over experts first
 
-Keys and values are cut with the heads, if all layers of a model keep the same of their tokens; where they don't, and
-for mixers of other kinds, each rank computes the whole mixer from gathered projections. Norms and routers are whole.
+Keys and values are cut with the heads if all layers of the model cache the same fields per token. Otherwise, and for
+mixers of other kinds, each rank computes the whole mixer from gathered projections. Norms and routers are not cut.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokenmill.arch.spec import Gqa, LayerSpec, Mla, ModelSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.parallel.experts import Owners, place_experts
 
-PANEL = 16  # rows that native kernels compute together, two panels at a time
+PANEL = 16  # rows that native kernels compute together; they take two panels at a time
 Span = tuple[int, int]
 HasSum = Callable[[str], bool]
 """Whether products with a matrix of this name may be sums over ranks."""
@@ -47,7 +47,7 @@ HasSum = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Cut:
-    """The rows [start, stop) that each rank has of a matrix, or the numbers of an activation."""
+    """The rows [start, stop) that each rank has of a matrix, or its elements of an activation."""
 
     spans: tuple[Span, ...]
 
@@ -57,22 +57,22 @@ class Cut:
 
     @property
     def borders(self) -> list[int]:
-        """Return the first row of each rank, and the end of the last one's; for cuts without overlap only."""
+        """Return the first row of each rank and the end of the last rank's; only for cuts without overlap."""
         return [self.spans[0][0], *(stop for _, stop in self.spans)]
 
 
 @dataclass(frozen=True)
 class MatrixCut:
-    """A matrix over the ranks."""
+    """How one matrix is cut over the ranks."""
 
     rows: Cut
     gathered: Literal["product", "activation", "attention", "sum"] = "product"
-    """What is put together of the ranks' parts: the product itself, or what becomes of it. "sum": each rank's product
-    is a part of it."""
+    """What is exchanged: the product itself, the activation or the attention output computed from it, or nothing but a
+    sum of the ranks' partial products."""
     inputs: Cut | None = None
-    """The parts of its input that ranks have, and gather; None: each has all of it, or all that it needs."""
+    """The part of the input that each rank has, to be gathered; None: each rank has all of the input that it needs."""
     columns: Cut | None = None
-    """The columns that each rank has, where products are summed; None: all of them."""
+    """The columns that each rank has, where products are summed; None: all columns."""
 
     @classmethod
     def summed(cls, num_rows: int, columns: Cut) -> MatrixCut:
@@ -81,52 +81,52 @@ class MatrixCut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """One rank's part of a model. Matrices are named without their suffix; those not listed are whole."""
+    """One rank's part of a model. Matrices are named without their suffix; those not listed are not cut."""
 
     rank: int
     size: int
     matrices: Mapping[str, MatrixCut]
-    experts: Mapping[str, Owners] = field(default_factory=dict)  # by matrix, where ranks have whole ones
+    experts: Mapping[str, Owners] = field(default_factory=dict)  # by matrix, with expert parallelism
 
     def find(self, name: str) -> MatrixCut | None:
         return self.matrices.get(name)
 
     def rows(self, tensor: str) -> Span | None:
-        """The rows of a tensor (`….weight`, `….bias`, or a vector) that this rank has; None: all of them."""
+        """Return the rows of a tensor (`….weight`, `….bias`, or a vector) that this rank has; None: all rows."""
         cut = self.matrices.get(tensor.removesuffix(".weight").removesuffix(".bias"))
         return None if cut is None else cut.rows.spans[self.rank]
 
     def columns(self, tensor: str) -> Span | None:
-        """The columns of a tensor that this rank has; None: all of them."""
+        """Return the columns of a tensor that this rank has; None: all columns."""
         cut = self.matrices.get(tensor.removesuffix(".weight"))
         return None if cut is None or cut.columns is None else cut.columns.spans[self.rank]
 
     def has_bias(self, tensor: str) -> bool:
-        """Return whether this rank adds a bias (`….bias`): to a sum over ranks, one of them does."""
+        """Return whether this rank adds a bias (`….bias`); where products are summed over ranks, only rank 0 does."""
         cut = self.matrices.get(tensor.removesuffix(".bias"))
         return cut is None or cut.gathered != "sum" or self.rank == 0
 
     def own_experts(self, tensor: str) -> list[int] | None:
-        """The experts of a tensor [experts, ...] that this rank has; None: all of them, or it is no such tensor."""
+        """Return the experts of a tensor [experts, ...] that this rank has; None: all, or the tensor has no experts."""
         owners = self.experts.get(tensor.removesuffix(".weight").removesuffix(".bias"))
         return None if owners is None else [expert for expert, ranks in enumerate(owners) if self.rank in ranks]
 
     @cached_property
     def recipe(self) -> str:
-        """Return a text that identifies this rank's rows and columns."""
+        """Return a string that identifies this rank's rows, columns and experts, for cache keys."""
         rows = sorted((name, cut.rows.spans[self.rank], self.columns(name)) for name, cut in self.matrices.items())
         return repr(rows) + (repr(sorted(self.experts.items())) if self.experts else "")
 
 
 def split_evenly(total: int, size: int, unit: int = 1) -> Cut:
-    """Cut numbers [0, total) at multiples of `unit`; of uneven parts the first are larger."""
+    """Cut the range [0, total) at multiples of `unit`; if the parts are uneven, the first ones are larger."""
     units = -(-total // unit)
     borders = [min(total, unit * (rank * (units // size) + min(rank, units % size))) for rank in range(size + 1)]
     return Cut(tuple(pairwise(borders)))
 
 
 def split_rows(total: int, size: int) -> Cut:
-    """Cut rows of a matrix, in large units where each rank has some."""
+    """Cut the rows of a matrix at panel borders, or between them if there are too few panels for all ranks."""
     unit = 2 * PANEL if total >= 32 * PANEL * size else PANEL
     while unit > 1 and total < unit * size:
         unit //= 2
@@ -137,10 +137,10 @@ def split_rows(total: int, size: int) -> Cut:
 
 
 def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[Cut, Cut] | None:
-    """The query heads and the key heads of each rank; None where a rank would have none.
+    """Return the query heads and the KV heads of each rank; None if a rank would get none.
 
-    A rank has whole groups of query heads with their key heads. Where there are more ranks than key heads, several
-    ranks have the same key head and some of its query heads each.
+    A rank gets KV heads with all their query heads. If there are more ranks than KV heads, several ranks hold a copy of
+    the same KV head and divide its query heads.
     """
     group = num_heads // num_kv_heads
     if size <= num_kv_heads:
@@ -158,8 +158,10 @@ def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[Cut, Cut]
 
 
 def cuts_heads(spec: ModelSpec, size: int) -> bool:
-    """Tell whether each rank attends with heads of its own. Tables of blocks mean the same on every rank only where all
-    layers keep the same fields; a norm of all heads together needs them all."""
+    """Return whether attention heads are cut over the ranks.
+
+    All ranks share the block tables, so all layers must cache the same fields. A QK norm over all heads needs them all.
+    """
     mixers = [layer.mixer for layer in spec.layers]
     kept = {mixer.cache_fields() for mixer in mixers if isinstance(mixer, Gqa) and mixer.has_own_kv}
     return (
@@ -196,9 +198,12 @@ def _times(cut: Cut, width: int) -> Cut:
 def cut_model(
     spec: ModelSpec, size: int, *, by_heads: bool = True, sums: bool = False, in_blocks: Container[str] = ()
 ) -> dict[str, MatrixCut]:
-    """Return all matrices of a model that are cut for `size` ranks, by name. `by_heads`: False where ranks attend for
-    some sequences with all heads, instead of for all with some. `sums`: of products of columns, where these can be:
-    not of matrices `in_blocks`, which lie along columns."""
+    """Return the cuts of a model's matrices for `size` ranks, by name.
+
+    `by_heads`: False for data-parallel attention, where each rank attends with all heads for some of the sequences.
+    `sums`: cut by columns and sum the products where possible; not for matrices `in_blocks`, that is block-quantised
+    along the columns.
+    """
     rows = {
         name.removesuffix(".weight"): tensor.shape[-2]
         for name, tensor in tensors_of(spec).items()
@@ -209,7 +214,7 @@ def cut_model(
         return sums and name not in in_blocks
 
     found = dict(_matrices(spec, size, rows, has_sum, by_heads=by_heads and cuts_heads(spec, size)))
-    return {name: cut for name, cut in found.items() if min(cut.rows.widths) > 0}  # others stay whole
+    return {name: cut for name, cut in found.items() if min(cut.rows.widths) > 0}  # smaller matrices are not cut
 
 
 def _matrices(
@@ -232,7 +237,7 @@ def _layer(
     heads, mixer = None, layer.mixer
     yield from gathered(regions.project.projection)
     if by_heads and isinstance(mixer, Gqa):
-        yield from _head_cuts(mixer, regions.attend.name, size)  # in the place of what was said before
+        yield from _head_cuts(mixer, regions.attend.name, size)  # replaces the cuts by rows above
         queries = split_heads(mixer.num_heads, mixer.num_kv_heads, size)
         heads = None if queries is None else _times(queries[0], mixer.value_dim or mixer.head_dim)
     if heads is not None and all(map(has_sum, regions.add.projection.names)):
@@ -250,7 +255,7 @@ def _layer(
 
 def _feed(feed: Feed, size: int, rows: Mapping[str, int], has_sum: HasSum) -> Iterator[tuple[str, MatrixCut]]:
     match feed:
-        case GatedMlp() if feed.spec.sparsity:  # a token's gates are compared with the mean of all of them
+        case GatedMlp() if feed.spec.sparsity:  # the threshold depends on all gate values of a token
             for name in (*feed.gate_up.names, *feed.down.names):
                 yield name, MatrixCut(split_rows(rows[name], size))
         case GatedMlp():
@@ -283,8 +288,10 @@ def _mlp(
 def spread_experts(
     spec: ModelSpec, size: int, loads: Mapping[str, Sequence[float]], copies: int = 0
 ) -> dict[str, Owners]:
-    """The experts of each matrix of experts, where ranks have whole ones. `loads`: tokens by expert, of some layers, by
-    the name of the layer's router."""
+    """Return the ranks that own each expert, by name of the experts' matrix, for expert parallelism.
+
+    `loads`: measured tokens per expert, by name of the layer's router; layers without an entry are split in order.
+    """
     found: dict[str, Owners] = {}
     for number, layer in enumerate(spec.layers):
         feed = layer_regions(layer, number).feed
@@ -302,8 +309,8 @@ def shard_model(
     spec: ModelSpec, size: int, rank: int, *, ep: bool = False, loads: Mapping[str, Sequence[float]] | None = None,
     copies: int = 0, by_heads: bool = True, sums: bool = False, in_blocks: Container[str] = (),
 ) -> Cuts:  # fmt: skip
-    """Return one rank's part of a model. `ep`: whole experts instead of rows of each; `by_heads`, `sums`, `in_blocks`:
-    as in `cut_model`."""
+    """Return one rank's part of a model. `ep`: expert parallelism, that is whole experts instead of rows of each;
+    `by_heads`, `sums`, `in_blocks`: as in `cut_model`."""
     if size == 1:
         return Cuts(rank, size, {})
     experts = spread_experts(spec, size, loads or {}, copies) if ep else {}
@@ -313,18 +320,18 @@ def shard_model(
 
 
 def cut_spec(spec: ModelSpec, size: int, rank: int, *, by_heads: bool = True) -> ModelSpec:
-    """The model as one rank computes it: with fewer heads, where these are cut; all other sizes are the model's."""
+    """Return the spec of one rank's model: with fewer heads if heads are cut, and otherwise unchanged."""
     if not by_heads or not cuts_heads(spec, size):
         return spec
     return replace(spec, layers=tuple(_own_heads(layer, size, rank) for layer in spec.layers))
 
 
 def parting_limits(spec: ModelSpec) -> str | None:
-    """Why ranks can't attend for sequences of their own; None when they can."""
+    """Return why data-parallel attention is not possible for this model; None if it is."""
     if not all(isinstance(mixer, Gqa | Mla) for layer in spec.layers for mixer in layer.mixers):
-        return "some layers of this model keep something else of a sequence than blocks of tokens"
+        return "some layers of this model cache other state than blocks of tokens"
     if any(isinstance(mixer, Mla) and mixer.is_sparse for layer in spec.layers for mixer in layer.mixers):
-        return "an indexer chooses what the layers of this model attend to"
+        return "the model uses sparse attention with an indexer"
     return None
 
 

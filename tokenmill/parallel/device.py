@@ -1,12 +1,12 @@
-"""Ranks with a GPU each, or several on one, whose kernels reach each other's memory: an exchange is one kernel.
+"""Collectives between GPU ranks whose kernels access each other's memory (CUDA IPC): an exchange is one kernel.
 
-Each rank has a window of its own and maps those of the others (`device_memory.py`); they find each other's handles in
-a small file that all of them have open. The kernel (`ops/triton/batch/exchange.py`) meets the other ranks by itself, so
-captured graphs hold exchanges like any other kernels.
+Each rank allocates a window and maps those of the others (`device_memory.py`); the ranks publish their IPC handles in a
+small file that all of them have open. The kernel (`ops/triton/batch/exchange.py`) synchronises with the other ranks by
+itself, so graphs capture exchanges like any other kernels.
 
-A kernel that waits for another rank keeps its device busy. Where ranks share a device, the driver may let no rank load
-a kernel then, so the rank that is waited for would never come. The first exchanges, in whose steps kernels are loaded,
-are therefore launched when the hosts of all ranks have come as far, and their kernels are loaded by then.
+A kernel that waits for another rank keeps its device busy. If ranks share a device, the driver may load no kernels
+meanwhile, and a rank that has yet to load one would deadlock the others. So before each of the first exchanges, while
+steps still load kernels, the hosts of all ranks load the exchange's kernel and wait for each other (a rendezvous).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from tokenmill.ops.triton.batch.exchange import (
 from tokenmill.ops.triton.launch.kernel import is_asking
 from tokenmill.parallel.device_memory import HANDLE_BYTES, MappedMemory, SharedMemory
 
-ROOM_BYTES = 1 << 23  # for a rank's part, in each of two rooms: larger parts take several exchanges
-WHOLE_SUM_BYTES = 1 << 19  # of all ranks' numbers, up to which each rank adds up all of them itself
+ROOM_BYTES = 1 << 23  # size of each of a window's two buffers; larger parts take several exchanges
+WHOLE_SUM_BYTES = 1 << 19  # up to this many bytes over all ranks, each rank adds up everything itself
 WINDOW_BYTES = ARRIVAL_BYTES + 2 * ROOM_BYTES
-CONNECT_LIMIT_S = 600.0  # the slowest rank's load
-CONNECT_CHECK_S = 0.002
-MEETINGS = 2048  # exchanges before which hosts meet; those in captured graphs do not count
-MEETING_CHECK_S = 0.0001
+CONNECT_TIMEOUT_S = 600.0  # ranks may take this long to load their weights
+CONNECT_POLL_S = 0.002
+NUM_RENDEZVOUS = 2048  # exchanges that are preceded by a rendezvous of the hosts; captured graphs do not count
+RENDEZVOUS_POLL_S = 0.0001
 COUNT = struct.Struct("<q")
-RECORD_BYTES = HANDLE_BYTES + 8  # then: 1 when the handle is there, and by one more for each meeting
+RECORD_BYTES = HANDLE_BYTES + 8  # handle, then a counter: 1 once the handle is written, plus 1 per rendezvous
 
 
 class Window(Protocol):
-    """Memory that kernels of this rank's device can reach."""
+    """Memory that kernels of this rank's device can access."""
 
     @property
     def address(self) -> int: ...
@@ -60,18 +60,18 @@ class Launch(Protocol):
 
 
 OpenWindows = Callable[["DeviceGroup"], Sequence[Window]]
-"""Make this rank's window and map the others': one for each rank, in order."""
-Meet = Callable[["DeviceGroup", int], None]
-"""Wait until all ranks have come to the meeting of this number, from 1 on."""
+"""Allocate this rank's window and map the others'; returns one per rank, in rank order."""
+Rendezvous = Callable[["DeviceGroup", int], None]
+"""Wait until the hosts of all ranks have reached the rendezvous of this number, counted from 1."""
 
 
 class DeviceGroup:
     def __init__(
-        self, rank: int, size: int, device: torch.device, open_windows: OpenWindows, meet: Meet | None = None,
-        *, ranks_of_device: int = 1,
+        self, rank: int, size: int, device: torch.device, open_windows: OpenWindows,
+        rendezvous: Rendezvous | None = None, *, ranks_of_device: int = 1,
     ) -> None:  # fmt: skip
-        """`open_windows` is called at the first exchange, in which all ranks take part; `meet` before each of the first
-        ones; `ranks_of_device`: that share one at most, the same number for all ranks."""
+        """`open_windows` is called at the first exchange, `rendezvous` before each of the first `NUM_RENDEZVOUS`.
+        `ranks_of_device`: the largest number of ranks that share a device; the same value on all ranks."""
         assert size <= MAX_RANKS
         self.rank = rank
         self.size = size
@@ -81,19 +81,19 @@ class DeviceGroup:
         self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
         self._turns = torch.zeros(num_programs(ranks_of_device), dtype=torch.int64, device=device)
         self._stopped = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._borders: dict[tuple[int, ...], torch.Tensor] = {}  # made in steps that no graph captures
+        self._borders: dict[tuple[int, ...], torch.Tensor] = {}  # created by eager steps, before graphs are captured
         self._always_stopped = torch.ones(1, dtype=torch.int32, device=device)
-        self._meet = meet
+        self._rendezvous = rendezvous
         self._is_alone = ranks_of_device == 1
-        self._num_met = 0
+        self._num_rendezvous = 0
 
     @classmethod
     def over_file(
         cls, descriptor: int, rank: int, size: int, device: torch.device, *, ranks_of_device: int = 1
     ) -> DeviceGroup:
-        """The one of a rank that is a process, over a file of `file_bytes` zeros that all ranks have open."""
-        meet = partial(meet_ranks, descriptor) if size > 2 else None  # two have been seen to need no meetings
-        return cls(rank, size, device, partial(share_windows, descriptor), meet, ranks_of_device=ranks_of_device)
+        """Make the group of a rank that is a process, over a file of `file_bytes` zeros that all ranks have open."""
+        rendezvous = partial(rendezvous_over_file, descriptor) if size > 2 else None
+        return cls(rank, size, device, partial(share_windows, descriptor), rendezvous, ranks_of_device=ranks_of_device)
 
     @staticmethod
     def file_bytes(size: int) -> int:
@@ -104,17 +104,17 @@ class DeviceGroup:
         return bool(self._stopped.numpy()[0])
 
     def join(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """x [T, widths[rank]] of this rank → [T, sum of widths]: the parts of all ranks side by side."""
+        """x [T, widths[rank]] of this rank → [T, sum of widths]: the parts of all ranks, concatenated."""
         self._connect()
         total, size = sum(widths), x.element_size()
         out = torch.empty(len(x), total, dtype=x.dtype, device=x.device)
         number = word_bytes(size, widths)
         borders = self._borders_of(tuple(width * size // number for width in widths))
         own, words = in_words(x, number), in_words(out, number)
-        most = max(1, ROOM_BYTES // max(1, max(widths) * size))
-        assert max(widths) * size <= ROOM_BYTES, "a row of one rank is larger than its room"
-        for first in range(0, len(x), most):
-            rows = slice(first, first + most)
+        max_rows = max(1, ROOM_BYTES // max(1, max(widths) * size))
+        assert max(widths) * size <= ROOM_BYTES, "a row of one rank is larger than an exchange buffer"
+        for first in range(0, len(x), max_rows):
+            rows = slice(first, first + max_rows)
             launch = partial(
                 exchange, own[rows], words[rows], self._addresses, borders, max(widths) * size // number, self._turns,
                 room_bytes=ROOM_BYTES, rank=self.rank, size=self.size, is_alone=self._is_alone,
@@ -126,14 +126,17 @@ class DeviceGroup:
         return list(torch.split(self.join(x, widths), list(widths), dim=-1))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, W] of this rank → the sum of all ranks'. Of few numbers each rank adds up all, in one exchange; of many
-        each adds up a share, and a second exchange puts those together: less goes through each rank."""
+        """x [T, W] of this rank → the sum over all ranks.
+
+        For small tensors every rank adds up all values, in one exchange. For large ones every rank adds up a share
+        (reduce-scatter) and a second exchange gathers the shares (all-gather), which transfers less data.
+        """
         self._connect()
         own = x.contiguous().view(-1)
         out = torch.empty_like(own)
-        most = ROOM_BYTES // x.element_size() // SUM_BLOCK * SUM_BLOCK
-        for first in range(0, len(own), most):
-            self._sum(own[first : first + most], out[first : first + most])
+        max_values = ROOM_BYTES // x.element_size() // SUM_BLOCK * SUM_BLOCK
+        for first in range(0, len(own), max_values):
+            self._sum(own[first : first + max_values], out[first : first + max_values])
         return out.view(x.shape)
 
     def _sum(self, own: torch.Tensor, out: torch.Tensor) -> None:
@@ -155,14 +158,14 @@ class DeviceGroup:
         self._launch(launch)
 
     def _launch(self, launch: Launch) -> None:
-        """Launch an exchange; one of the first when all ranks are about to, with nothing left to be loaded."""
-        if self._meet is None or self._num_met == MEETINGS or is_asking() or self._is_capturing():
+        """Launch an exchange; one of the first only after all ranks have loaded its kernel and met."""
+        if self._rendezvous is None or self._num_rendezvous == NUM_RENDEZVOUS or is_asking() or self._is_capturing():
             launch(self._stopped, is_rehearsal=False)
             return
         launch(self._always_stopped, is_rehearsal=True)
         self._synchronize()
-        self._num_met += 1
-        self._meet(self, self._num_met)
+        self._num_rendezvous += 1
+        self._rendezvous(self, self._num_rendezvous)
         launch(self._stopped, is_rehearsal=False)
         self._synchronize()
 
@@ -185,7 +188,7 @@ class DeviceGroup:
         return self._borders[widths]
 
     def abort(self) -> None:
-        """End the waits of this rank's kernels; other ranks' end when theirs is called."""
+        """End the waits of this rank's kernels; each other rank must call its own `abort`."""
         self._stopped.numpy()[0] = 1
 
     def close(self) -> None:
@@ -195,8 +198,8 @@ class DeviceGroup:
 
 
 def share_windows(descriptor: int, group: DeviceGroup) -> list[Window]:
-    """Make this rank's window, tell the others of it, and map theirs."""
-    torch.cuda.synchronize()  # which also makes the device's context this thread's, for the driver's calls
+    """Allocate this rank's window, publish its handle, and map the other ranks' windows."""
+    torch.cuda.synchronize()  # also makes the CUDA context current in this thread, for the driver API calls below
     own = SharedMemory(WINDOW_BYTES)
     os.pwrite(descriptor, own.handle() + COUNT.pack(1), group.rank * RECORD_BYTES)
     handles = [wait_for_handle(group, descriptor, rank) for rank in range(group.size)]
@@ -204,22 +207,22 @@ def share_windows(descriptor: int, group: DeviceGroup) -> list[Window]:
 
 
 def wait_for_handle(group: DeviceGroup, descriptor: int, rank: int) -> bytes:
-    return wait_for_record(group, descriptor, rank, 1, CONNECT_CHECK_S)[:HANDLE_BYTES]
+    return wait_for_record(group, descriptor, rank, 1, CONNECT_POLL_S)[:HANDLE_BYTES]
 
 
-def meet_ranks(descriptor: int, group: DeviceGroup, number: int) -> None:
-    """Wait until all ranks have come to their meeting of this number, from 1 on."""
+def rendezvous_over_file(descriptor: int, group: DeviceGroup, number: int) -> None:
+    """Wait until all ranks have reached the rendezvous of this number, counted from 1."""
     os.pwrite(descriptor, COUNT.pack(1 + number), group.rank * RECORD_BYTES + HANDLE_BYTES)
     for rank in range(group.size):
-        wait_for_record(group, descriptor, rank, 1 + number, MEETING_CHECK_S)
+        wait_for_record(group, descriptor, rank, 1 + number, RENDEZVOUS_POLL_S)
 
 
-def wait_for_record(group: DeviceGroup, descriptor: int, rank: int, count: int, check_s: float) -> bytes:
-    """Another rank's record, once it counts so many."""
-    until_s = time.monotonic() + CONNECT_LIMIT_S
+def wait_for_record(group: DeviceGroup, descriptor: int, rank: int, count: int, poll_s: float) -> bytes:
+    """Wait until a rank's counter is at least `count`, and return its record."""
+    until_s = time.monotonic() + CONNECT_TIMEOUT_S
     while time.monotonic() < until_s and not group.is_aborted:
         record = os.pread(descriptor, RECORD_BYTES, rank * RECORD_BYTES)
         if COUNT.unpack_from(record, HANDLE_BYTES)[0] >= count:
             return record
-        time.sleep(check_s)
+        time.sleep(poll_s)
     raise PeerDied(f"rank {rank} has ended, or does not answer")

@@ -1,12 +1,13 @@
-"""The connections between stages whose ranks have GPUs: the stream lies in memory of the sender's GPU that the receiver
-has mapped (`device_memory.py`), and only where it lies goes over the pipe.
+"""Connections between pipeline stages with GPUs: the receiver maps memory of the sender's GPU (`device_memory.py`).
+
+Activations are read from that memory; only messages that say where they are go over the pipe.
 
     sender     stream ─► next of its slots ─► event             receiver   message ─► its stream waits for the event
-               └── message: slot, shape; with the first one what the memory and the events are mapped by
+               └── message: slot, shape; the first one also has the IPC handles of the memory and the events
 
-A message goes once the kernels before the event are launched, so no kernel waits for another and nothing has to be
-loaded meanwhile; the receiver's host goes on at once, and its kernels wait on the device. A slot is written again after
-`num_slots` streams: by then the step has long been round the ring, since no more steps are in flight.
+A message is sent after all kernels before the event are launched, so no kernel spins on the device while another is
+still to be loaded. The receiver's host continues immediately; its kernels wait for the event on the device. A slot is
+reused after `num_slots` streams: fewer steps than that are in flight, so its reader is done by then.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ALIGNMENT = 256  # of a slot's first byte
 
 
 class SentSlots(msgspec.Struct, frozen=True, array_like=True):
-    """How another process maps a sender's slots."""
+    """The IPC handles by which another process maps a sender's slots and events."""
 
     handle: bytes
     slot_bytes: int
@@ -37,11 +38,11 @@ class SentStream(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     shape: tuple[int, int]
     dtype: str
-    slots: SentSlots | None  # with the first one
+    slots: SentSlots | None  # in the first message only
 
 
 class DeviceBytes:
-    """Memory of a device as torch sees it without a copy."""
+    """Wraps device memory for `torch.as_tensor`, without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -57,7 +58,7 @@ class DeviceStageLink(StageLink):
     def __init__(
         self, before: Connection, behind: Connection, *, reads_ahead: bool, slot_bytes: int, num_slots: int
     ) -> None:
-        """`slot_bytes`: of the largest stream; `num_slots`: at least as many as streams are under way from a stage."""
+        """`slot_bytes`: size of the largest stream; `num_slots`: at least as many as streams are in flight."""
         self._slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
         self._num_slots = num_slots
         self._num_sent = 0
@@ -84,7 +85,7 @@ class DeviceStageLink(StageLink):
         self.num_bytes += len(values)
 
     def _open_own(self) -> SentSlots:
-        torch.cuda.synchronize()  # which also makes the device's context this thread's, for the driver's calls
+        torch.cuda.synchronize()  # also makes the CUDA context current in this thread, for the driver API calls below
         self._own = SharedMemory(self._slot_bytes * self._num_slots)
         self._own_slots = self._bytes_at(self._own.address, self._slot_bytes)
         made = [torch.cuda.Event(interprocess=True) for _ in range(self._num_slots)]  # type: ignore[no-untyped-call]
@@ -102,7 +103,7 @@ class DeviceStageLink(StageLink):
             return None
 
     def _opened(self, received: Any) -> torch.Tensor:
-        """A view of the sender's memory, for kernels of the current stream."""
+        """Return a view of the sender's memory; the current CUDA stream waits for the sender's event."""
         message: SentStream = received
         if message.slots is not None:
             self._map(message.slots)

@@ -1,7 +1,7 @@
-"""Memory of a GPU that kernels of other processes can reach, on the same GPU or on others that are connected to it.
+"""GPU memory shared between processes by CUDA IPC, on the same GPU or on peers that can access it.
 
-By the driver's own interface (CUDA IPC): memory is allocated here, its handle goes to the other processes, and they map
-it. Memory of torch's allocator would do as well, but its sharing leaves files behind when a process is killed.
+One process allocates the memory and sends its IPC handle; others map it. This uses the driver API directly, because
+torch's own sharing of CUDA tensors leaves files behind when a process is killed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def _call(name: str, *args: Any) -> None:
         _driver().cuGetErrorString(code, ctypes.byref(text))
         reason = (text.value or b"unknown").decode()
         raise InvalidConfig(
-            f"ranks can't reach each other's GPU memory: {name}: {reason}",
+            f"ranks can't access each other's GPU memory: {name}: {reason}",
             param="tp",
             hint="GPUs of several ranks must be able to map each other's memory (nvidia-smi topo -p2p r)",
         )
 
 
 class SharedMemory:
-    """Zeroed memory of the current device; the driver frees it when this process has ended."""
+    """Zeroed memory of the current device; the driver frees it at the latest when this process ends."""
 
     def __init__(self, num_bytes: int) -> None:
         address = ctypes.c_uint64()
@@ -56,7 +56,7 @@ class SharedMemory:
         _call("cuCtxSynchronize")
 
     def handle(self) -> bytes:
-        """What other processes map it by."""
+        """Return the IPC handle by which other processes map this memory."""
         handle = IpcHandle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), self.address)
         return bytes(handle)
@@ -66,7 +66,7 @@ class SharedMemory:
 
 
 class MappedMemory:
-    """Memory of another process, as kernels of the current device reach it."""
+    """Memory of another process, mapped for kernels of the current device."""
 
     def __init__(self, handle: bytes) -> None:
         address = ctypes.c_uint64()

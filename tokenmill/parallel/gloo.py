@@ -1,7 +1,7 @@
-"""Ranks as processes of one host that exchange over its loopback, with torch's gloo.
+"""Ranks as processes of one host that exchange over loopback TCP, with torch's gloo.
 
-Parts of different widths are filled up to the widest: gloo gathers equal ones. Its own wait for a peer that hangs has a
-limit; the death of a peer closes its connections, which ends all waits at once.
+gloo gathers parts of equal size, so narrower parts are padded to the widest. When a peer dies, its connections close
+and all waits end immediately; a peer that hangs is detected by gloo's timeout.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import distributed
 from torch.nn import functional
 
 from tokenmill.errors import PeerDied
-from tokenmill.parallel.joined_parts import JoinedParts
+from tokenmill.parallel.group import BaseGroup
 
-WAIT_LIMIT_S = 600.0
-CONNECT_LIMIT_S = 60.0
+WAIT_TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"  # nothing listens beyond this host
 
 
-class GlooGroup(JoinedParts):
+class GlooGroup(BaseGroup):
     def __init__(self, rank: int, size: int, store: Path) -> None:
-        """`store`: a new file, the same for all ranks, by which they find each other at the first collective."""
+        """`store`: a new file, the same for all ranks, through which they connect at the first collective."""
         self.rank = rank
         self._size = size
         self._store = store
@@ -37,12 +37,12 @@ class GlooGroup(JoinedParts):
         return self._size
 
     def _connected(self) -> Any:
-        c10d: Any = distributed  # whose types leave out options and stores
+        c10d: Any = distributed  # torch's type annotations lack options and stores
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        options._timeout = datetime.timedelta(seconds=WAIT_LIMIT_S)
+        options._timeout = datetime.timedelta(seconds=WAIT_TIMEOUT_S)
         store = c10d.FileStore(str(self._store), self.size)
-        store.set_timeout(datetime.timedelta(seconds=CONNECT_LIMIT_S))
+        store.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
         return c10d.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
@@ -59,7 +59,7 @@ class GlooGroup(JoinedParts):
         return [part[..., :width] for part, width in zip(parts, widths, strict=True)]
 
     def abort(self) -> None:
-        """Make later collectives fail; one that waits now ends when the peer's connections are closed."""
+        """Make later collectives fail; a collective that is waiting ends when the peer's connections close."""
         self.is_aborted = True
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Ranks of one host over memory that they share: a file without a name that their processes map, or memory of one
-process whose threads they are.
+"""Ranks of one host that exchange through shared memory: processes that map an anonymous file, or threads.
 
-The native kernels exchange within a step, without a call of Python (`csrc/window.h`); tensors go the same way.
+The native decoder exchanges within a step, without calling Python (`csrc/window.h`); this group exchanges tensors
+through the same windows.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 from tokenmill.errors import PeerDied
 from tokenmill.ops.cpu.availability import native
-from tokenmill.parallel.joined_parts import JoinedParts
+from tokenmill.parallel.group import BaseGroup
 
-ROOM_BYTES = 1 << 22  # of each rank, twice: larger parts go in several exchanges
+ROOM_BYTES = 1 << 22  # size of each of a rank's two buffers; larger parts take several exchanges
 
 
-class SharedGroup(JoinedParts):
+class SharedGroup(BaseGroup):
     def __init__(self, window: Any) -> None:
-        """`window`: of the native module."""
+        """`window`: a window of the native module."""
         self.window = window
         self.rank: int = window.rank
         self._size: int = window.size
@@ -31,7 +31,7 @@ class SharedGroup(JoinedParts):
 
     @classmethod
     def in_threads(cls, size: int) -> list[SharedGroup]:
-        """Make the groups of all ranks, for threads."""
+        """Make the groups of all ranks, one per thread."""
         return [cls(window) for window in native().thread_windows(size, ROOM_BYTES)]
 
     @classmethod
@@ -44,13 +44,13 @@ class SharedGroup(JoinedParts):
         return int(native().window_bytes(size, ROOM_BYTES))
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
-        each = [len(x) * width * x.element_size() for width in widths]
-        out = torch.empty(sum(each), dtype=torch.uint8)
+        part_bytes = [len(x) * width * x.element_size() for width in widths]
+        out = torch.empty(sum(part_bytes), dtype=torch.uint8)
         try:
-            self.window.all_gather(x.contiguous().view(-1).view(torch.uint8).numpy(), out.numpy(), each)
+            self.window.all_gather(x.contiguous().view(-1).view(torch.uint8).numpy(), out.numpy(), part_bytes)
         except RuntimeError as error:
             raise PeerDied(str(error)) from None
-        parts = torch.split(out, each)
+        parts = torch.split(out, part_bytes)
         return [part.view(x.dtype).view(len(x), width) for part, width in zip(parts, widths, strict=True)]
 
     @property

@@ -1,10 +1,9 @@
-"""The connections by which a step's activations go from stage to stage: a ring between processes of one host, or
-threads.
+"""Connections that carry activations between pipeline stages: a ring of processes, or of threads.
 
     rank of stage 0 ──► stage 1 ──► … ──► last stage ──► rank of stage 0
 
-Each rank sends to the one of the next stage in the same place. A send may block until the other side reads. So that the
-ring can't deadlock, the first stage reads in a thread of its own. A rank that ends closes its connections, which ends
+Each rank sends to the rank with the same index in the next stage. A send may block until the receiver reads; the first
+stage reads in a thread of its own, so that the ring can't deadlock. When a rank ends, its connections close, which ends
 the waits of its neighbours.
 """
 
@@ -25,7 +24,7 @@ GONE = "the rank of another stage has ended"
 
 class StageLink:
     def __init__(self, before: Connection, behind: Connection, *, reads_ahead: bool) -> None:
-        """`before`: what this rank reads from; `behind`: what it writes to. `reads_ahead`: in a thread."""
+        """`before`: the connection to read from; `behind`: the one to write to. `reads_ahead`: read in a thread."""
         self._before, self._behind = before, behind
         self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reads_ahead = reads_ahead
@@ -45,15 +44,15 @@ class StageLink:
         self.num_bytes += values.size
 
     def receive(self) -> torch.Tensor:
-        """Wait for the next matrix of the stage before."""
+        """Wait for the next matrix from the previous stage."""
         found = self._arrived.get() if self._reads_ahead else self._next()
         if found is None:
             raise PeerDied(GONE)
         return self._opened(found)
 
     def close(self) -> None:
-        """Close the connections, which the neighbours notice. A reading thread ends when the stage before closes its
-        side."""
+        """Close the connections, which ends the neighbours' waits. A reading thread ends when the previous stage closes
+        its side."""
         with suppress(OSError):
             self._behind.close()
         if not self._reads_ahead:
@@ -66,12 +65,12 @@ class StageLink:
         self._before.close()
 
     def _opened(self, received: Any) -> torch.Tensor:
-        """The matrix that `_next` has read."""
+        """Turn what `_next` read into a matrix."""
         matrix: torch.Tensor = received
         return matrix
 
     def _next(self) -> Any:
-        """Read the next matrix, perhaps in a thread; None: the stage before is gone."""
+        """Read the next message, possibly in a thread; None if the previous stage has ended."""
         try:
             dtype, rows, columns = self._before.recv_bytes().decode().split()
             shape = int(rows), int(columns)

@@ -1,14 +1,14 @@
-"""Stages of a pipeline: which layers a rank has, chosen by cost. No torch.
+"""Pipeline parallelism: which layers each stage has, chosen to balance their cost. No torch.
 
     stage 0   embedding │ layers 0 … a-1 │ head and sampling
     stage 1             │ layers a … b-1 │
     stage 2             │ layers b … n-1 │ final norm
 
-The stream of a step goes from stage to stage, and what the last one has made of it comes back to the first, which has
-the embedding and so, in most small models, the head's matrix already; there all tokens are sampled. Costs are weights
-that a token reads; the head's count for the first stage, which has fewer layers for it.
+A step's residual stream goes from stage to stage; the last stage's output returns to the first, which computes the head
+and samples all tokens: it has the embedding, and small models mostly share that matrix with the head. The cost of a
+layer is the number of weights that a token reads; the head counts towards the first stage, which gets fewer layers.
 
-Ranks are numbered stage by stage: rank = stage * tp + place among the ranks of its stage.
+Ranks are numbered stage by stage: rank = stage * tp + index within the stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Borders = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The numbers of stages and of ranks per stage, and each rank's position."""
+    """The grid of ranks: `pp` stages of `tp` ranks each."""
 
     tp: int = 1
     pp: int = 1
@@ -38,16 +38,16 @@ class Mesh:
         return rank // self.tp
 
     def place(self, rank: int) -> int:
-        """The place of a rank among those that compute the same layers."""
+        """Return the index of a rank among those of its stage."""
         return rank % self.tp
 
     def before(self, rank: int) -> int:
-        """Return the rank that sends to this one: of the stage before, or of the last stage for the first."""
+        """Return the rank that sends to this one: in the previous stage, or in the last stage for the first one."""
         return (rank - self.tp) % self.size
 
 
 def layer_costs(spec: ModelSpec) -> list[float]:
-    """Numbers of weights that a token reads in each layer."""
+    """Return the number of weights that a token reads in each layer."""
     costs: dict[object, float] = {}
     for layer in dict.fromkeys(spec.layers):
         moe = next((feed for feed in (layer.side_experts, layer.mlp) if isinstance(feed, MoeSpec)), None)
@@ -61,9 +61,9 @@ def head_cost(spec: ModelSpec) -> float:
     return float(spec.vocab_size * spec.hidden_size)
 
 
-def joints(spec: ModelSpec) -> list[int]:
+def stage_borders(spec: ModelSpec) -> list[int]:
     """Return the layers at which a stage may begin: not between a layer and a later one that reads its cache."""
-    reaches = list(range(spec.num_layers))  # the first layer that each one reads from
+    sources = list(range(spec.num_layers))  # the layer whose cache each one reads
     for number, layer in enumerate(spec.layers):
         mixer = layer.mixer
         source = None
@@ -72,33 +72,33 @@ def joints(spec: ModelSpec) -> list[int]:
         elif isinstance(mixer, Mla):
             source = mixer.shares_index_of
         if source is not None:
-            reaches[number] = source
-    first_needed = list(accumulate(reversed(reaches), min))[::-1]  # by all layers from here on
+            sources[number] = source
+    first_needed = list(accumulate(reversed(sources), min))[::-1]  # the first layer that this and later layers read
     return [number for number in range(1, spec.num_layers) if first_needed[number] >= number]
 
 
 def stage_limits(spec: ModelSpec, pp: int) -> str | None:
-    """Return why a model can't be divided into this many stages; None when it can."""
+    """Return why a model can't be divided into this many stages; None if it can."""
     if spec.input_width:
-        return "each layer of this model has embeddings of its own, which only a first stage could look up"
+        return "this model has per-layer embeddings, which only the first stage could look up"
     if spec.streams is not None:
-        return "the layers of this model exchange several streams"
-    if len(joints(spec)) < pp - 1:
-        return f"the model has {spec.num_layers} layers, which can be parted at {len(joints(spec))} places"
+        return "this model has several residual streams"
+    if (num_borders := len(stage_borders(spec))) < pp - 1:
+        return f"the {spec.num_layers} layers of this model allow at most {num_borders + 1} stages"
     return None
 
 
 def split_layers(spec: ModelSpec, pp: int) -> list[range]:
-    """The layers of each stage, so that the costliest stage costs least; of equal cuts the first."""
+    """Return the layers of each stage such that the most expensive stage is as cheap as possible; of ties the first."""
     costs = layer_costs(spec)
     sums = [0.0, *accumulate(costs)]
-    places = [0, *joints(spec), spec.num_layers]
-    # best[p]: the cost of the costliest of the stages so far, if they end before layer p, and their borders
-    best: dict[int, tuple[float, Borders]] = {stop: (head_cost(spec) + sums[stop], (0, stop)) for stop in places[1:]}
+    stops = [*stage_borders(spec), spec.num_layers]
+    # best[p]: for stages that cover layers [0, p), the cost of the most expensive one, and their borders
+    best: dict[int, tuple[float, Borders]] = {stop: (head_cost(spec) + sums[stop], (0, stop)) for stop in stops}
     for _ in range(pp - 1):
         best = {
             stop: min((max(cost, sums[stop] - sums[start]), (*borders, stop)) for start, (cost, borders) in shorter)
-            for stop in places[1:]
+            for stop in stops
             if (shorter := [(start, one) for start, one in best.items() if start < stop])
         }
     return [range(start, stop) for start, stop in pairwise(best[spec.num_layers][1])]
@@ -111,7 +111,7 @@ def stage_share(spec: ModelSpec, layers: range) -> float:
 
 
 def has_tensor(spec: ModelSpec, layers: range, name: str) -> bool:
-    """Tell whether a stage has a tensor."""
+    """Return whether a stage has a tensor."""
     part, _, rest = name.partition(".")
     if part == "layers":
         return int(rest.partition(".")[0]) in layers

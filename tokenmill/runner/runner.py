@@ -31,7 +31,7 @@ from tokenmill.lora.adapter import Adapter
 from tokenmill.models.mtp_head import KeptStates
 from tokenmill.models.pooling import Pooler
 from tokenmill.models.protocol import DirectModel, Model
-from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch
+from tokenmill.ops.batch import DrawParams, ForwardBatch, StepRows
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import MAX_HOST_LOGITS
 from tokenmill.sampling.logprobs import prompt_logprobs
@@ -224,11 +224,11 @@ class ModelRunner:
         return plan.num_prompt_logprobs is None and self.rows[plan.row].pooler is None
 
     def _run_direct(self, model: DirectModel, plans: Sequence[RowPlan], masks: StepMasks | None) -> list[RowResult]:
-        rows = DrawingRows(
+        rows = StepRows(
             rows=[plan.row for plan in plans],
             starts=[plan.start for plan in plans],
             token_ids=[plan.token_ids for plan in plans],
-            num_wanted=[1 + plan.num_drafts if plan.sample else 0 for plan in plans],
+            num_outputs=[1 + plan.num_drafts if plan.sample else 0 for plan in plans],
             tables=self.rows.tables,
             block_size=self.storage.block_size,
             adapters=self.rows.adapters(plans) or (),
@@ -239,7 +239,7 @@ class ModelRunner:
         drawn = iter(self.sampler.verify(head, drawing, masks))
         return [drawn_result(plan.row, next(drawn) if plan.sample else (), None) for plan in plans]
 
-    def _direct_head(self, model: DirectModel, rows: DrawingRows, drawing: Sequence[RowPlan]) -> HeadOutput:
+    def _direct_head(self, model: DirectModel, rows: StepRows, drawing: Sequence[RowPlan]) -> HeadOutput:
         if not self.sampler.needs_logits(drawing):
             return ModelSampled(model.greedy_next(rows, self.storage))
         params = self.sampler.plain_draws(drawing)

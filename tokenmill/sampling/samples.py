@@ -99,5 +99,5 @@ def draw_params(states: Sequence[RowState], output_indices: Sequence[int]) -> Dr
         top_ps=[p.top_p for p in params],
         min_ps=[p.min_p for p in params],
         uniforms=[uniform(state.seed, index, DRAW) for state, index in zip(states, output_indices, strict=True)],
-        takes_best=[state.takes_highest for state in states],
+        is_greedy=[state.takes_highest for state in states],
     )

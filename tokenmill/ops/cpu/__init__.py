@@ -1,8 +1,8 @@
 """Native CPU kernels: a whole model step in one call, on packed weights, over the paged cache.
 
-`is_available` says whether this installation and processor have them, `instruction_set` which variant runs,
-`unsupported_reason` which models they don't compute, and `decoder.NativeDecoder` is the model. Everything numeric is in
-`csrc/`; here weights are named, packed and handed over. Importing this package does not import torch.
+`is_available` returns whether this installation has them, `instruction_set` which variant runs, `unsupported_reason`
+why a model is not supported; `decoder.NativeDecoder` is the model. All arithmetic is in `csrc/`; this package names the
+weights, packs them and passes them on. Importing it does not import torch.
 """
 
 from __future__ import annotations

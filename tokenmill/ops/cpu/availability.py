@@ -1,6 +1,6 @@
-"""Availability of the compiled CPU kernels, and which models they compute. No torch.
+"""Availability of the native CPU kernels, and which models they support. No torch.
 
-They are absent where the package was installed without a C++ compiler.
+They are missing if the package was installed without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def is_available() -> tuple[bool, str]:
-    """Return whether the kernels can be used, and why or why not."""
+    """Return whether the kernels can be used, and a description or the reason why not."""
     module, reason = _load()
     return module is not None, reason
 
 
 def unsupported_reason(request: ComputeRequest) -> str | None:
-    """Why the native kernels can't compute a model on this machine; None when they can."""
+    """Return why the native kernels can't compute a model on this machine; None if they can."""
     available, reason = is_available()
     if not available:
         return reason
@@ -51,20 +51,18 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
 
 
 def _mixer_reason(mixer: MixerSpec) -> str | None:
-    """Return what the native kernels lack for a mixer."""
-    if isinstance(mixer, ShortConv) and mixer.kernel > MAX_CONV_KERNEL:
-        return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
+    """Return which property of a mixer the native kernels don't support."""
+    if isinstance(mixer, ShortConv | Recurrent) and mixer.kernel > MAX_CONV_KERNEL:
+        return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't support"
     if isinstance(mixer, Recurrent) and (mixer.key_dim % 16 or mixer.value_dim % 16):
-        return "recurrent heads whose dimensions are not multiples of 16, which the native kernels don't have"
-    if isinstance(mixer, Recurrent) and mixer.kernel > MAX_CONV_KERNEL:
-        return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't have"
+        return "recurrent heads whose dimensions are not multiples of 16, which the native kernels don't support"
     if isinstance(mixer, Gqa) and (mixer.value_dim not in (None, mixer.head_dim) or mixer.value_scale != 1.0):
-        return "values of another width or scale than keys, which the native kernels don't have"
+        return "values of another width or scale than keys, which the native kernels don't support"
     return None
 
 
 def native() -> ModuleType:
-    """The compiled module; call `is_available` first."""
+    """Return the compiled module; call `is_available` first."""
     module, reason = _load()
     if module is None:
         raise RuntimeError(reason)
@@ -72,16 +70,16 @@ def native() -> ModuleType:
 
 
 def load_library(path: str) -> bool:
-    """Load a shared library without holding Python's lock, as its own loader would; False where it can't be loaded."""
+    """Load a shared library without holding the GIL; returns False if it can't be loaded."""
     module, _ = _load()
     return module is not None and bool(module.load_library(path))
 
 
 def instruction_set() -> str:
-    """The variant of the kernels that this processor runs: amx, avx512, avxvnni, avx2 or portable."""
+    """Return the kernel variant that this processor runs: amx, avx512, avxvnni, avx2 or portable."""
     return str(native().instruction_set())
 
 
 def instruction_sets() -> list[str]:
-    """Return all variants this processor can run, best first."""
+    """Return all kernel variants that this processor can run, best first."""
     return list(native().instruction_sets())

@@ -1,17 +1,16 @@
-"""A model computed by the native kernels: packs the weights that the regions of its layers name, then every step is one
-call.
+"""A model computed by the native CPU kernels: it packs the weights of all layers at load, and runs a step in one call.
 
-The cache is the shared paged storage, but within a block the native kernels keep keys 16 tokens to a row
-([block, head, group of 16 tokens, head_dim, 16]) and int8 numbers in fours (csrc/kernels/attention_int8.h): whole
-blocks may be copied and moved, single tokens may not be read by other backends.
+The cache is the shared paged storage, but the native kernels have their own layout within a block: 16 tokens of keys
+interleaved ([block, head, group of 16 tokens, head_dim, 16]), and int8 values in groups of four
+(csrc/kernels/attention_int8.h). Whole blocks may be copied and moved; other backends can't read single tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,25 +21,25 @@ from tokenmill.arch.regions import (
     Experts,
     Feed,
     LayerRegions,
-    Matrices,
     NormProject,
     ProjectAdd,
     SideBySide,
     layer_regions,
 )
-from tokenmill.arch.spec import Gqa, MixerSpec, Mla, MlpSpec, ModelSpec, QueryGrowth, RopeSpec, ShortConv, WindowedMqa
+from tokenmill.arch.spec import Gqa, MixerSpec, Mla, ModelSpec, QueryGrowth, RopeSpec, ShortConv, WindowedMqa
 from tokenmill.arch.streams import AltUp, HyperConnections, Streams
-from tokenmill.ops.batch import DrawingRows, DrawParams, ForwardBatch, LayerCache, Mode
+from tokenmill.ops.batch import DrawParams, ForwardBatch, LayerCache, Mode, StepRows
 from tokenmill.ops.cpu.availability import native
+from tokenmill.ops.cpu.native_weights import NativeWeights, RankShard, Site
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights, kind_of, pack_as
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.recurrent import recurrent_weights
 
-KEPT_LINES = 64  # of logits, whose memory is kept from step to step
+MAX_KEPT_LOGITS_ROWS = 64  # a logits buffer of up to this many rows is kept between steps
 OUTLIER_THRESHOLDS = {"8": math.inf, "mixed": 2.5, "16": 0.0}
-"""Blocks of 32 activations keep 16 bits where their largest number is more than so many times the row's mean; where
-some do, all do in the last layer and the head."""
+"""By `activation_bits`: a block of 32 activations keeps 16 bits if its largest magnitude exceeds this multiple of the
+row's mean. Unless the threshold is infinite, the last layer and the head keep 16 bits for all blocks."""
 
 
 class Storage(Protocol):
@@ -49,33 +48,6 @@ class Storage(Protocol):
     def layer(self, number: int) -> LayerCache: ...
 
     def fields(self, layer: int) -> dict[str, torch.Tensor]: ...
-
-
-class RankShard(Protocol):
-    """What one of several ranks has of a model; names are those of matrices."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def borders(self, name: str) -> list[int]:
-        """Where each rank's rows of a matrix begin, and where they end; empty: this rank multiplies by itself."""
-        ...
-
-    def input_borders(self, name: str) -> list[int]:
-        """The same of the columns of a matrix's input, where ranks have parts of it."""
-        ...
-
-    def experts(self, name: str) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks that have each expert of a matrix as a whole; None: ranks have rows of all of them."""
-        ...
-
-    def own_rows(self, name: str) -> tuple[int, int] | None:
-        """The rows of a matrix that this rank has; None: all of them."""
-        ...
-
-    def whole_rows(self, names: Sequence[str]) -> int:
-        """The rows of some matrices on all ranks together; 0 where this rank has all of them."""
-        ...
 
 
 RopeTables = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
@@ -100,13 +72,18 @@ class NativeDecoder:
         layers: range | None = None,
         ends: NativeDecoder | None = None,
     ) -> None:
-        """`dense` expands tensors that have no packed form; `instruction_set` "" takes the best; `activation_bits` (a
-        name of OUTLIER_THRESHOLDS) is how finely the inputs of quantised matrices are rounded; `kept` has matrices that
-        were packed before, or takes those packed now; `num_adapter_slots`: adapters that can be used at a time.
-        `shard` and `window`: where this is one of several ranks, whose own `spec` and `weights` are; what it has of
-        them, and the native module's window over which they exchange. `layers`: those of the model that are computed
-        here, by default all; what stands before and behind all layers belongs to the first ones. `ends`: a decoder
-        whose embedding and head this one uses too."""
+        """Pack the weights and build the native decoder.
+
+        dense               expands tensors that have no packed form
+        instruction_set     "" selects the best
+        activation_bits     precision of the inputs of quantised matrices, a key of OUTLIER_THRESHOLDS
+        kept                cache of packed matrices, read and filled
+        num_adapter_slots   number of adapters that can be loaded at a time
+        shard, window       on one of several ranks, to which `spec` and `weights` belong: its part of the model, and
+                            the native module's window by which ranks exchange
+        layers              the layers of this pipeline stage, by default all; the first stage has embedding and head
+        ends                a decoder whose embedding and head this one shares
+        """
         self.spec = spec
         self._layers = range(spec.num_layers) if layers is None else layers
         cap = spec.logit_softcap or 0.0
@@ -121,7 +98,7 @@ class NativeDecoder:
             isa=instruction_set,
         )
         packer = Packer(weights, dense, quantization, threads, kept)
-        self._parts = _Parts(weights, dense, packer, spec.norm.has_bias, shard)
+        self._parts = NativeWeights(weights, dense, packer, spec.norm.has_bias, shard)
         if window is not None:
             self._decoder.set_window(window)
         self._decoder.set_norms(spec.norm.kind == "layer")
@@ -147,7 +124,7 @@ class NativeDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes read from memory in a step of one token."""
+        """Return the bytes of weights that a step of one token reads."""
         return int(self._decoder.weight_bytes)
 
     @property
@@ -155,8 +132,8 @@ class NativeDecoder:
         return self._layers.stop == self.spec.num_layers
 
     def forward(self, batch: ForwardBatch, storage: Storage, entering: torch.Tensor | None = None) -> torch.Tensor:
-        """Feeds the batch's tokens, writes their keys and values; normed hidden states [L, H] of `logit_rows`, or the
-        stream [T, H] where other stages follow. `entering` [T, H]: the stream as the stage before has left it."""
+        """Compute the batch's tokens, write their KV cache, and return the normed hidden states [L, H] of `logit_rows`,
+        or the residual stream [T, H] if other stages follow. `entering` [T, H]: the previous stage's stream."""
         self._bind(storage)
         num_rows = len(batch.logit_rows) if self.is_last_stage else len(batch.token_ids)
         hidden = torch.empty(num_rows, self.spec.hidden_size)
@@ -184,10 +161,10 @@ class NativeDecoder:
     def best_logits(
         self, hidden: torch.Tensor, mode: Mode = "eager", adapters: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best tokens and their logits, without writing all of them down."""
-        places, values = torch.empty(hidden.shape[0], dtype=torch.int64), torch.empty(hidden.shape[0])
-        self._decoder.best_logits(hidden.contiguous(), places, values, adapters)
-        return places, values
+        """Return the argmax tokens and their logits, without storing the other logits."""
+        token_ids, values = torch.empty(hidden.shape[0], dtype=torch.int64), torch.empty(hidden.shape[0])
+        self._decoder.best_logits(hidden.contiguous(), token_ids, values, adapters)
+        return token_ids, values
 
     @property
     def direct(self) -> NativeDecoder | None:
@@ -195,45 +172,46 @@ class NativeDecoder:
 
     @property
     def expert_rows(self) -> tuple[int, int]:
-        """Where ranks have whole experts: rows of experts that this one has computed, and that others have sent it."""
+        """Return, with expert parallelism, how many expert rows this rank has computed and received from others."""
         return int(self._decoder.computed_rows), int(self._decoder.received_rows)
 
     def expert_counts(self) -> dict[str, list[int]]:
-        """Tokens that have chosen each expert so far, by the name of the layer's router."""
+        """Return the number of tokens routed to each expert so far, by name of the layer's router."""
         counts = self._decoder.expert_counts
         return {name: list(counts[layer]) for layer, name in self._routers.items()}
 
     @property
     def kernel_s(self) -> float:
-        """Seconds spent in kernels so far, by their own clock."""
+        """Return the seconds spent in kernels so far, as measured in the native code."""
         return float(self._decoder.kernel_s)
 
-    def greedy_next(self, rows: DrawingRows, storage: Storage) -> list[int]:
+    def greedy_next(self, rows: StepRows, storage: Storage) -> list[int]:
         self._bind(storage)
-        tokens: list[int] = self._decoder.best_next(*rows)
+        tokens: list[int] = self._decoder.greedy_next(*rows)
         return tokens
 
-    def draw_next(self, rows: DrawingRows, params: DrawParams, storage: Storage) -> list[int]:
+    def draw_next(self, rows: StepRows, params: DrawParams, storage: Storage) -> list[int]:
         self._bind(storage)
         tokens: list[int] = self._decoder.draw_next(*rows, *params)
         return tokens
 
-    def logits_next(self, rows: DrawingRows, storage: Storage) -> torch.Tensor:
+    def logits_next(self, rows: StepRows, storage: Storage) -> torch.Tensor:
         self._bind(storage)
-        out = self._room_for(sum(rows.num_wanted))
+        out = self._logits_buffer(sum(rows.num_outputs))
         self._decoder.logits_next(*rows, out)
         return out
 
-    def _room_for(self, num_lines: int) -> torch.Tensor:
-        """[num_lines, vocab]; fresh pages for megabytes of logits would cost more than some of the arithmetic."""
-        if num_lines > KEPT_LINES:
-            return torch.empty(num_lines, self.spec.vocab_size)
-        if num_lines > len(self._logits):
-            self._logits = torch.empty(num_lines, self.spec.vocab_size)
-        return self._logits[:num_lines]
+    def _logits_buffer(self, num_rows: int) -> torch.Tensor:
+        """Return a buffer [num_rows, vocab], reused if small: page faults of fresh memory would cost more than filling
+        it."""
+        if num_rows > MAX_KEPT_LOGITS_ROWS:
+            return torch.empty(num_rows, self.spec.vocab_size)
+        if num_rows > len(self._logits):
+            self._logits = torch.empty(num_rows, self.spec.vocab_size)
+        return self._logits[:num_rows]
 
     def _bind(self, storage: Storage) -> None:
-        """Tells the kernels where the cache lies; once, unless it moves."""
+        """Pass the addresses of the cache to the kernels, when the storage is new."""
         if self._cache_owner is storage:
             return
         for number, (layer, mixer) in enumerate(self._native_layers()):
@@ -269,11 +247,11 @@ class NativeDecoder:
             return
         for prefix in ("", "index_") if mixer.compression.indexer else ("",):
             inputs, made = f"{prefix}inputs_of_entries", f"{prefix}compressed"
-            places = storage.group(layer, inputs), fields[inputs], storage.group(layer, made), fields[made]
-            self._decoder.bind_compressed_cache(number, prefix == "index_", *places)
+            caches = storage.group(layer, inputs), fields[inputs], storage.group(layer, made), fields[made]
+            self._decoder.bind_compressed_cache(number, prefix == "index_", *caches)
 
     def _native_layers(self) -> Iterator[tuple[int, MixerSpec]]:
-        """The layer and mixer of each layer of the native decoder, which has a second mixer as a layer before."""
+        """Yield layer number and mixer of each native layer; a second mixer is a native layer of its own, the first."""
         for number in self._layers:
             yield from ((number, mixer) for mixer in reversed(self.spec.layers[number].mixers))
 
@@ -290,7 +268,7 @@ class NativeDecoder:
         self._decoder.set_logit_scale(spec.logit_scale)
 
     def _load_ends(self) -> tuple[Any, Any]:
-        """Embedding and head."""
+        """Load embedding and head."""
         spec, parts = self.spec, self._parts
         matrix = parts.packer.matrix("embed.weight")
         embedding = parts.over(matrix, "embed", is_embedding=True)
@@ -308,7 +286,7 @@ class NativeDecoder:
                 self._decoder.set_connected_streams(end, streams.num_rounds, streams.eps, streams.norm_eps)
 
     def _streams_of_layer(self, number: int) -> dict[str, Any]:
-        """What a layer does to several streams, as arguments of its frame"""
+        """Return the weights of a layer over several streams, as arguments of its frame."""
         parts, name = self._parts, f"layers.{number}"
         match self.spec.streams:
             case AltUp() as altup:
@@ -320,7 +298,7 @@ class NativeDecoder:
                 return {}
 
     def _add_layer(self, number: int, regions: LayerRegions, ropes: Mapping[RopeSpec, int]) -> None:
-        """The regions of a layer as the arguments of one call; a second mixer is a layer whose result is held back."""
+        """Add a layer to the native decoder; a second mixer becomes a layer before it, whose result is held back."""
         project, attend, add, feed = regions.project, regions.attend, regions.add, regions.feed
         if regions.side is not None:
             side, side_add = regions.side
@@ -524,22 +502,12 @@ class NativeDecoder:
         }
 
 
-class Site(NamedTuple):
-    """A matrix that adapters may change."""
-
-    number: int
-    rows: int
-    columns: int
-    is_embedding: bool
-    own_rows: tuple[int, int] | None = None  # of the whole matrix, where other ranks have others
-
-
 class NativeAdapterSlots:
-    """The adapters of a native decoder, packed as its kernels read them."""
+    """The adapter slots of a native decoder; adapters are packed as its kernels read them."""
 
     version = 0
 
-    def __init__(self, decoder: Any, parts: _Parts, number: int, spec: ModelSpec) -> None:
+    def __init__(self, decoder: Any, parts: NativeWeights, number: int, spec: ModelSpec) -> None:
         sites = parts.sites
         self.number = number
         self._decoder = decoder
@@ -552,9 +520,9 @@ class NativeAdapterSlots:
         return set(self._sites)
 
     def put(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        """Let a slot hold an adapter; of several ranks each takes its rows of the matrices that it has."""
-        here = ((self._sites[name], part) for name, part in matrices.items() if name in self._sites)
-        self._decoder.set_adapter(slot, [self._part(site, part) for site, part in here])
+        """Store an adapter in a slot; each rank stores its own rows of the matrices that it has."""
+        own = ((self._sites[name], part) for name, part in matrices.items() if name in self._sites)
+        self._decoder.set_adapter(slot, [self._part(site, part) for site, part in own])
 
     def _part(self, site: Site, part: LowRank) -> tuple[int, Any, Any, torch.Tensor | None]:
         a, b, gain = part.a, part.b, part.gain
@@ -574,165 +542,8 @@ def _growth(growth: QueryGrowth) -> dict[str, Any]:
     return {"growth": growth.beta, "growth_length": growth.length, "growth_first": growth.first}
 
 
-class _Parts:
-    """Weights by name, in the forms the native decoder is built from."""
-
-    def __init__(
-        self, weights: Weights, dense: Dense, packer: Packer, has_norm_biases: bool, shard: RankShard | None = None
-    ) -> None:
-        self.weights, self.dense, self.packer, self.shard = weights, dense, packer, shard
-        self.has_norm_biases = has_norm_biases
-        self.sites: dict[str, Site] = {}  # matrices that adapters may change, in the order of their numbers
-
-    def vector(self, name: str) -> torch.Tensor:
-        return self.dense(self.weights.get(name)).float().contiguous()
-
-    def norm(self, name: str | None) -> Any:
-        if name is None:
-            return None
-        bias = self.vector(f"{name}.bias") if self.has_norm_biases else None
-        return native().Norm(self.vector(f"{name}.weight"), bias)
-
-    def linear(self, name: str, has_bias: bool = False) -> Any:
-        matrix = self.packer.matrix(f"{name}.weight")
-        bias = self.vector(f"{name}.bias") if has_bias else None
-        return native().Linear(matrix, bias, self._site(name, matrix), **self._cut(name))
-
-    def _cut(self, name: str) -> dict[str, Any]:
-        """What of a matrix this rank has, as arguments of a linear."""
-        return {} if self.shard is None else {"borders": self.shard.borders(name), "rank": self.shard.rank}
-
-    def input_borders(self, name: str) -> list[int]:
-        return [] if self.shard is None else self.shard.input_borders(name)
-
-    def over(self, matrix: Any, name: str, *, is_embedding: bool = False) -> Any:
-        """The embedding's matrix under a name by which adapters find it."""
-        site = self._site(name, matrix, is_embedding=is_embedding, cut_as="embed")
-        return native().Linear(matrix, None, site, **self._cut("embed"))
-
-    def table(self, name: str) -> Any:
-        """A matrix that adapters don't change."""
-        return native().Linear(self.packer.matrix(f"{name}.weight"), None, **self._cut(name))
-
-    def _site(self, name: str, matrix: Any, *, is_embedding: bool = False, cut_as: str | None = None) -> int:
-        """The number under which adapters find a matrix. `cut_as`: the matrix that ranks cut, by default this one."""
-        own = None if self.shard is None else self.shard.own_rows(cut_as or name)
-        rows, columns = (matrix.cols, matrix.rows) if is_embedding else (matrix.rows, matrix.cols)
-        if is_embedding and self.shard is not None:  # every rank looks up what is added to any token
-            columns = self.shard.whole_rows([cut_as or name]) or columns
-        number = self.sites[name].number if name in self.sites else len(self.sites)
-        self.sites[name] = Site(number, rows, columns, is_embedding, own)
-        return number
-
-    def plain(self, name: str) -> torch.Tensor:
-        """The values of a matrix as the file has them, or as float16 where it is quantised"""
-        raw = self.weights.get(name)
-        return self.dense(raw).to(torch.float16) if raw.quant else raw.data
-
-    def plain_linears(self, matrices: torch.Tensor) -> list[Any]:
-        """[count, rows, columns] as one matrix each, not quantised"""
-        raws = (RawTensor("", tuple(matrix.shape), matrix.contiguous()) for matrix in matrices)
-        packed = (pack_as(kind_of(raw, "none"), raw, self.dense) for raw in raws)
-        return [native().Linear(matrix, None) for matrix in packed]
-
-    def linears(self, matrices: Matrices) -> list[Any]:
-        made = {name: self.linear(name, matrices.has_bias) for name in dict.fromkeys(matrices.names)}
-        return [made[name] for name in matrices.names]  # values that are keys have the same matrix
-
-    def row_groups(self, name: str, count: int) -> list[Any]:
-        """The rows of a matrix in groups, each of which has an input of its own"""
-        return [native().Linear(matrix, None) for matrix in self.packer.row_groups(f"{name}.weight", count)]
-
-    def entries(self, name: str) -> Any:
-        return native().CompressedEntries(self.vector(f"{name}_bias"), self.vector(f"{name}_norm.weight"))
-
-    def connection(self, name: str) -> Any:
-        weight = self._float_linear(f"{name}.weight")
-        return native().Connection(weight, self.vector(f"{name}_base"), self.vector(f"{name}_scale"))
-
-    def altup(self, name: str, altup: AltUp) -> Any:
-        return native().AltUp(
-            router=self._float_linear(f"{name}.altup_router.weight"),
-            router_norm=self.vector(f"{name}.altup_router_norm.weight"),
-            predict=self.vector(f"{name}.altup_predict.weight"),
-            correct=self.vector(f"{name}.altup_correct.weight"),
-            scale=self.vector(f"{name}.altup_scale") if altup.has_output_scale else None,
-            left=self.linear(f"{name}.branch_left"),
-            right=self.linear(f"{name}.branch_right"),
-            branch_norm=self.norm(f"{name}.branch_norm"),
-        )
-
-    def _float_linear(self, name: str) -> Any:
-        """A small matrix whose products are wanted to the last bit"""
-        (linear,) = self.plain_linears(self.vector(name).unsqueeze(0))
-        return linear
-
-    def mlp(self, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> Any:
-        *gate, up = self.linears(gate_up)
-        first = gate[0] if gate else None
-        return native().Mlp(first, up, *self.linears(down), spec.activation, spec.sparsity_cutoff)
-
-    def moe(self, region: Experts) -> Any:
-        spec = region.spec
-        owners = None if self.shard is None else self.shard.experts(region.ups)
-        numbers: Sequence[int] = range(spec.num_experts)
-        if owners is not None and self.shard is not None:
-            numbers = [number for number, ranks in enumerate(owners) if self.shard.rank in ranks]
-        gates = [None] * len(numbers) if region.gates is None else self._experts(region.gates, spec.expert)
-        ups, downs = (self._experts(name, spec.expert) for name in (region.ups, region.downs))
-        made = (native().Mlp(*parts, spec.expert.activation) for parts in zip(gates, ups, downs, strict=True))
-        here = dict(zip(numbers, made, strict=True))
-        experts = [here.get(number) for number in range(spec.num_experts)]
-        (router,) = self.linears(region.router)
-        latent = [self.linears(matrices)[0] for matrices in region.latent] if region.latent else [None, None]
-        return native().Moe(
-            router,
-            experts,
-            self._routing(region),
-            shared=None if region.shared is None or spec.shared is None else self.mlp(*region.shared, spec.shared),
-            shared_gate=self._optional(region.shared_gate and f"{region.shared_gate}.weight"),
-            router_norm=self._router_norm(region),
-            latent_in=latent[0],
-            latent_out=latent[1],
-            owners=owners or [],
-        )
-
-    def _experts(self, name: str, spec: MlpSpec) -> list[Any]:
-        """One linear per expert"""
-        matrices = self.packer.experts(f"{name}.weight")
-        biases = self.vector(f"{name}.bias").unbind() if spec.bias else [None] * len(matrices)
-        return [
-            native().Linear(matrix, bias, self._site(f"{name}.{expert}", matrix, cut_as=name), **self._cut(name))
-            for expert, (matrix, bias) in enumerate(zip(matrices, biases, strict=True))
-        ]
-
-    def _routing(self, region: Experts) -> Any:
-        routing = region.spec.routing
-        return native().Routing(
-            region.spec.num_active,
-            score=routing.score,
-            renormalize=routing.renormalize,
-            epsilon=routing.epsilon,
-            choice_bias=self._optional(region.choice_bias),
-            num_groups=routing.num_groups,
-            kept_groups=routing.kept_groups,
-            judged_by=1 if routing.group_score == "best" else 2,
-            scale=routing.scale,
-            expert_scales=self._optional(region.expert_scales),
-            weights_input=routing.weights_input,
-            table=None if region.table is None else self.dense(self.weights.get(region.table)).int().contiguous(),
-        )
-
-    def _optional(self, name: str | None) -> torch.Tensor | None:
-        return None if name is None else self.vector(name).view(-1)
-
-    def _router_norm(self, region: Experts) -> torch.Tensor | None:
-        weight = self._optional(region.router_norm and f"{region.router_norm}.weight")
-        return None if weight is None else weight * len(weight) ** -0.5
-
-
 def _split(project: NormProject, num_last: int) -> tuple[NormProject, NormProject]:
-    """What the first and the last matrices project"""
+    """Split stacked input projections into the first ones and the last `num_last`."""
     matrices = project.projection
     first, last = (replace(matrices, names=names) for names in (matrices.names[:-num_last], matrices.names[-num_last:]))
     return replace(project, projection=first), replace(project, projection=last)

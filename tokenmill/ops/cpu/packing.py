@@ -1,9 +1,9 @@
-"""Packs checkpoint tensors into the kernels' panels. The values of the file are kept: nothing is rounded again.
+"""Packs checkpoint tensors into the panels that the native kernels read. Quantised values are not requantised.
 
-Block formats without a packed form of their own are expanded and kept as float16; the smallest error of all choices
-(relative 2^-11) at the price of memory. Plain tensors keep their type.
+Block formats without a packed form are expanded to float16, which has the smallest error of the available types
+(relative 2^-11) but takes more memory. Unquantised tensors keep their dtype.
 
-Packed matrices may come from elsewhere (`PackedMatrices`): then the checkpoint's tensor is not touched.
+Packed matrices may also come from a cache (`PackedMatrices`); then the checkpoint's tensor is not read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PACKED_QUANTS = frozenset(
     {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"}
     | {"G4", "G8", "NF4", "FP4", "NV4", "F8"}
 )
-GROUPED = ("G4", "G8", "NF4", "FP4", "F8")  # scales of a few blocks are kept once where they are the same: "G4:4"
+GROUPED = ("G4", "G8", "NF4", "FP4", "F8")  # equal scales of neighbouring blocks are stored once: "G4:4"
 _PLAIN_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ORDERED = "@"
-ALIGNMENT = 64  # of a packed matrix, in bytes
+ALIGNMENT = 64  # bytes, of a packed matrix
 
 Dense = Callable[[RawTensor], torch.Tensor]
-"""Plain values of a raw tensor, in float32."""
+"""Returns the dequantised values of a raw tensor, in float32."""
 Quantization = Literal["none", "int8"]
 Bytes = NDArray[np.uint8]
 
@@ -41,7 +41,7 @@ class Weights(Protocol):
 
 
 class PackedSection(Protocol):
-    """Some matrices of one kind and shape."""
+    """Packed matrices of one kind and shape, stored together."""
 
     @property
     def kind(self) -> str: ...
@@ -54,18 +54,18 @@ class PackedSection(Protocol):
 
 
 class PackedMatrices(Protocol):
-    """Where packed matrices come from and go to, by the names of their weights."""
+    """A cache of packed matrices, by name of the weight."""
 
     def find(self, name: str) -> tuple[PackedSection, Bytes] | None: ...
 
     def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes | None:
-        """Memory to pack into; None: wherever there is some."""
+        """Return memory to pack into; None if the packer shall allocate it."""
         ...
 
 
 @dataclass(frozen=True)
 class Packer:
-    """The matrices of a checkpoint, packed."""
+    """Packs the matrices of a checkpoint."""
 
     weights: Weights
     dense: Dense
@@ -74,15 +74,15 @@ class Packer:
     kept: PackedMatrices | None = None
 
     def matrix(self, name: str) -> Any:
-        """The weight [rows, columns]."""
+        """Pack a weight [rows, columns]."""
         return self._matrices(name, lambda: [self.weights.get(name)])[0]
 
     def experts(self, name: str) -> list[Any]:
-        """The weight [experts, rows, columns] as one matrix per expert."""
+        """Pack a weight [experts, rows, columns] as one matrix per expert."""
         return self._matrices(name, lambda: _slices(self.weights.get(name)))
 
     def row_groups(self, name: str, count: int) -> list[Any]:
-        """The weight [count * rows, columns] as so many matrices."""
+        """Pack a weight [count * rows, columns] as `count` matrices."""
 
         def groups() -> list[RawTensor]:
             raw = self.weights.get(name)
@@ -95,31 +95,31 @@ class Packer:
         found = None if self.kept is None else self.kept.find(name)
         if found is not None:
             section, packed = found
-            each = packed.reshape(section.count, -1)
-            return [native().matrix_over(section.kind, section.rows, section.cols, one) for one in each]
+            matrices = packed.reshape(section.count, -1)
+            return [native().matrix_over(section.kind, section.rows, section.cols, one) for one in matrices]
         raws = load()
         kind = kind_of(raws[0], self.quantization)
         (rows, cols), count = raws[0].shape, len(raws)
         num_bytes = native().packed_bytes(kind, rows, cols)
-        room = None if self.kept is None else self.kept.reserve(name, kind, rows, cols, count, count * num_bytes)
-        places = [None] * count if room is None else list(room.reshape(count, -1))
-        return [pack_as(kind, raw, self.dense, self.threads, to) for raw, to in zip(raws, places, strict=True)]
+        buffer = None if self.kept is None else self.kept.reserve(name, kind, rows, cols, count, count * num_bytes)
+        outputs = [None] * count if buffer is None else list(buffer.reshape(count, -1))
+        return [pack_as(kind, raw, self.dense, self.threads, to) for raw, to in zip(raws, outputs, strict=True)]
 
 
 def _as_g8(blocks: torch.Tensor) -> torch.Tensor:
-    """bitsandbytes' int8 as G8: a third number in front, and unsigned"""
+    """Convert bitsandbytes' int8 blocks to G8: scale / 127, a zero point of 128, and unsigned codes."""
     scales = blocks[..., :4].contiguous().view(torch.float32) * (1 / 127)
     header = torch.cat((scales, torch.full_like(scales, 128.0)), dim=-1)
     return torch.cat((header.view(torch.uint8), blocks[..., 4:] ^ 128), dim=-1)
 
 
 def _as_nv4(blocks: torch.Tensor) -> torch.Tensor:
-    """The inverse of the number by which scales are divided"""
+    """Convert NV4D blocks to NV4: the divisor of the scales becomes a factor."""
     inverse = 1 / blocks[..., :4].contiguous().view(torch.float32)
     return torch.cat((inverse.view(torch.uint8), blocks[..., 4:]), dim=-1)
 
 
-# Formats that differ from a packed one in the order in which their maker rounds.
+# Formats that equal a packed format but for the order of roundings in their reference implementation.
 _VARIANTS: dict[str, tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "B8": ("G8", 36, _as_g8),
     "NV4D": ("NV4", 22, _as_nv4),
@@ -135,7 +135,7 @@ def _without_variant(raw: RawTensor) -> RawTensor:
 
 
 def kind_of(raw: RawTensor, quantization: Quantization) -> str:
-    """The packed form that a tensor gets; with "@" where its columns are put into another order."""
+    """Return the packed kind of a tensor; with a suffix "@" if its columns are reordered (act order)."""
     if raw.ordered is not None:
         return f"{kind_of(raw.ordered.blocks, quantization)}{ORDERED}"
     quant = _VARIANTS[raw.quant][0] if raw.quant in _VARIANTS else raw.quant
@@ -172,8 +172,8 @@ def _slices(raw: RawTensor) -> list[RawTensor]:
 
 @cache
 def layout_digest() -> str:
-    """A digest of how the kernels lay out every kind; a cache of packed bytes is valid for one digest only."""
-    rows, cols = 40, 512  # panels that are full and one that is not, super-blocks and blocks
+    """Return a digest of the kernels' memory layout of every kind; a cache of packed bytes is valid for one digest."""
+    rows, cols = 40, 512  # covers full and partial panels, super-blocks and blocks
     digest = hashlib.sha256()
     for kind in (*sorted(PACKED_QUANTS), *(f"{kind}:4" for kind in GROUPED), *_PLAIN_KINDS.values()):
         row_bytes = native().source_row_bytes(kind, cols)
@@ -193,7 +193,7 @@ def aligned_bytes(count: int) -> Bytes:
 def quantized_q8(values: torch.Tensor) -> torch.Tensor:
     """float32 [rows, columns] → Q8_0 blocks, uint8 [rows, columns / 32 * 34]"""
     blocks = values.view(values.shape[0], -1, 32)
-    scales = (blocks.abs().amax(-1, keepdim=True) / 127).to(torch.float16)  # rounded first: numbers fit what is stored
+    scales = (blocks.abs().amax(-1, keepdim=True) / 127).to(torch.float16)  # codes are computed from the stored scale
     divisor = torch.where(scales == 0, 1.0, scales.float())
     numbers = (blocks / divisor).round().clamp(-127, 127).to(torch.int8)
     return torch.cat([scales.view(torch.uint8), numbers.view(torch.uint8)], dim=-1).flatten(1)

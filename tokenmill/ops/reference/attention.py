@@ -1,19 +1,19 @@
-"""Attention over a paged KV cache, in float32: a step is cut into tasks of equal shape, once for all layers of a cache
-group, and each task computes scores, softmax and weighted values.
+"""Attention over a paged KV cache, in float32 torch.
 
-A task is B rows with Q queries each, over N blocks each. Rows with one query (decoding) are gathered into tasks of
-similar context length; a prompt chunk becomes tasks of one row and at most MAX_QUERIES queries:
+A step is split into tasks, once for all layers of a cache group; each task computes scores, softmax and weighted
+values. A task has B rows with Q queries each, over N blocks each. Decoding rows (one query) of similar context length
+share a task; a prompt chunk becomes tasks of one row and at most MAX_QUERIES queries:
 
     keys of a task, N * block_size of them:   [ block first | block first+1 | ... | block first+N-1 ]
     visible to a query at position p:               p - window < key position <= p, or from its chunk's beginning on
 
-N is rounded up for decoding rows, by a quarter at most, so that rows of similar length share a task while a row's
-arithmetic has the same shape whatever its neighbours are; the surplus is masked. A task gathers only blocks that one of
-its queries can see.
+For decoding rows N is rounded up by at most a quarter and the surplus is masked: rows of similar length share a task,
+and yet the shape of a row's arithmetic does not depend on the other rows. A task gathers only blocks that at least one
+of its queries can see.
 
-Queries of G heads that share a key head are computed together. A slot that no query of a task sees may hold anything,
-even NaN left by another request that failed. Its score is masked; its weight is then 0, and only if 0 * NaN has spread
-are such values cleared and the product taken again.
+Queries of the G heads that share a KV head are computed together. A slot that no query of a task sees may hold any
+value, even NaN left by a failed request. Its score is masked and its weight is 0; if 0 * NaN made the result NaN, such
+values are zeroed and the product is repeated.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.reference.elementwise import softcap
 from tokenmill.ops.reference.kv_rounding import rounded
 
-MAX_QUERIES = 128  # of one task: bounds the scores [heads, Q, keys]
-MAX_GATHERED_KEYS = 16384  # of one decoding task: bounds the gathered copy; a longer row makes a task of its own
+MAX_QUERIES = 128  # per task: limits the size of the scores [heads, Q, keys]
+MAX_GATHERED_KEYS = 16384  # per decoding task: limits the gathered copy; a longer row gets its own task
 
 
 @dataclass(frozen=True)
 class AttentionTask:
-    tokens: torch.Tensor  # int64 [B * Q], which of the step's tokens these queries are
+    tokens: torch.Tensor  # int64 [B * Q], the step's tokens that are the queries
     blocks: torch.Tensor  # int64 [B * N]
     visible: torch.Tensor  # bool [B, Q, N * block_size]
 
@@ -47,13 +47,13 @@ AttentionPlan = list[AttentionTask]
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a token looks: `window` tokens, itself included, or to the last multiple of `window`"""
+    """The keys that a query sees: the last `window`, itself included, or those since a multiple of `window`."""
 
     window: int | None
     is_chunked: bool = False
 
     def oldest(self, position: torch.Tensor) -> torch.Tensor:
-        """The positions of the oldest keys that queries at these positions see"""
+        """Return the positions of the oldest keys that queries at these positions see."""
         if self.window is None:
             return torch.zeros_like(position)
         if self.is_chunked:
@@ -61,7 +61,7 @@ class Reach:
         return (position - self.window + 1).clamp(min=0)
 
     def first_block(self, position: int, block_size: int) -> int:
-        """The block that holds the oldest key a query at `position` sees"""
+        """Return the index of the block with the oldest key that a query at `position` sees."""
         if self.window is None:
             return 0
         oldest = position // self.window * self.window if self.is_chunked else max(0, position - self.window + 1)
@@ -73,18 +73,18 @@ def plan_attention(batch: ForwardBatch, group: int, window: int | None, *, is_ch
     starts: list[int] = batch.query_starts.tolist()
     contexts: list[int] = batch.context_lens.tolist()
     table = batch.groups[group].block_tables
-    alike: dict[int, list[int]] = {}  # decoding rows by their number of blocks, rounded up
+    by_blocks: dict[int, list[int]] = {}  # decoding rows by their rounded number of blocks
     tasks: AttentionPlan = []
     for row, context in enumerate(contexts):
         begin, end = starts[row], starts[row + 1]
         if end - begin == 1:
-            alike.setdefault(_rounded_blocks(context, reach, batch.block_size), []).append(row)
+            by_blocks.setdefault(_rounded_blocks(context, reach, batch.block_size), []).append(row)
             continue
         for first in range(begin, end, MAX_QUERIES):
             last = min(first + MAX_QUERIES, end)
             span = (context - (end - first), context - (end - last))  # positions of these queries
             tasks.append(_chunk_task(range(first, last), span, table[row], reach, batch.block_size))
-    for num_blocks, rows in alike.items():
+    for num_blocks, rows in by_blocks.items():
         size = max(1, MAX_GATHERED_KEYS // (num_blocks * batch.block_size))
         for first in range(0, len(rows), size):
             tasks.append(_decoding_task(rows[first : first + size], num_blocks, batch, table, reach))
@@ -92,7 +92,7 @@ def plan_attention(batch: ForwardBatch, group: int, window: int | None, *, is_ch
 
 
 def _rounded_blocks(context: int, reach: Reach, block_size: int) -> int:
-    """1 2 3 4 5 6 7 8 10 12 14 16 20 24 28 32 40 ...: four sizes between powers of two"""
+    """Round the number of visible blocks up to 1 2 3 4 5 6 7 8 10 12 14 16 20 24 28 32 40 …: four sizes per octave."""
     needed = (context - 1) // block_size + 1 - reach.first_block(context - 1, block_size)
     step = max(1, 1 << (needed - 1).bit_length() >> 3)
     return -(-needed // step) * step
@@ -101,7 +101,7 @@ def _rounded_blocks(context: int, reach: Reach, block_size: int) -> int:
 def _chunk_task(
     tokens: range, span: tuple[int, int], table: torch.Tensor, reach: Reach, block_size: int
 ) -> AttentionTask:
-    """Queries at positions [span[0], span[1]) of one row; `table` is the row's own, int32 [max_blocks]."""
+    """Make the task of queries at positions [span[0], span[1]) of one row with this block table, int32 [max_blocks]."""
     device = table.device
     first = reach.first_block(span[0], block_size)
     blocks = table[first : (span[1] - 1) // block_size + 1].long()
@@ -119,7 +119,7 @@ def _decoding_task(
     numbers = (reach.oldest(queries) // batch.block_size).unsqueeze(1) + torch.arange(
         num_blocks, device=table.device
     )  # [B, N]
-    # Surplus columns may lie beyond the table: any existing block will do, none of its keys is visible.
+    # Surplus columns may exceed the table: any existing block will do, since its keys are masked.
     blocks = table[chosen].long().gather(1, numbers.clamp(max=table.shape[1] - 1))
     offsets = torch.arange(batch.block_size, device=table.device)
     keys = (numbers.unsqueeze(2) * batch.block_size + offsets).flatten(1)  # [B, N * block_size]
@@ -154,8 +154,8 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
 def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args: AttentionArgs) -> torch.Tensor:
     """queries [B * Q, heads, D] → [B * Q, heads, D of the values]"""
     rows, (_, kv_heads, _, dim), num_heads = task.num_rows, cache.keys.shape, queries.shape[1]
-    lines = _head_blocks(task, kv_heads)
-    keys = _gather(cache.keys, cache.key_scales, lines)
+    head_blocks = _head_blocks(task, kv_heads)
+    keys = _gather(cache.keys, cache.key_scales, head_blocks)
     # [B, Q, kv_heads, G, D] → [B, kv_heads, G, Q, D]
     grouped = queries.view(rows, -1, kv_heads, num_heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)) * args.scale
@@ -163,29 +163,29 @@ def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args:
     if args.softcap is not None:
         scores = softcap(scores, args.softcap)
     scores = scores.masked_fill_(~task.visible[:, None, None], float("-inf"))
-    values = _gather(cache.values, cache.value_scales, lines)
+    values = _gather(cache.values, cache.value_scales, head_blocks)
     mixed = mix_values(_softmax(scores, args.sinks).flatten(2, 3), values, task)
     width = mixed.shape[-1]
     return mixed.view(*grouped.shape[:4], width).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, width)
 
 
 def _head_blocks(task: AttentionTask, kv_heads: int) -> torch.Tensor:
-    """Where each head of each block lies when the cache is seen as lines [num_blocks * kv_heads]: [B, kv_heads, N]"""
+    """Return the index of each head of each block in a cache viewed as [num_blocks * kv_heads, …]: [B, kv_heads, N]."""
     heads = torch.arange(kv_heads, device=task.blocks.device).view(1, -1, 1)
     return task.blocks.view(task.num_rows, 1, -1) * kv_heads + heads
 
 
-def _gather(cache: torch.Tensor, scales: torch.Tensor | None, lines: torch.Tensor) -> torch.Tensor:
-    """A float32 copy of the task's blocks, [B, kv_heads, N * block_size, D]."""
-    found = torch.index_select(cache.view(-1, cache.shape[2] * cache.shape[3]), 0, lines.flatten())
-    vectors = found.float().view(*lines.shape[:2], -1, cache.shape[3])
+def _gather(cache: torch.Tensor, scales: torch.Tensor | None, head_blocks: torch.Tensor) -> torch.Tensor:
+    """Copy the task's blocks as float32, [B, kv_heads, N * block_size, D]."""
+    found = torch.index_select(cache.view(-1, cache.shape[2] * cache.shape[3]), 0, head_blocks.flatten())
+    vectors = found.float().view(*head_blocks.shape[:2], -1, cache.shape[3])
     if scales is None:
         return vectors
-    return vectors * scales.view(-1, cache.shape[2])[lines.flatten()].view(*vectors.shape[:3], 1)
+    return vectors * scales.view(-1, cache.shape[2])[head_blocks.flatten()].view(*vectors.shape[:3], 1)
 
 
 def mix_values(weights: torch.Tensor, values: torch.Tensor, task: AttentionTask) -> torch.Tensor:
-    """[B, kv_heads, G * Q, S] @ [B, kv_heads, S, D]"""
+    """Multiply softmax weights and values, [B, kv_heads, G * Q, S] @ [B, kv_heads, S, D], ignoring unseen values."""
     mixed = weights @ values
     if bool(mixed.isfinite().all()):
         return mixed
@@ -194,7 +194,7 @@ def mix_values(weights: torch.Tensor, values: torch.Tensor, task: AttentionTask)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Over the keys; a sink is one more logit per head that takes its share and brings no value."""
+    """Softmax over the keys; a sink is one more logit per head, which takes weight but has no value."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     column = sinks.float().view(1, scores.shape[1], scores.shape[2], 1, 1).expand(*scores.shape[:4], 1)

@@ -1,10 +1,11 @@
-"""Attention over a window and compressed entries, in plain torch, row by row.
+"""Attention over a sliding window and compressed entries, in plain torch, row by row.
 
-    1  the step's keys, and what entries will be made of, go into the cache
-    2  entries that the step's tokens complete are made and written, each token's share into its own slot
-    3  a row's queries look at the keys of their windows and at the complete entries before them
+    1  write the step's keys, and the inputs of future entries, to the cache
+    2  compute the entries that the step's tokens complete and write them, a part to the slot of each of their tokens
+    3  attend: a query sees the keys of its window and the complete entries before it
 
-Keys are values too, so the result is turned back by its query's angle: what a key adds depends on its distance.
+Rotated keys are also the values, so the result is rotated back by the query's angle; then the contribution of a key
+depends on its distance only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from tokenmill.arch.compressed import Compression
 from tokenmill.arch.indexer import Indexer
-from tokenmill.ops.compressed import EntryWeights, KeptField, WindowedInputs
+from tokenmill.ops.compressed import CachedField, EntryWeights, WindowedInputs
 from tokenmill.ops.reference.elementwise import rms_norm
 
 
@@ -42,13 +43,13 @@ def windowed_attend(inputs: WindowedInputs) -> torch.Tensor:
 
 
 def _attend(inputs: WindowedInputs, queries: torch.Tensor, tokens: slice, row: int, context: int) -> torch.Tensor:
-    """Queries [Q, heads, D] of one row, the last of its context → [Q, heads, D]"""
+    """Attend with the queries of one row, [Q, heads, D] → [Q, heads, D]."""
     spec, compression = inputs.spec, inputs.spec.compression
     positions = inputs.batch.positions[tokens]
     first = max(0, int(positions[0]) - spec.window + 1)
-    seen = torch.arange(first, context, device=queries.device)
+    key_positions = torch.arange(first, context, device=queries.device)
     keys = [_read(inputs.window, row, first, context).float()]
-    visible = [(seen <= positions.unsqueeze(1)) & (seen > positions.unsqueeze(1) - spec.window)]
+    visible = [(key_positions <= positions.unsqueeze(1)) & (key_positions > positions.unsqueeze(1) - spec.window)]
     if compression is not None and inputs.entry_fields is not None and context >= compression.rate:
         keys.append(_entries(inputs.entry_fields[1], row, context, compression).float())
         visible.append(_visible_entries(inputs, compression, tokens, row, context))
@@ -56,8 +57,8 @@ def _attend(inputs: WindowedInputs, queries: torch.Tensor, tokens: slice, row: i
     scores = torch.einsum("qhd,kd->qhk", queries, all_keys) * spec.scale
     scores = scores.masked_fill(~mask.unsqueeze(1), float("-inf"))
     sinks = inputs.weights.sinks.view(1, -1, 1).expand(len(queries), -1, 1)
-    shares = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
-    return torch.einsum("qhk,kd->qhd", shares, all_keys)
+    weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+    return torch.einsum("qhk,kd->qhd", weights, all_keys)
 
 
 # ── entries ────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,13 +82,13 @@ def _make_entries(inputs: WindowedInputs, compression: Compression, row: int, st
 
 
 def _entry(
-    source: KeptField, weights: EntryWeights, compression: Compression, row: int, number: int, inputs: WindowedInputs
+    source: CachedField, weights: EntryWeights, compression: Compression, row: int, number: int, inputs: WindowedInputs
 ) -> torch.Tensor:
-    """→ [dim]: the mean of its tokens' numbers, normed and rotated by the angle of its first token"""
+    """Return one entry [dim]: the gated mean of its tokens' values, normed, and rotated by its first token's angle."""
     first, dim = number * compression.rate, len(weights.norm)
     values, gates = _read(source, row, first, first + compression.rate).float().chunk(2, dim=1)
     gates = gates + weights.bias
-    if compression.overlaps:  # [for the next entry | for the token's own]
+    if compression.overlaps:  # a token's values are [those for the next entry | those for its own entry]
         values, gates = values[:, dim:], gates[:, dim:]
         if number:
             earlier, their_gates = _read(source, row, first - compression.rate, first).float().chunk(2, dim=1)
@@ -98,8 +99,8 @@ def _entry(
     return _rotated(normed.unsqueeze(1), inputs.cos_sin[:, first : first + 1])[0, 0]
 
 
-def _entries(field: KeptField, row: int, context: int, compression: Compression) -> torch.Tensor:
-    """All complete entries of a row, [entries, dim]"""
+def _entries(field: CachedField, row: int, context: int, compression: Compression) -> torch.Tensor:
+    """Read all complete entries of a row, [entries, dim]."""
     count = context // compression.rate
     return _read(field, row, 0, count * compression.rate).reshape(count, -1)
 
@@ -107,7 +108,8 @@ def _entries(field: KeptField, row: int, context: int, compression: Compression)
 def _visible_entries(
     inputs: WindowedInputs, compression: Compression, tokens: slice, row: int, context: int
 ) -> torch.Tensor:
-    """bool [Q, entries]: those that were complete when a query's token came, of which an indexer takes the best"""
+    """Return the entries that each query sees, bool [Q, entries]: those complete at its position, of which an indexer
+    takes the top k."""
     complete = (inputs.batch.positions[tokens] + 1) // compression.rate
     count = context // compression.rate
     visible = torch.arange(count, device=complete.device) < complete.unsqueeze(1)
@@ -135,28 +137,28 @@ def _index_scores(
 # ── the cache, and rotation ────────────────────────────────────────────────────────────────────────────
 
 
-def _write(field: KeptField, values: torch.Tensor) -> None:
-    """values [T, numbers] into the tokens' slots"""
+def _write(field: CachedField, values: torch.Tensor) -> None:
+    """Write values [T, …] to the tokens' slots."""
     kept = field.values
     kept.view(-1, kept.shape[-1])[field.tables.slots] = values.to(kept.dtype)
 
 
-def _slots(field: KeptField, row: int, start: int, end: int) -> torch.Tensor:
-    """Where tokens [start, end) of a row have theirs"""
+def _slots(field: CachedField, row: int, start: int, end: int) -> torch.Tensor:
+    """Return the slots of tokens [start, end) of a row."""
     size = field.values.shape[1]
     positions = torch.arange(start, end, device=field.values.device)
     return field.tables.block_tables[row].long()[positions // size] * size + positions % size
 
 
-def _read(field: KeptField, row: int, start: int, end: int) -> torch.Tensor:
-    """[end - start, numbers]"""
+def _read(field: CachedField, row: int, start: int, end: int) -> torch.Tensor:
+    """Read the values of tokens [start, end) of a row, [end - start, …]."""
     return field.values.view(-1, field.values.shape[-1])[_slots(field, row, start, end)]
 
 
 def _rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D]; cos_sin [2, T, half]: the last 2 * half numbers turn, in neighbouring pairs."""
+    """Rotate the last 2 * half dimensions of x [T, heads, D] in neighbouring pairs; cos_sin [2, T, half]."""
     cos, sin = cos_sin.unsqueeze(2)
-    rest, turned = x[..., : -2 * cos.shape[-1]], x[..., -2 * cos.shape[-1] :].float()
-    first, second = turned[..., 0::2], turned[..., 1::2]
+    rest, rotary = x[..., : -2 * cos.shape[-1]], x[..., -2 * cos.shape[-1] :].float()
+    first, second = rotary[..., 0::2], rotary[..., 1::2]
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((rest, pairs.flatten(-2).to(x.dtype)), dim=-1)

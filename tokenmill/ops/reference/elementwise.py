@@ -1,7 +1,7 @@
-"""Norms, rotary positions, gated activations and soft caps: what is computed element by element, or row by row.
+"""Norms, RoPE, gated activations and soft caps: elementwise or row-wise ops in torch.
 
-RMSNorm    x / sqrt(mean(x²) + eps) * weight, in float32 whatever the activations are
-rotation   each pair (x[i], x[i + half]) turns by its token's angle for frequency i
+RMSNorm    x / sqrt(mean(x²) + eps) * weight, computed in float32
+RoPE       each pair (x[i], x[i + half]) is rotated by its token's angle for frequency i
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def add_rms_norm(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D]; cos, sin [T, half] float32, with half <= D / 2. Dimensions beyond 2 * half stay as they are."""
+    """x [T, heads, D]; cos, sin [T, half] float32, with half <= D / 2. Dimensions beyond 2 * half are not changed."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same angle for every head
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return torch.cat((turned, x[..., 2 * half :]), dim=-1) if 2 * half < x.shape[-1] else turned
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, x[..., 2 * half :]), dim=-1) if 2 * half < x.shape[-1] else rotated
 
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -1,5 +1,7 @@
-"""Routed experts: each token goes through its k best experts. Tokens are grouped by expert, so that every chosen expert
-is read once a step; a token's contributions are added in the order of expert ids, whatever the rest of the batch is.
+"""Routed experts in torch: each token uses its top-k experts.
+
+Tokens are grouped by expert, so that each expert's weights are read once per step. A token's results are added in the
+order of expert ids, whatever the rest of the batch is.
 """
 
 from __future__ import annotations
@@ -16,23 +18,23 @@ from tokenmill.ops.reference.elementwise import act_mul, activate
 from tokenmill.ops.reference.linear import multiply
 
 Adapt = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(x, its product with a matrix) → the adapted matrix's product; may change the product"""
+"""(x, product of x and a matrix) → product of x and the adapted matrix; may overwrite its second argument"""
 AdaptExpert = Callable[[int, torch.Tensor], tuple[Adapt, Adapt] | None]
 
 
 def pack_experts(
     gate: RawTensor | None, up: RawTensor, down: RawTensor, dense: Dense, shared: object = None
 ) -> ExpertsWeight:
-    """The shared expert is left to the caller."""
+    """Pack the routed experts; the caller computes the shared expert."""
     ups = dense(up) if gate is None else torch.cat((dense(gate), dense(up)), dim=1)  # [experts, (2 *) inter, H]
     return ExpertsWeight(ups.shape[0], (ups, dense(down)), is_gated=gate is not None)
 
 
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts with the highest scores, of equal ones the first, where `topk` would take any; or those that
-    were looked up."""
+    """Choose the experts with the highest scores, or those looked up by token id. Of equal scores the first is chosen,
+    which `torch.topk` does not guarantee."""
     spec, scores = routing.spec, _scores(logits.float(), routing.spec.score)
-    ids = _best(scores, routing) if routing.chosen is None else routing.chosen
+    ids = _top_k(scores, routing) if routing.chosen is None else routing.chosen
     weights = scores.gather(-1, ids)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.epsilon)
@@ -40,11 +42,11 @@ def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.T
     return weights if routing.expert_scales is None else weights * routing.expert_scales[ids], ids
 
 
-def _best(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
-    wanted = scores if routing.choice_bias is None else scores + routing.choice_bias
+def _top_k(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
+    biased = scores if routing.choice_bias is None else scores + routing.choice_bias
     if routing.spec.num_groups > 1:
-        wanted = wanted.masked_fill(~_kept(wanted, routing.spec), float("-inf"))
-    return wanted.sort(dim=-1, descending=True, stable=True).indices[..., : routing.num_active]
+        biased = biased.masked_fill(~_in_top_groups(biased, routing.spec), float("-inf"))
+    return biased.sort(dim=-1, descending=True, stable=True).indices[..., : routing.num_active]
 
 
 def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
@@ -57,10 +59,10 @@ def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
             return functional.softplus(logits).sqrt()
 
 
-def _kept(wanted: torch.Tensor, spec: RoutingSpec) -> torch.Tensor:
-    """bool [T, experts]: those whose group is among the best"""
-    each = wanted.shape[-1] // spec.num_groups  # not -1: there may be no tokens at all
-    groups = wanted.view(*wanted.shape[:-1], spec.num_groups, each)
+def _in_top_groups(scores: torch.Tensor, spec: RoutingSpec) -> torch.Tensor:
+    """Return which experts belong to one of the best groups, bool [T, experts]."""
+    group_size = scores.shape[-1] // spec.num_groups  # `view` can't infer it (-1) if there are no tokens
+    groups = scores.view(*scores.shape[:-1], spec.num_groups, group_size)
     best = groups.sort(dim=-1, descending=True).values[..., : 1 if spec.group_score == "best" else 2].sum(-1)
     chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., : spec.kept_groups]
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
@@ -75,26 +77,26 @@ def experts(
     activation: Activation,
     adapting: AdaptExpert | None = None,
 ) -> torch.Tensor:
-    """`adapting`: for an expert and its tokens, what adapters add to both of its products"""
+    """`adapting`: for an expert and its tokens, the functions that apply adapters to its two products, if any"""
     gate_up, down = packed.packed
-    order = ids.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
+    order = ids.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
     tokens = order // ids.shape[1]
-    shares = weights.flatten()[order].to(x.dtype).unsqueeze(1)
+    sorted_weights = weights.flatten()[order].to(x.dtype).unsqueeze(1)
     counts = torch.bincount(ids.flatten(), minlength=packed.num_experts).tolist()
     out = torch.zeros_like(x)
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            mine = tokens[start : start + count]
-            added = None if adapting is None else adapting(expert, mine)
-            inner = multiply(x[mine], gate_up[expert], _of(packed.gate_up_bias, expert))
-            inner = inner if added is None else added[0](x[mine], inner)
+            routed = tokens[start : start + count]
+            adapt = None if adapting is None else adapting(expert, routed)
+            inner = multiply(x[routed], gate_up[expert], _of(packed.gate_up_bias, expert))
+            inner = inner if adapt is None else adapt[0](x[routed], inner)
             inner = act_mul(inner, activation) if packed.is_gated else activate(inner, activation)
             inner = inner if packed.gather_inner is None else packed.gather_inner(inner)
             result = multiply(inner, down[expert], _of(packed.down_bias, expert))
-            result = result if added is None else added[1](inner, result)
+            result = result if adapt is None else adapt[1](inner, result)
             result = result if packed.gather_out is None else packed.gather_out(result)
-            out.index_add_(0, mine, result * shares[start : start + count])
+            out.index_add_(0, routed, result * sorted_weights[start : start + count])
             start += count
     return out
 

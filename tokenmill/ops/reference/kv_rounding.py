@@ -1,8 +1,9 @@
-"""Keys and values in one byte a number: each head's vector of a token has a scale of its own.
+"""Quantisation of keys and values to one byte per value, with one scale per token and head.
 
-    scale = largest magnitude / largest number of the format          number = vector / scale, rounded
+    scale = largest magnitude / largest value of the format          quantised = round(vector / scale)
 
-int8 errs by at most half a step, 1/254 of the vector's largest magnitude; fp8 (e4m3) by at most 1/16 of each number.
+The error of int8 is at most half a step, 1/254 of the vector's largest magnitude; that of fp8 (e4m3) at most 1/16 of
+each value.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def rounded(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D] → numbers [..., D] in `dtype` and float32 scales [...]; NaN ends up in the scale."""
+    """[..., D] → quantised values [..., D] in `dtype` and float32 scales [...]; a NaN makes the scale NaN."""
     wide = vectors.float()
     scales = wide.abs().amax(-1) / LARGEST[dtype]
     numbers = wide / scales.clamp(min=1e-30).unsqueeze(-1)

@@ -1,14 +1,14 @@
-"""Latent attention (MLA) in plain torch, always in its absorbed form.
+"""Multi-head latent attention (MLA) in plain torch, always in its absorbed form.
 
-A token leaves one entry in the cache: its latent vector, normed, and a key that is rotated, shared by all heads. A
-head's key is its own projection of the latent; instead of projecting every key, its query is projected the other way:
+The cache has one entry per token: its normed latent vector and a rotated key, shared by all heads. A head's key is a
+projection of the latent; instead of projecting every key, the query is multiplied by the transposed matrix:
 
     q · (W_k c) = (W_k' q) · c          Σ p W_v c = W_v (Σ p c)
 
-So all heads attend to the entries themselves, as if they were one key head, and the latent is the value. A query's
-result then never depends on whether its prompt came whole or in chunks: there is only one way to compute it.
+So all heads attend to the entries directly, as if there were one KV head whose values are the latents. As this is the
+only form, a query's result does not depend on how its prompt is chunked.
 
-Sparse attention is the same over entries that an indexer chose: what it did not choose is as if it were not visible.
+Sparse attention masks the entries that an indexer did not choose.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
     """→ [T, heads * value_dim]"""
     _, rank, nope = inputs.absorb.shape
     queries = inputs.queries.reshape(len(inputs.queries), len(inputs.absorb), -1)
-    plain, turned = queries[..., :nope], queries[..., nope:]
+    unrotated, rotary = queries[..., :nope], queries[..., nope:]
     latent, key = rms_norm(inputs.entries[:, :rank], *inputs.norm[:2]), inputs.entries[:, rank:].unsqueeze(1)
     if inputs.cos_sin is not None:
-        turned, key = rotate(turned, *inputs.cos_sin), rotate(key, *inputs.cos_sin)
+        rotary, key = rotate(rotary, *inputs.cos_sin), rotate(key, *inputs.cos_sin)
     kept = inputs.latents.view(-1, inputs.latents.shape[-1])
     kept[inputs.slots] = torch.cat((latent, key[:, 0]), dim=-1).to(kept.dtype)
-    absorbed = torch.cat((per_head(plain, inputs.absorb), turned), dim=-1)
+    absorbed = torch.cat((per_head(unrotated, inputs.absorb), rotary), dim=-1)
     plan = inputs.plan
     if inputs.choice is not None:
         plan = [replace(task, visible=chosen) for task, chosen in zip(plan, inputs.choice, strict=True)]
@@ -42,8 +42,10 @@ def latent_attend(inputs: LatentInputs) -> torch.Tensor:
 
 
 def choose_entries(inputs: IndexInputs) -> list[torch.Tensor]:
-    """→ for each task of the plan what its queries see, bool [B, Q, N * block_size]. Tasks of other cache groups that
-    look equally far back are the same but for their blocks."""
+    """Return which entries the queries of each task attend to, bool [B, Q, N * block_size].
+
+    The result also fits the plans of other cache groups with the same window: their tasks differ in the blocks only.
+    """
     indexer, kept = inputs.indexer, inputs.kept
     queries = inputs.queries.view(len(inputs.queries), indexer.num_heads, indexer.head_dim)
     keys = layer_norm(inputs.keys, inputs.norm.weight, inputs.norm.bias, inputs.norm.eps).unsqueeze(1)
@@ -70,15 +72,15 @@ def _chosen(
 
 
 def per_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, columns] times each head's own matrix, [heads, rows, columns] → [T, heads, rows]"""
+    """Multiply x [T, heads, columns] by each head's matrix, [heads, rows, columns] → [T, heads, rows]."""
     return torch.stack([multiply(x[:, head], matrix) for head, matrix in enumerate(matrices)], dim=1)
 
 
 def attend_entries(
     queries: torch.Tensor, latents: torch.Tensor, plan: AttentionPlan, scale: float, rank: int
 ) -> torch.Tensor:
-    """queries [T, heads, rank + rope] over entries of that width; the first `rank` values of each are what is mixed →
-    [T, heads, rank]"""
+    """queries [T, heads, rank + rope] over entries of that width, whose first `rank` values are the values → [T, heads,
+    rank]"""
     out = queries.new_empty(*queries.shape[:2], rank)
     for task in plan:
         out[task.tokens] = _attend(queries[task.tokens].float(), latents, task, scale, rank).to(out.dtype)

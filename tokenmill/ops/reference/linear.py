@@ -1,8 +1,8 @@
-"""Matrices as the reference keeps them: one dense tensor in the compute dtype, quantised blocks already expanded.
+"""Matrices of the reference backend: one dense tensor in the compute dtype; quantised blocks are expanded at load.
 
-A row's product must not depend on how many rows it shares a step with. BLAS libraries add up in another order for a
-few rows than for many; from MIN_ROWS on the order stays the same, so smaller inputs are filled up with zeros. A lone
-row costs more that way: the reference is here to be right.
+A row's product must not depend on the number of rows in the step. BLAS libraries use another order of summation for few
+rows than for many; from MIN_ROWS rows on the order is constant, so smaller inputs are padded with zeros. That makes
+single rows slower, but the reference is built to be correct, not fast.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch
 
 
 def multiply(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, columns] @ matrix [rows, columns].T + bias, the same for a row whatever T is"""
+    """Return x [T, columns] @ matrix [rows, columns].T + bias; a row's result does not depend on T."""
     num_rows = x.shape[0]
     if num_rows < MIN_ROWS:
         x = functional.pad(x, (0, 0, 0, MIN_ROWS - num_rows))

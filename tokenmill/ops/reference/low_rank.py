@@ -1,7 +1,7 @@
-"""Adapters by torch: the tokens of each adapter are taken together, one small product after another.
+"""Adapters in torch: one pair of small products per adapter, for all of its tokens together.
 
-A token's result must not depend on the others, so both products are `multiply`, whose order of sums is the same for any
-number of rows.
+A token's result must not depend on the others, so both products use `multiply`, whose order of summation is the same
+for any number of rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TokensBySlot(NamedTuple):
     """The tokens of a step that use adapters."""
 
     slots: torch.Tensor  # [T]
-    tokens: dict[int, torch.Tensor]  # by slot, those that are not 0
+    tokens: dict[int, torch.Tensor]  # token indices by slot, without slot 0
 
 
 class ReferenceLowRankOps:
@@ -119,32 +119,32 @@ class ReferenceLowRankExperts:
         )
 
     def _adapting(self, expert: int, slots: torch.Tensor, *, is_gated: bool) -> tuple[Adapt, Adapt] | None:
-        """For an expert and the slots of its rows: functions that add to the product of gate and up, and of down."""
+        """Return the functions that adapt an expert's gate/up product and its down product; None if no row needs it."""
         rows = {
             slot: (slots == slot).nonzero().view(-1) for slot in torch.unique(slots).tolist() if slot in self._slots
         }
 
         def add_to_inner(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             middle = out.shape[1] // 2 if is_gated else 0
-            for slot, mine in rows.items():
+            for slot, own in rows.items():
                 gate, up, _ = self._slots[slot][expert]
                 for part, span in ((gate, slice(0, middle)), (up, slice(middle, None))):
                     if part is not None:
-                        out[mine, span] = adapted(x[mine], out[mine, span], None, part)
+                        out[own, span] = adapted(x[own], out[own, span], None, part)
             return out
 
         def add_to_down(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            for slot, mine in rows.items():
+            for slot, own in rows.items():
                 down = self._slots[slot][expert][2]
                 if down is not None:
-                    out[mine] = adapted(x[mine], out[mine], None, down)
+                    out[own] = adapted(x[own], out[own], None, down)
             return out
 
         return (add_to_inner, add_to_down) if rows else None
 
 
 def adapted(x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, part: LowRank) -> torch.Tensor:
-    """x [T, columns] and its product with the matrix [T, rows] → the adapted matrix's"""
+    """Turn a product of x [T, columns] and a matrix, [T, rows], into that of x and the adapted matrix."""
     if part.gain is not None:
         own = out if bias is None else out - bias
         out = (out + own * part.gain).to(out.dtype)

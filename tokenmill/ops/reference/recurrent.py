@@ -1,9 +1,8 @@
-"""Recurrent mixers in plain torch, in float32: chunk by chunk of 64 absolute positions (`arch/recurrent.py` has the
-sums).
+"""Recurrent mixers in float32 torch, in chunks of 64 absolute positions (formulas in `arch/recurrent.py`).
 
-A token's result must not depend on how steps cut its sequence. So a chunk is always computed in the same shapes, with
-zeros for tokens that are not there yet: those of earlier steps come from their cells, those of this step are solved one
-after another, each from a row of 64 products with the updates before it.
+A token's result must not depend on how its sequence is split into steps. So a chunk is always computed with the same
+shapes, with zeros for tokens that do not exist yet. Tokens of earlier steps are read from their cells; those of this
+step are solved one after another, each from 64 products with the updates before it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
 class RecurrentRow(NamedTuple):
     """The tokens of one row in a step."""
 
-    begin: int  # of its tokens among the step's
+    begin: int  # index of its first token in the step
     num_tokens: int
-    start: int  # position of the first
-    cells: list[int]  # its blocks of cells
-    states: list[int]  # its slots; entry e is the state behind 64 * (e + 1) tokens
+    start: int  # position of its first token
+    cells: list[int]  # its block table of cells
+    states: list[int]  # its state slots; entry e is the state after 64 * (e + 1) tokens
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def plan_recurrent(batch: ForwardBatch, cells: int, states: int) -> RecurrentPla
 
 
 def recurrent(projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentPlan, args: RecurrentArgs) -> torch.Tensor:
-    """Joint projections [T, q k v z (b) a] → normed and gated outputs [T, values]"""
+    """Stacked projections [T, q k v z (b) a] → normed and gated outputs [T, values]"""
     spec = args.spec
     parts = dict(zip(*zip(*spec.projected_parts, strict=True), strict=True))
     sizes = [spec.conv_size, *(size for name, size in parts.items() if name not in "qkv")]
@@ -57,7 +56,7 @@ def recurrent(projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentPla
     for row in plan.rows:
         own = slice(row.begin, row.begin + row.num_tokens)
         tokens = _tokens(_convolved(inputs[own], cache, plan, row, args), [step[own].float() for step in steps], args)
-        out[own] = _RowChunks(cache, plan, row, spec, tokens, inputs[own]).computed()
+        out[own] = _RowChunks(cache, plan, row, spec, tokens, inputs[own]).compute()
         if args.weights.skip is not None:
             values = tokens.v.view(row.num_tokens, spec.value_heads, spec.value_dim)
             out[own] += (values * args.weights.skip.view(-1, 1)).flatten(1)
@@ -70,7 +69,7 @@ def recurrent(projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentPla
 def _convolved(
     inputs: torch.Tensor, cache: RecurrentCache, plan: RecurrentPlan, row: RecurrentRow, args: RecurrentArgs
 ) -> torch.Tensor:
-    """silu of the convolution [count, channels], float32; taps are added one after another, the oldest first"""
+    """Return silu of the convolution, float32 [count, channels]; taps are added in order, the oldest first."""
     taps, count = args.spec.kernel, len(inputs)
     seen = torch.cat((_inputs_before(cache, plan, row, taps - 1, inputs), inputs)).float()
     total = torch.zeros(inputs.shape, device=inputs.device)
@@ -84,7 +83,7 @@ def _convolved(
 def _inputs_before(
     cache: RecurrentCache, plan: RecurrentPlan, row: RecurrentRow, number: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """The last `number` inputs before a row's first token: from cells of its chunk, from the state's tail before it."""
+    """Read the `number` inputs before a row's first token: from cells within its chunk, else from the state's tail."""
     found = []
     chunk_start = row.start // CHUNK * CHUNK
     for position in range(row.start - number, row.start):
@@ -98,7 +97,7 @@ def _inputs_before(
 
 
 class Tokens(NamedTuple):
-    """What the recurrence reads of T tokens, float32."""
+    """The inputs of the recurrence for T tokens, float32."""
 
     q: torch.Tensor  # [T, key_heads, key_dim]
     k: torch.Tensor
@@ -148,7 +147,7 @@ def _normed(x: torch.Tensor, norm: OutputNorm, weight: torch.Tensor, eps: float)
 
 
 class _RowChunks:
-    """The chunks of one row's tokens, one after another."""
+    """Computes the chunks of one row's tokens in order."""
 
     def __init__(
         self,
@@ -167,8 +166,8 @@ class _RowChunks:
         shape = (spec.value_heads, spec.key_dim, spec.value_dim)
         self.state = cache.states[slot] if slot else torch.zeros(shape, device=inputs.device)
 
-    def computed(self) -> torch.Tensor:
-        """[count, values]"""
+    def compute(self) -> torch.Tensor:
+        """Compute all chunks of the row, [count, values]."""
         row, parts = self.row, []
         position, end = row.start, row.start + row.num_tokens
         while position < end:
@@ -178,7 +177,7 @@ class _RowChunks:
         return torch.cat(parts)
 
     def _chunk(self, first: int, stop: int) -> torch.Tensor:
-        """Tokens at positions [first, stop) of one chunk → [stop - first, values]; its cells and state are written."""
+        """Compute positions [first, stop) of one chunk, [stop - first, values], and write their cells and state."""
         spec, own = self.spec, slice(first - self.row.start, stop - self.row.start)
         at, to = first % CHUNK, first % CHUNK + stop - first
         keys, updates, decays = self._earlier_cells(first)
@@ -187,7 +186,7 @@ class _RowChunks:
         keys[:, at:to] = self.tokens.k[own].transpose(0, 1).to(self.cache.keys.dtype).float()
         for number in range(at, to):
             before = decays[:, number - 1] if number else torch.zeros_like(decays[:, 0])
-            decays[:, number] = before + self.tokens.g[self._line(first, number - at)]
+            decays[:, number] = before + self.tokens.g[self._index(first, number - at)]
         repeats = spec.value_heads // spec.key_heads
         all_keys, all_queries = (  # [value_heads, 64, D]
             part.repeat(repeats, 1, 1) if spec.is_tiled else part.repeat_interleave(repeats, 0)
@@ -200,12 +199,13 @@ class _RowChunks:
             self._next_state(stop, all_keys, updates, decays)
         return out.transpose(0, 1).flatten(1)
 
-    def _line(self, first: int, offset: int) -> int:
+    def _index(self, first: int, offset: int) -> int:
+        """Return the index of position first + offset among the row's tokens of this step."""
         return first - self.row.start + offset
 
     def _earlier_cells(self, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys [key_heads, 64, D], updates [value_heads, 64, D] and decays [value_heads, 64] of the chunk's tokens
-        before this step, zeros behind them."""
+        """Read keys [key_heads, 64, D], updates [value_heads, 64, D] and decays [value_heads, 64] of the chunk's tokens
+        before this step; zeros for later ones."""
         spec, cache, device = self.spec, self.cache, self.state.device
         keys = torch.zeros(spec.key_heads, CHUNK, spec.key_dim, device=device)
         updates = torch.zeros(spec.value_heads, CHUNK, spec.value_dim, device=device)
@@ -222,18 +222,18 @@ class _RowChunks:
     def _solve(
         self, first: int, at: int, to: int, keys: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
     ) -> None:
-        """Fill in the updates of positions [at, to) of the chunk."""
+        """Compute the updates of positions [at, to) of the chunk, in place."""
         tokens, dtype = self.tokens, self.cache.updates.dtype
         if self.spec.rule == "ssd":
-            own = slice(self._line(first, 0), self._line(first, to - at))
+            own = slice(self._index(first, 0), self._index(first, to - at))
             fresh = tokens.v[own] * tokens.strength[own].unsqueeze(-1)
             updates[:, at:to] = fresh.transpose(0, 1).to(dtype).float()
             return
         recalled, products = self._from_state(keys, decays), _products(keys, keys, decays, diagonal=-1)
         for number in range(at, to):
-            line = self._line(first, number - at)
+            index = self._index(first, number - at)
             seen = (products[:, number : number + 1] @ updates).squeeze(1)  # [value_heads, value_dim]
-            fresh = (tokens.v[line] - recalled[:, number] - seen) * tokens.strength[line].unsqueeze(-1)
+            fresh = (tokens.v[index] - recalled[:, number] - seen) * tokens.strength[index].unsqueeze(-1)
             updates[:, number] = fresh.to(dtype).float()
 
     def _outputs(
@@ -243,13 +243,13 @@ class _RowChunks:
         return self._from_state(queries, decays) + _products(queries, keys, decays, diagonal=0) @ updates
 
     def _from_state(self, vectors: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-        """What vectors [heads, 64, D] read of the state before the chunk, as far as it has decayed since"""
+        """Multiply vectors [heads, 64, D] by the state before the chunk, decayed up to each token."""
         if self.spec.has_channel_decays:
             return (vectors * decays.exp()) @ self.state
         return (vectors @ self.state) * decays.exp().unsqueeze(-1)
 
-    def _of_vectors(self, decays: torch.Tensor) -> torch.Tensor:
-        """Factors of vectors [heads, 64, D]"""
+    def _per_channel(self, decays: torch.Tensor) -> torch.Tensor:
+        """Return decays as factors of vectors [heads, 64, D]."""
         return decays if self.spec.has_channel_decays else decays.unsqueeze(-1)
 
     def _cell_decays(self, block: int, token: int) -> torch.Tensor:
@@ -265,15 +265,15 @@ class _RowChunks:
             entry, token = position // self.block_size, position % self.block_size
             block = self.row.cells[entry] if entry < len(self.row.cells) else 0
             if block:
-                cache.conv_inputs[block, token] = self.inputs[self._line(first, number - at)]
+                cache.conv_inputs[block, token] = self.inputs[self._index(first, number - at)]
                 cache.keys[block, :, token] = keys[:, number].to(cache.keys.dtype)
                 cache.updates[block, :, token] = updates[:, number].to(cache.updates.dtype)
                 self._cell_decays(block, token).copy_(decays[:, number])
 
     def _next_state(self, end: int, keys: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor) -> None:
-        """The state behind the chunk that ends at position `end`, kept where the table has a slot for it."""
+        """Compute the state after the chunk that ends at position `end`; cache it if the table has a slot for it."""
         last = decays[:, -1:]
-        kept = keys * self._of_vectors((last - decays).exp())
+        kept = keys * self._per_channel((last - decays).exp())
         faded = last.exp().transpose(1, 2) if self.spec.has_channel_decays else last.exp().unsqueeze(-1)
         self.state = self.state * faded + kept.transpose(1, 2) @ updates
         entry = end // CHUNK - 1
@@ -286,7 +286,7 @@ class _RowChunks:
 
 
 def _products(left: torch.Tensor, right: torch.Tensor, decays: torch.Tensor, diagonal: int) -> torch.Tensor:
-    """left_t·right_j e^{G_t - G_j} [heads, 64, 64] of vectors [heads, 64, D], see `_pairwise`"""
+    """Return left_t·right_j e^{G_t - G_j} [heads, 64, 64] of vectors [heads, 64, D], see `_pairwise`."""
     if decays.dim() == 2:
         return (left @ right.transpose(1, 2)) * _pairwise(decays, diagonal)
     sees = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decays.device).tril(diagonal)
@@ -295,7 +295,7 @@ def _products(left: torch.Tensor, right: torch.Tensor, decays: torch.Tensor, dia
 
 
 def _pairwise(decays: torch.Tensor, diagonal: int) -> torch.Tensor:
-    """e^{G_t - G_j} [heads, 64, 64] for j < t (diagonal -1) or j <= t (0), else 0"""
+    """Return e^{G_t - G_j} [heads, 64, 64] for j < t (diagonal -1) or j <= t (0), else 0."""
     differences = decays.unsqueeze(2) - decays.unsqueeze(1)
     sees = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decays.device).tril(diagonal)
     return differences.masked_fill(~sees, float("-inf")).exp()

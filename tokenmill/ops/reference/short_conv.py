@@ -1,5 +1,8 @@
-"""The gated short convolution in plain torch: each token's input b * x is written to the paged cache, then every token
-sums up its own and its predecessors', weighted per channel, and is gated by c."""
+"""The gated short convolution in plain torch.
+
+Each token's input b * x is written to the paged cache; its output is the weighted sum, per channel, of its own and
+earlier tokens' inputs, times the gate c.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from tokenmill.ops.batch import ForwardBatch
 
 @dataclass(frozen=True)
 class EarlierInputs:
-    slots: torch.Tensor  # int64 [T]: where each token's input goes
-    earlier: torch.Tensor  # int64 [T, kernel - 1]: where those of the tokens before it lie, the oldest first
-    exists: torch.Tensor  # bool [T, kernel - 1]: False before the beginning of a sequence
+    """The cache slots of a step's tokens and of the tokens before them."""
+
+    slots: torch.Tensor  # int64 [T]: the slot of each token's input
+    earlier: torch.Tensor  # int64 [T, kernel - 1]: the slots of the tokens before it, the oldest first
+    exists: torch.Tensor  # bool [T, kernel - 1]: False before the beginning of the sequence
 
 
 def plan_short_conv(batch: ForwardBatch, group: int, kernel: int) -> EarlierInputs:
@@ -23,11 +28,11 @@ def plan_short_conv(batch: ForwardBatch, group: int, kernel: int) -> EarlierInpu
     tokens = torch.arange(len(batch.token_ids), device=device)
     owners = torch.bucketize(tokens, starts[1:], right=True)
     positions = batch.context_lens.long()[owners] - (starts[owners + 1] - tokens)
-    wanted = positions.unsqueeze(1) - torch.arange(kernel - 1, 0, -1, device=device)
-    inside = wanted.clamp(min=0)
-    blocks = tables[owners].gather(1, inside // batch.block_size)
-    earlier = blocks * batch.block_size + inside % batch.block_size
-    return EarlierInputs(batch.groups[group].slots, earlier, wanted >= 0)
+    before = positions.unsqueeze(1) - torch.arange(kernel - 1, 0, -1, device=device)
+    clamped = before.clamp(min=0)
+    blocks = tables[owners].gather(1, clamped // batch.block_size)
+    earlier = blocks * batch.block_size + clamped % batch.block_size
+    return EarlierInputs(batch.groups[group].slots, earlier, before >= 0)
 
 
 def short_conv(
@@ -37,7 +42,7 @@ def short_conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The taps are added one after another, the oldest first, so that a token's sum is the same in any step."""
+    """Convolve and gate. Taps are added in order, the oldest first, so that a token's sum is the same in any step."""
     b, c, x = projected.chunk(3, dim=-1)
     kept = inputs.view(-1, inputs.shape[-1])
     kept[plan.slots] = b * x

@@ -1,5 +1,4 @@
-"""Several residual streams (`arch/streams.py`) in plain torch: prediction and correction (AltUp), and mixtures
-(hyper-connections)."""
+"""Several residual streams (`arch/streams.py`) in plain torch: AltUp and hyper-connections."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import torch
 from tokenmill.ops.reference.elementwise import rms_norm
 from tokenmill.ops.streams import AltUpNumbers, AltUpOps, HyperOps, JoinedStreams, ReadStreams, StreamConnection
 
-MIN_SQUARE = 1e-5  # of a stream whose length is changed
+MIN_SQUARE = 1e-5  # of a stream that is rescaled
 
 
 def predict(streams: torch.Tensor, numbers: AltUpNumbers) -> torch.Tensor:
@@ -18,8 +17,8 @@ def predict(streams: torch.Tensor, numbers: AltUpNumbers) -> torch.Tensor:
 
 
 def correct(predicted: torch.Tensor, result: torch.Tensor, numbers: AltUpNumbers) -> tuple[torch.Tensor, torch.Tensor]:
-    shares = _coefficients(result, numbers) @ numbers.correct.t() + 1.0  # [T, streams]
-    corrected = (predicted + (result - predicted[:, 0]).unsqueeze(1) * shares.unsqueeze(2)).to(result.dtype)
+    weights = _coefficients(result, numbers) @ numbers.correct.t() + 1.0  # [T, streams]
+    corrected = (predicted + (result - predicted[:, 0]).unsqueeze(1) * weights.unsqueeze(2)).to(result.dtype)
     first = corrected[:, 0]
     return corrected, first if numbers.scale is None else first * numbers.scale.to(first.dtype)
 
@@ -30,10 +29,10 @@ def _coefficients(x: torch.Tensor, numbers: AltUpNumbers) -> torch.Tensor:
     return torch.tanh(normed / x.shape[1] @ numbers.router.t())
 
 
-def as_long(x: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    wanted = model.float().square().mean(-1, keepdim=True).sqrt()
-    found = x.float().square().mean(-1, keepdim=True).clamp(min=MIN_SQUARE).sqrt()
-    return (x * (wanted / found)).to(x.dtype)
+def as_long(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    target_rms = other.float().square().mean(-1, keepdim=True).sqrt()
+    rms = x.float().square().mean(-1, keepdim=True).clamp(min=MIN_SQUARE).sqrt()
+    return (x * (target_rms / rms)).to(x.dtype)
 
 
 ALTUP = AltUpOps(predict, correct, as_long)

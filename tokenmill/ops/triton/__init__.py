@@ -1,6 +1,7 @@
-"""Ops for NVIDIA GPUs in Triton, with cuBLAS for large products. Importing this imports neither torch nor Triton.
+"""Ops for NVIDIA GPUs in Triton, with cuBLAS for large products. Importing this package does not import torch or
+Triton.
 
-`build.build_ops` fills the table of ops; `unsupported_reason` says which models the kernels can't compute.
+`build.build_ops` fills the table of ops; `unsupported_reason` returns why a model is not supported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ MAX_RECURRENT_STATE = 128 * 128
 
 
 def unsupported_reason(request: ComputeRequest) -> str | None:
-    """Why the Triton kernels can't compute a model; None when they can."""
+    """Return why the Triton kernels can't compute a model; None if they can."""
     if request.deterministic and request.quantization != "none":
         return "products with quantised weights have no one order of adding for every batch (deterministic)"
     for mixer in request.spec.recurrences:
@@ -52,7 +53,7 @@ def _recurrent_refusal(mixer: Recurrent) -> str | None:
 
 
 def has_fp8(device: str) -> bool:
-    import torch  # only where fp8 is asked for
+    import torch  # imported only if fp8 is requested
 
     from tokenmill.ops.triton.launch import capabilities
 

@@ -1,5 +1,5 @@
-"""The table of ops, filled with what is fastest on a GPU; or, where it is asked for, with kernels that add up in one
-order whatever the batch. Norms, activations, rotation and routing work row by row in either case.
+"""The table of ops of the Triton backend: the fastest kernels, or deterministic ones, whose order of summation does not
+depend on the batch. Norms, activations, RoPE and routing work row by row in either case.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokenmill.ops.triton.sampling.argmax import argmax
 
 
 def build_ops(quantization: str = "none", *, deterministic: bool = False) -> Ops:
-    """Rotation is torch's."""
+    """Return the table of ops; `rotate` alone is torch's."""
     pack = PackLinear(quantization, keeps_blocks=not deterministic)
     fastest = replace(
         REFERENCE_OPS,

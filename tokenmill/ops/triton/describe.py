@@ -1,7 +1,7 @@
-"""The kernels that would compute a model on a GPU, for `tokenmill doctor --kernels`: for each kind of matrix, attention
-and experts, with 1 to 4,096 rows.
+"""Describes the kernels that would compute a model on a GPU, for `tokenmill doctor --kernels`: for each kind of matrix,
+attention and experts, with 1 to 4,096 rows.
 
-The answers come from the tables that the kernels' callers ask (`gemm/select.py`, `attention/select.py`,
+The answers come from the same selection tables as at run time (`gemm/select.py`, `attention/select.py`,
 `moe/select.py`). Neither a GPU nor Triton is needed, and no weights are read.
 """
 
@@ -52,33 +52,33 @@ Answer = TypeVar("Answer")
 
 
 class PlannedWeights(NamedTuple):
-    """The stored and the computed formats of a model's weights."""
+    """The formats in which a model's weights are stored and computed."""
 
     dtype: torch.dtype  # of activations
-    quantization: str = "none"  # of plain weights, while they are loaded
-    stored: Mapping[str, Stored] = {}  # what a checkpoint has quantised itself
+    quantization: str = "none"  # of unquantised weights, at load
+    stored: Mapping[str, Stored] = {}  # formats of tensors that are quantised in the checkpoint
 
 
 class Kind(NamedTuple):
-    """Matrices of a model that are multiplied by the same kernels."""
+    """Matrices of a model that use the same kernels."""
 
-    name: str  # as tensors are called, without their layer
+    name: str  # name of the tensor without its layer
     num_rows: int
     num_columns: int
     form: WeightForm
     has_bias: bool
-    has_post_norm: bool  # which stands between the product and the residual stream
-    is_normed: bool = False  # multiplies what an RMS norm leaves, and is a mixer's
+    has_post_norm: bool  # between the product and the residual stream
+    is_normed: bool = False  # a mixer's input projection after an RMS norm
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers of rows that the same kernels compute."""
+    """A range of row counts for which the same kernels are chosen."""
 
     first: int
     last: int
     eager: str
-    captured: str  # of steps that are recorded as a graph
+    captured: str  # for steps that are captured into a graph
     why: str
 
 
@@ -87,12 +87,12 @@ class Section:
     """The kernels chosen for one part of a model."""
 
     title: str
-    unit: str  # what is counted: rows, tokens
+    unit: str  # rows or tokens
     ranges: tuple[Range, ...]
 
 
 def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> WeightForm:
-    """The form that a matrix is kept in on a GPU, as loading packs it"""
+    """Return the form into which a matrix is packed for a GPU."""
     dtype, stored = weights.dtype, weights.stored.get(name)
     if stored is not None and (dtype != torch.float32 or weights.quantization != "none"):
         found = packed_int_format(name, shape, stored)
@@ -115,8 +115,8 @@ def planned_form(name: str, shape: tuple[int, ...], weights: PlannedWeights) -> 
 
 
 def matrix_kinds(spec: ModelSpec, weights: PlannedWeights) -> list[Kind]:
-    """The kinds of matrices of a model, in the order in which a step meets them. Matrices with the same input are
-    stacked; where one is stored otherwise than its neighbour they are multiplied one by one."""
+    """Return the kinds of matrices of a model, in the order of their use. Matrices with the same input are stacked,
+    unless they are stored in different formats."""
     tensors = tensors_of(spec)
     found: dict[Kind, None] = {}
     rows: dict[tuple[str, str], dict[WeightForm, int]] = {}
@@ -125,7 +125,7 @@ def matrix_kinds(spec: ModelSpec, weights: PlannedWeights) -> list[Kind]:
             continue
         owner, own = _split_name(name)
         if own.startswith("shared.") and _num_shared(spec.layers[_layer(owner)].mlp, owner, weights):
-            continue  # some more experts
+            continue  # a shared expert that is appended to the routed ones
         stack = rows.setdefault((owner, own), {})
         form = planned_form(name, tensor.shape, weights)
         stack[form] = stack.get(form, 0) + tensor.shape[0]
@@ -189,7 +189,7 @@ def _last(name: str) -> str:
 
 
 def _num_shared(feed: FeedSpec | None, owner: str, weights: PlannedWeights) -> int:
-    """How many experts the MLP of all tokens is computed as: none unless it is plain and as they are"""
+    """Return as how many routed experts the shared expert is computed; 0 unless it is unquantised like them."""
     if not isinstance(feed, MoeSpec) or feed.shared is None or not feed.is_shared_like_experts:
         return 0
     is_plain = weights.quantization == "none" and not any(name.startswith(f"{owner}.") for name in weights.stored)
@@ -201,7 +201,7 @@ def experts_section(moe: MoeSpec, hidden: int, name: str, weights: PlannedWeight
     shapes = {"gate": (experts, inter, hidden), "up": (experts, inter, hidden), "down": (experts, hidden, inter)}
     forms = [planned_form(f"{name}.experts.{part}.weight", shape, weights) for part, shape in shapes.items()]
     kinds = {form.kind for form in forms}
-    is_apart = forms[0] != forms[1]  # gates and ups of different forms are multiplied one by one
+    is_apart = forms[0] != forms[1]  # gates and ups of different forms are not stacked
     kind: ExpertsKind = "mixed" if len(kinds) > 1 or is_apart else EXPERTS_KINDS[kinds.pop()]
     expert_bytes = 2 * inter * hidden * weights.dtype.itemsize
 
@@ -240,7 +240,7 @@ def attention_sections(mixer: Gqa, weights: PlannedWeights, context: int, gpu: C
 
 
 def _ranges(answer: Callable[[int], tuple[str, str, str]]) -> Iterator[Range]:
-    """The answers for 1 to MAX_ROWS, neighbours with equal ones as one range"""
+    """Yield the answers for 1 to MAX_ROWS rows, grouped in ranges of equal answers."""
     for first, last, (eager, captured, why) in _runs((number, answer(number)) for number in range(1, MAX_ROWS + 1)):
         yield Range(first, last, eager, captured, why)
 
@@ -258,7 +258,7 @@ def _runs(answers: Iterable[tuple[int, Answer]]) -> Iterator[tuple[int, int, Ans
 
 
 def describe_kernels(spec: ModelSpec, weights: PlannedWeights, context: int, gpu: Capabilities) -> list[Section]:
-    """Return the kernels that would compute a model, part by part; equal layers are described once."""
+    """Return the kernels that would compute a model, by part; equal layers are described once."""
     if not keeps_fp4(gpu, weights.dtype):
         weights = weights._replace(stored=widened(weights.stored))
     sections = [product_section(kind, gpu) for kind in matrix_kinds(spec, weights)]

@@ -1,18 +1,18 @@
-"""Adapters of routed experts on a GPU: what they add to each pair of a token and an expert.
+"""Adapters of routed experts on a GPU: low-rank updates of the experts' products, per (token, expert) pair.
 
-Pairs are sorted by expert, as for the experts' own products (`moe/pairs.py`), and what those leave is added to:
+Pairs are sorted by expert, as for the experts' own products (`moe/pairs.py`), whose results are updated in place:
 
     gate_up [P, 2 inter]   sorted pairs, before the activation       += b (a x) of the pair's slot and expert
     down    [P, H]         pairs in their own order, weighted        += weight * b (a inner)
 
-A few tokens are computed pair by pair: a program looks up its pair's slot and expert and reads those matrices; the
-activation, and the sum over a token's experts, are applied at once. More tokens are computed in tiles of an expert's
-pairs, which go through the adapters of their tokens one after another. Each way has one order for every sum, so where
-that may not be seen (--deterministic) it is always tiles.
+A few tokens are computed pair by pair: a program looks up its pair's slot and expert and reads those matrices; the same
+kernel applies the activation, or sums over a token's experts. More tokens are computed in tiles of an expert's pairs,
+which loop over the adapters of their tokens. Both ways use a fixed order for every sum, but not the same one; with
+--deterministic tiles are always used.
 
-The matrices of a layer lie in one tensor for all slots and experts, with room for the largest rank; what an adapter
-does not have is 0. Gates lie above ups. There is only room where an adapter of experts is named when a model is loaded,
-since it takes a multiple of what other adapters take (`lora/sizes.py` counts it).
+The matrices of a layer are one tensor for all slots and experts, sized for the largest rank and padded with zeros. Gate
+rows are stacked above up rows. It is allocated only if an adapter of experts is configured at load, since it takes
+several times the memory of other adapters (`lora/sizes.py` counts it).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tokenmill.ops.triton.moe.grouped_gemm import (
 )
 from tokenmill.ops.triton.moe.pairs import SortedPairs, expert_of_tile, sort_pairs
 
-TILE = 32  # pairs of a tile
-ROWS = 64  # of b that a tile is multiplied by at a time
-SHRINK_ROWS, SHRINK_COLUMNS = 4, 2048  # of a, of a program that shrinks one pair
-EXPAND_ROWS = 256  # of b, of a program that expands one pair
+TILE = 32  # pairs per tile
+ROWS = 64  # rows of b that a tile is multiplied by at a time
+SHRINK_ROWS, SHRINK_COLUMNS = 4, 2048  # of `a`, per program of `_shrink_pairs`
+EXPAND_ROWS = 256  # of `b`, per program of `_expand_inner` and `_expand_down`
 
 
-# ── one pair a program ─────────────────────────────────────────────────────────────────────────────────
+# ── one pair per program ───────────────────────────────────────────────────────────────────────────────
 
 
 @kernel
@@ -54,7 +54,7 @@ def _shrink_pairs(
     x, order, ids, slots, a, out, columns, num_ranks, num_experts, K: tl.constexpr, IS_GATHERED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """IS_GATHERED: rows of x are tokens; else sorted pairs. out [P, num_ranks]: pairs in their own order"""
+    """IS_GATHERED: rows of x are tokens; else sorted pairs. out [P, num_ranks]: pairs in their original order"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     place = tl.program_id(0).to(tl.int64)
@@ -78,7 +78,7 @@ def _added(
     product, shrunk, b, gains, bias, matrix, expert, rows, inside, num_rows, weight,
     RANKS_EACH: tl.constexpr, WIDTH: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`product`, of some rows of one pair, with what its adapter adds; `weight`: how much the pair counts in it"""
+    """Add the adapter's update, times the pair's routing `weight`, to some rows of one pair's `product`."""
     ranks = tl.arange(0, WIDTH)
     at = b + (matrix * num_rows + rows[:, None]) * RANKS_EACH + ranks[None, :]
     sums = product * 0.0
@@ -123,7 +123,7 @@ def _expand_inner(
                 second, held + RANKS_EACH, b, gains, bias, matrix, expert, rows + inter, inside, num_rows, 1.0,
                 RANKS_EACH, WIDTH, HAS_GAIN, HAS_BIAS,
             )  # fmt: skip
-    # Rounded as they are where the activation is a kernel of its own.
+    # Rounded as by the separate activation kernel.
     first = first.to(out.dtype.element_ty).to(tl.float32)
     second = second.to(out.dtype.element_ty).to(tl.float32)
     result = gated(first, second, KIND) if IS_GATED else activate(first, KIND)
@@ -136,7 +136,7 @@ def _expand_down(
     RANKS_EACH: tl.constexpr, WIDTH: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """product [P, num_rows] of weighted pairs → out [T, num_rows], added up over the experts of each token"""
+    """product [P, num_rows] of weighted pairs → out [T, num_rows], summed over the experts of each token"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -194,8 +194,8 @@ def _expand_tiles(
     PARTS: tl.constexpr, IS_GATHERED: tl.constexpr, RANKS_EACH: tl.constexpr, WIDTH: tl.constexpr,
     HAS_GAIN: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds to rows of `out`: sorted pairs where tokens were gathered, else weighted pairs. Rows from `inter` on are the
-    second of two PARTS."""
+    """Add to rows of `out`: sorted pairs if tokens were gathered, else weighted pairs. Rows from `inter` on belong to
+    the second of two PARTS."""
     expert, first, end = expert_of_tile(offsets, num_experts, TILE)
     if first < end:
         places = first + tl.arange(0, TILE)
@@ -239,11 +239,11 @@ def _expand_tiles(
             present = tl.max(left, axis=0)
 
 
-# ── what a layer holds ─────────────────────────────────────────────────────────────────────────────────
+# ── a layer's adapters ─────────────────────────────────────────────────────────────────────────────────
 
 
-class _Held:
-    """The adapters of one of a layer's two products, of all slots and experts; `sizes`: rows of its parts."""
+class _ProductAdapters:
+    """The adapters of one of a layer's two products, for all slots and experts; `sizes`: rows of its parts."""
 
     def __init__(self, sizes: tuple[int, ...], columns: int, num_experts: int, num_slots: int, ranks: int,
                  like: torch.Tensor) -> None:  # fmt: skip
@@ -251,7 +251,7 @@ class _Held:
         self.num_experts, self.num_rows = num_experts, sum(sizes)
         self.a = like.new_zeros(num_slots, num_experts, len(sizes) * ranks, columns)
         self.b = like.new_zeros(num_slots, num_experts, self.num_rows, ranks)
-        self.gains = like.new_zeros(1, dtype=torch.float32)  # [slots, experts, rows] once an adapter has some
+        self.gains = like.new_zeros(1, dtype=torch.float32)  # [slots, experts, rows] once a DoRA adapter is loaded
 
     @property
     def num_ranks(self) -> int:
@@ -265,7 +265,7 @@ class _Held:
         if not self.has_gains and any(part is not None and part.gain is not None for own in experts for part in own):
             self.gains = self.gains.new_zeros(self.b.shape[:3])
         kept = (self.a, self.b, self.gains) if self.has_gains else (self.a, self.b)
-        # Put together where the adapter is, which may be the host's memory, and sent at once.
+        # Assembled on the adapter's device, mostly the host, and copied in one transfer.
         place = next((part.a.device for own in experts for part in own if part is not None), self.a.device)
         made = [held.new_zeros(held.shape[1:], device=place) for held in kept]
         for expert, parts in enumerate(experts):
@@ -284,7 +284,7 @@ class _Held:
     def shrunk(
         self, x: torch.Tensor, ids: torch.Tensor, pairs: SortedPairs, plan: TokenSlots, *, is_gathered: bool
     ) -> torch.Tensor:
-        """a x of each pair, float32 [P, ranks of all parts]; what of a pair without an adapter is undefined"""
+        """Return a x of each pair, float32 [P, ranks of all parts]; undefined for pairs without an adapter."""
         num_pairs = len(pairs.order)
         out = torch.empty(num_pairs, self.num_ranks, dtype=torch.float32, device=x.device)
         sizes = (self.columns, self.num_ranks, self.num_experts, pairs.k, is_gathered)
@@ -304,7 +304,7 @@ class _Held:
         self, shrunk: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, pairs: SortedPairs,
         plan: TokenSlots, *, is_gathered: bool,
     ) -> None:  # fmt: skip
-        """b (a x) added to rows of `out` in tiles"""
+        """Add b (a x) to rows of `out`, in tiles."""
         _expand_tiles[(len(pairs.order) // TILE + self.num_experts, cdiv(self.num_rows, ROWS))](
             shrunk, pairs.order, pairs.offsets, pairs.weights, plan.slots, self.b, self.gains,
             self.gains if bias is None else bias, out, self.num_rows, self.num_experts, self.sizes[0], pairs.k,
@@ -319,8 +319,8 @@ class TritonLowRankExperts:
         ranks = cdiv(max_rank, RANKS) * RANKS
         parts = (shape.inter,) * (2 if shape.is_gated else 1)
         self._is_gated = shape.is_gated
-        self._inner = _Held(parts, shape.hidden, shape.num_experts, num_slots, ranks, like)
-        self._down = _Held((shape.hidden,), shape.inter, shape.num_experts, num_slots, ranks, like)
+        self._inner = _ProductAdapters(parts, shape.hidden, shape.num_experts, num_slots, ranks, like)
+        self._down = _ProductAdapters((shape.hidden,), shape.inter, shape.num_experts, num_slots, ranks, like)
         self._deterministic = deterministic
         self._is_active = False
 
@@ -335,7 +335,7 @@ class TritonLowRankExperts:
 
     @property
     def num_values(self) -> int:
-        """Numbers of all slots"""
+        """Return the number of values in all slots."""
         return sum(held.a.numel() + held.b.numel() for held in (self._inner, self._down))
 
     def run(

@@ -1,21 +1,20 @@
-"""Adapters on a GPU: what they add to a product, for any mix of adapters in a batch.
+"""Adapters on a GPU: low-rank updates of a product, for any mix of adapters in a batch.
 
-    shrink    h = a x          a program for each token and a few ranks
-    expand    out += b h       a program for each token and some columns
+    shrink    h = a x          one program per token and a few ranks
+    expand    out += b h       one program per token and some columns
 
 A program looks up its token's slot and reads that adapter's matrices. So nothing is sorted, nothing waits for the host,
-and a captured graph serves whatever adapters its rows have. From some number of tokens on, tiles of them are multiplied
-at a time: a tile goes through the adapters of its tokens one after another, and the tokens of a prompt all have the
-same. Every sum has one order, so a token's result does not depend on the others; but both ways add up differently, so
-where that may not be seen (--deterministic) it is always tiles.
+and a captured graph works for any adapters of its rows. Many tokens are computed in tiles, which loop over the adapters
+of their tokens (the tokens of a prompt share one). Every sum has a fixed order, so a token's result does not depend on
+the others; but the two ways have different orders, so --deterministic always uses tiles.
 
-A few tokens take a few microseconds in either kernel, whatever they read: what counts is how many kernels there are.
-So there is no shrinking where the `a` of all slots are few rows beside a plain matrix: they lie below it, and one
-product computes h for every slot. Of a token's numbers, `expand` then reads those of its own slot. It applies the
-activation too where the matrix is gates above ups. What it reads of the slots is on its way before the product ends.
+For a few tokens either kernel takes a few microseconds whatever it reads; the number of launches matters. So if the `a`
+of all slots have few rows compared with an unquantised matrix, they are stacked below it, and one product computes h of
+every slot; `expand` then reads those of the token's slot. It also applies the activation if gate rows are stacked above
+up rows. It prefetches from the slots before the product has ended.
 
-Matrices of a projection lie in one tensor for all slots, with room for the largest rank; an adapter of a smaller rank
-is read only as far as it goes.
+A projection's matrices are one tensor for all slots, sized for the largest rank; of an adapter with a smaller rank only
+its own ranks are read.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from tokenmill.ops.triton.elementwise.activation import act_mul, gated
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
-TILE = 32  # tokens of a tile
-MAX_JOINED = 0.25  # rows of all slots' `a`, for one of the matrix, up to which they lie below it
-# Ranks and columns of a program that shrinks, and its warps; columns of one that expands, and its warps.
+TILE = 32  # tokens per tile
+MAX_JOINED = 0.25  # `a` of all slots are stacked below the matrix if they have at most this fraction of its rows
+# Ranks and columns per program of `_shrink`, and its warps; columns per program of `_expand`, and its warps.
 SHRINK_TILE, SHRINK_WARPS = (4, 2048), 8
 EXPAND_ROWS, EXPAND_WARPS = 256, 4
 
 
-# ── one token a program ────────────────────────────────────────────────────────────────────────────────
+# ── one token per program ──────────────────────────────────────────────────────────────────────────────
 
 
 @kernel
@@ -78,7 +77,7 @@ def _shrink(
 def _look_up(
     numbers, slots, a, ranks, out, num_rows, max_rank, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ) -> None:  # fmt: skip
-    """The ranks of an embedding's rows: a is [slots, rows, max_rank]"""
+    """Look up the ranks of an embedding's rows: `a` is [slots, rows, max_rank]."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -91,7 +90,7 @@ def _look_up(
 
 @triton.jit
 def _part_of(rows, starts, PARTS: tl.constexpr):
-    """The number of the stacked matrix that each row belongs to"""
+    """Return the index of the stacked matrix to which each row belongs."""
     part = rows * 0
     for other in tl.static_range(1, PARTS):
         part += (rows >= tl.load(starts + other)).to(tl.int32)
@@ -103,8 +102,8 @@ def _first_ranks(
     slot, begin, rows, b, ranks, starts, num_rows, max_rank, PARTS: tl.constexpr, IS_ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr, CHECKS_RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Find for some rows of b the number of their part, its number of ranks, their places and the first WIDTH ranks.
-    Where parts begin at whole blocks (IS_ALIGNED) the first two are one number, otherwise [rows, 1]."""
+    """Return for some rows of b the index of their part, its rank, their offsets and their first WIDTH values. If parts
+    begin at whole blocks (IS_ALIGNED) the first two are scalars, otherwise [rows, 1]."""
     part = _part_of(begin, starts, PARTS) if IS_ALIGNED else _part_of(rows, starts, PARTS)[:, None]
     used = part * 0 + max_rank
     if CHECKS_RANKS:
@@ -120,7 +119,7 @@ def _adapted(
     before, found, slot, rows, shrunk, b, gains, bias, num_rows, max_rank, HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_ALIGNED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`before` with what the adapter adds; `found`: see `_first_ranks`. `shrunk`: the first part's ranks"""
+    """Return `before` plus the adapter's update; `found`: see `_first_ranks`; `shrunk`: h of the first part."""
     part, used, at, weights = found
     inside, lanes = rows < num_rows, tl.arange(0, WIDTH)[None, :]
     held = shrunk + part * max_rank + lanes
@@ -145,8 +144,8 @@ def _expand(
     IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CHECKS_RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The ranks of a token begin `shrunk_size` behind those of the token before, and of a slot `shrunk_step` behind the
-    slot before; the numbers of its product, `product_size`. With an activation (KIND) rows from `inter` on are ups."""
+    """`shrunk_size` is the stride of h between tokens, `shrunk_step` that between slots, `product_size` that of the
+    product between tokens. With an activation (KIND) rows from `inter` on are ups."""
     launch_dependents(OVERLAPS)
     token, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     rows = begin + tl.arange(0, BLOCK)
@@ -170,7 +169,7 @@ def _expand(
             up, second, slot, rows + inter, own, b, gains, bias, num_rows, max_rank, HAS_GAIN, HAS_BIAS, IS_ALIGNED,
             WIDTH,
         )  # fmt: skip
-        # Rounded as they are where the activation is a kernel of its own.
+        # Rounded as by the separate activation kernel.
         up = up.to(out.dtype.element_ty).to(tl.float32)
     result = _adapted(
         before, first, slot, rows, own, b, gains, bias, num_rows, max_rank, HAS_GAIN, HAS_BIAS, IS_ALIGNED, WIDTH
@@ -260,7 +259,7 @@ def _expand_tiles(
         present = tl.max(left, axis=0)
 
 
-# ── what projections hold ──────────────────────────────────────────────────────────────────────────────
+# ── a projection's adapters ────────────────────────────────────────────────────────────────────────────
 
 
 class TritonLowRank:
@@ -285,14 +284,14 @@ class TritonLowRank:
         self._b = like.new_zeros(num_slots, rows, self._max_rank)
         self._ranks = like.new_zeros(num_slots + 1, parts, dtype=torch.int32)
         self._part_starts = torch.tensor(self._starts, dtype=torch.int32, device=like.device)
-        self._gains = like.new_zeros(1, dtype=torch.float32)  # [slots, rows] once an adapter has some
-        self._joined: LinearWeight | None = None  # the projection's matrix with all of `a` below it
-        # Where parts begin at whole blocks of rows, a program has rows of one part alone.
+        self._gains = like.new_zeros(1, dtype=torch.float32)  # [slots, rows] once a DoRA adapter is loaded
+        self._joined: LinearWeight | None = None  # the projection's matrix with `a` of all slots stacked below it
+        # If parts begin at whole blocks of rows, a program has rows of one part only.
         self._is_aligned = not any(start % EXPAND_ROWS for start in self._starts[:-1])
 
     @property
     def num_values(self) -> int:
-        """Numbers of all slots"""
+        """Return the number of values in all slots."""
         return self._a.numel() + self._b.numel()
 
     def adopt(self, weight: LinearWeight) -> LinearWeight:
@@ -318,7 +317,7 @@ class TritonLowRank:
             self._gains = self._gains.new_zeros(self._b.shape[:2])
         if self._has_gains:
             self._gains[slot - 1] = 0.0
-        self._a[slot - 1] = 0.0  # ranks that this one does not have, where the largest is too small to look
+        self._a[slot - 1] = 0.0  # also clears ranks that this adapter does not have, which small kernels read too
         self._b[slot - 1] = 0.0
         for number, part in enumerate(parts):
             if part is not None:
@@ -413,7 +412,7 @@ class TritonLowRank:
 
 
 class Shrunk(NamedTuple):
-    """The ranks of tokens: [T, parts * max_rank], or of all slots one behind the other"""
+    """h of a step's tokens: [T, parts * max_rank], of the token's slot or of all slots, concatenated."""
 
     ranks: torch.Tensor
-    step: int  # from one slot to the next; 0: only those of the token's own
+    step: int  # stride between slots; 0: only the token's own slot

@@ -1,5 +1,4 @@
-"""Adapters on a GPU, as a model asks for them: room for those of a projection (`low_rank.py`) and of experts
-(`experts.py`)."""
+"""`LowRankOps` on a GPU: creates the adapter slots of projections (`low_rank.py`) and of experts (`experts.py`)."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Attention of rows with one query each over their paged contexts: the memory-bound half of attention.
+"""Decode attention: rows with one query each over their paged contexts, which is bound by memory bandwidth.
 
 The heads that share a KV head are one tile of queries, so every cached key is read once. A context is cut into splits
-that run side by side; each leaves its result and the logarithm of its softmax sum, and the last to end merges them:
+that run in parallel; each stores its result and the logarithm of its softmax sum, and the last one to end merges them:
 
     context of a row:   [ split 0 | split 1 | ... ]      out = Σ exp2(lse_s - max) * out_s / Σ exp2(lse_s - max)
 
-Two kernels. `decode_attention` reads queries that are ready and a cache that holds all keys. `fused_decode_attention`
-begins with the joint projection, for few rows, where the gaps between kernels are what takes the time: it norms and
-rotates q and k, writes k and v into the cache, and attends. What earlier steps left in the cache is loaded before this
-step's projection is known; the newest key is not read back: the split that owns it begins with it, from registers.
+There are two kernels. `decode_attention` reads prepared queries and a cache that holds all keys.
+`fused_decode_attention` starts from the stacked projection, for few rows, where gaps between kernels dominate: it norms
+and rotates q and k, writes k and v to the cache, and attends. It loads earlier steps' cache before this step's
+projection is ready; the newest key is not read back: the split that owns it starts with it, from registers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ FUSED_WARPS = 8
 
 @triton.jit
 def _split_range(context, window, split, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """The oldest key that is seen; keys [low, high) of this split; how many splits have keys, at least one"""
+    """Return the oldest visible key, this split's keys [low, high), and the number of splits with keys, at least
+    one."""
     oldest = oldest_seen(context - 1, window)
     first = oldest // TILE * TILE
     each = (tl.cdiv(context - first, TILE) + NUM_SPLITS - 1) // NUM_SPLITS * TILE
@@ -65,7 +66,7 @@ def _load_tile(
     cache, table, kv_head, offs_n, seen, offs_d,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [TILE, D] at positions offs_n, and their scales"""
+    """Load keys and values [TILE, D] at positions offs_n, and their scales."""
     keys, values, key_scales, value_scales = cache
     kv_rows = load_kv_rows(table, kv_head, offs_n, seen, KV_HEADS, BLOCK_SIZE)
     inside = seen[:, None] & (offs_d < DIM)[None, :]
@@ -80,7 +81,7 @@ def _add_tile(
     state, query, tile, seen, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state [16], [16], [16, D] after the keys of a tile"""
+    """Return the softmax state [16], [16], [16, D] after the keys of a tile."""
     key, value, key_scale, value_scale = tile
     key, value = as_factors(key, query.dtype), as_factors(value, query.dtype)
     qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
@@ -103,7 +104,7 @@ def _store_output(
 
 @triton.jit
 def _load_split(parts, lse, index, split, used, m_i, is_head, offs_d, DIM: tl.constexpr):
-    """The result that a split left, and its weight"""
+    """Load the result of a split, and its weight."""
     is_there = is_head & (index * 0 + split < used)
     weight = tl.exp2(tl.load(lse + index + split, mask=is_there, other=float("-inf"), cache_modifier=".cg") - m_i)
     inside = is_there[:, None] & (offs_d < DIM)[None, :]
@@ -117,7 +118,7 @@ def _finish_split(
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Store a split's state as the result where it is the only split; otherwise leave it for the last to merge."""
+    """Store a split's state: as the result if it is the only split, else for the last split, which merges all."""
     member = tl.arange(0, 16)
     heads, is_head = kv_head * GROUP + member, member < GROUP
     if NUM_SPLITS == 1 or used == 1:
@@ -136,7 +137,7 @@ def _finish_split(
             m_i = tl.maximum(tl.max(left, axis=1), LOWEST)
             l_i = tl.sum(tl.exp2(left - m_i[:, None]), axis=1)
             acc = tl.zeros(acc.shape, tl.float32)
-            for first in range(0, used, 4):  # four at a time, so that their loads are on their way together
+            for first in range(0, used, 4):  # four at a time, so that their loads overlap
                 a, a_weight = _load_split(parts, lse, index, first, used, m_i, is_head, offs_d, DIM)
                 b, b_weight = _load_split(parts, lse, index, first + 1, used, m_i, is_head, offs_d, DIM)
                 c, c_weight = _load_split(parts, lse, index, first + 2, used, m_i, is_head, offs_d, DIM)
@@ -156,10 +157,10 @@ def _decode(
 ) -> None:  # fmt: skip
     if lets_begin == 0:
         launch_dependents(OVERLAPS)
-    kv_head = tl.program_id(0)  # first: the heads of a block lie side by side, and are read at the same time
+    kv_head = tl.program_id(0)  # the fastest index: the heads of a block are neighbours in memory
     row, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     wait_for_previous(OVERLAPS)
-    if lets_begin != 0:  # what is launched now finds all that this kernel does
+    if lets_begin != 0:  # the next kernel does not depend on this one's result
         launch_dependents(OVERLAPS)
     oldest, low, high, used = _split_range(tl.load(contexts + row), window, split, TILE, NUM_SPLITS)
     cache = (keys, values, key_scales, value_scales)
@@ -195,8 +196,8 @@ def decode_attention(
     warps: int = 4,
     stages: int = 3,
 ) -> None:
-    """queries, out [R, heads, D]; contexts [R], 0 for rows that only pad a batch. `lets_begin`: the next kernel reads
-    the same queries and cache, not what this one writes, and need not wait."""
+    """queries, out [R, heads, D]; contexts [R], 0 for padding rows. `lets_begin`: launch the next kernel early, which
+    reads the same queries and cache and does not depend on this kernel's result."""
     num_rows, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     group = num_heads // kv_heads
@@ -214,7 +215,8 @@ def decode_attention(
 
 
 def _split_buffers(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where splits leave their results, the logarithms of their sums, and count themselves; out [R, heads, D]"""
+    """Return buffers for the splits' results, for the logarithms of their sums, and their counters; out [R, heads,
+    D]."""
     if num_splits == 1:
         return out, out, out
     num_rows, num_heads, dim = out.shape
@@ -248,7 +250,7 @@ def _fused_decode_attention(
     key, value, key_scale, value_scale = _load_tile(
         cache, table, kv_head, offs_n, seen, offs_d, KV_HEADS, DIM, BLOCK_SIZE, is_scaled
     )
-    has_newest = newest < high  # and so is the last split
+    has_newest = newest < high  # then it is the last split
     newest_block = tl.load(table + tl.maximum(newest, 0) // BLOCK_SIZE).to(tl.int64)
     wait_for_previous(OVERLAPS)
 
@@ -269,7 +271,7 @@ def _fused_decode_attention(
         kv_row = (newest_block * KV_HEADS + kv_head) * BLOCK_SIZE + newest % BLOCK_SIZE + one
         store_kv(new_key, keys, key_scales, kv_row, d_row, inside, DIM, LARGEST)
         store_kv(new_value, values, value_scales, kv_row, d_row, inside, DIM, LARGEST)
-    if not is_scaled:  # rounded as later steps read it; a byte's rounding is left to them
+    if not is_scaled:  # round as the cache does, except for one-byte caches
         new_key = new_key.to(keys.dtype.element_ty).to(tl.float32)
     score = tl.sum(query.to(tl.float32) * new_key, axis=1) * scale
     if HAS_SOFTCAP:
@@ -304,7 +306,7 @@ def fused_decode_attention(
     plan: AttentionPlan,
     args: AttentionArgs,
 ) -> torch.Tensor:
-    """qkv [R, (heads + 2 kv_heads) * D] of rows with one query each → values weighted by attention [R, heads * D]"""
+    """qkv [R, (heads + 2 kv_heads) * D] of rows with one query each → attention outputs [R, heads * D]"""
     _, kv_heads, block_size, dim = cache.keys.shape
     num_rows = len(qkv)
     num_splits = num_splits_for(num_rows, kv_heads, plan.max_context, capabilities_of(qkv.device))

@@ -1,16 +1,16 @@
-"""Attention whose sums depend on a query and its context alone, never on the batch or on how a prompt was cut into
-chunks: for `--deterministic`.
+"""Deterministic attention: sums depend on the query and its context only, not on the batch or on how a prompt was cut
+into chunks (`--deterministic`).
 
-A tile is a few consecutive queries of one row, each with all the heads that share a KV head. Keys are cut into segments
-at fixed positions. A segment's softmax state is computed by itself and then merged with that of the segments before it,
-in their order:
+A tile is a few consecutive queries of one row, each with all heads that share a KV head. Keys are cut into segments at
+fixed positions. Each segment's softmax state is computed separately and then merged, in order, with that of the earlier
+segments:
 
     context   [ segment 0 | segment 1 | ... | the query's own ]      state = merge(merge(state 0, state 1), ...)
 
-Where there are many tiles a program takes the segments in turn; where a few rows decode, each segment has programs of
-its own, and a second kernel merges. A key that a query does not see changes no bit of its state, so it does not matter
-which other queries share the tile. Multiplications and additions are not fused into one instruction: a compiler would
-do it in one kernel and not in another.
+With many tiles one program loops over the segments; when a few rows decode, each segment has its own programs, and a
+second kernel merges. A key that a query does not see changes no bit of its state, so it does not matter which other
+queries share the tile. Multiply-adds are not fused, since the compiler might fuse them in one kernel and not in
+another.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _segment_state(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of keys [low, high), of which each row of the tile sees those up to its position, within its window"""
+    """Return the softmax state of keys [low, high); each row of the tile sees those up to its position, in its
+    window."""
     keys, values, key_scales, value_scales = cache
     m_i, l_i, acc = empty_state(BLOCK_M, DIM_PADDED)
     for start in range(low, high, TILE):
@@ -83,14 +84,14 @@ def _attend(
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     QUERIES: tl.constexpr = BLOCK_M // MEMBERS
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a row have the most keys: they begin first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a row have the most keys: they start first
     kv_head = tl.program_id(1)
-    if ARE_SINGLE:  # one query a row
+    if ARE_SINGLE:  # one query per row
         row, begin, length, offset = tile, tile, 1, 0
     else:
         row, begin, length, offset = row_of_tile(query_starts, tile, 0, num_rows, QUERIES)
     context = tl.load(contexts + row)
-    if offset < length:  # a row that only pads the batch has context 0, sees nothing and gets zeros
+    if offset < length:  # a padding row has context 0, sees no key and gets zeros
         offs_m = tl.arange(0, BLOCK_M)
         local, member = offset + offs_m // MEMBERS, offs_m % MEMBERS
         q_positions = context - length + local
@@ -140,7 +141,7 @@ def _merge_segments(
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SEGMENT: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Merge the segments of rows with one query each; a program for each head of each row."""
+    """Merge the segments of rows with one query each; one program per head and row."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     q_row = tl.program_id(0).to(tl.int64)  # row * heads + head

@@ -1,14 +1,13 @@
-"""The KV cache as kernels read and write it, and the kernel that fills it: from the joint projection to attention's
-inputs, q and k are normed and rotated, k and v are cached.
+"""Access to the KV cache in kernels, and the kernel that norms and rotates q and k and writes k and v to the cache.
 
-A program takes one token and a few heads of one kind:  [ q q q q | k | v ]. It reads each element's rotation partner
-again instead of exchanging it between threads; the second read comes from the L1 cache. A cache of one byte a number
-gets each head's vector divided by a scale of its own, which is kept beside it.
+A program computes one token and a few heads of one kind:  [ q q q q | k | v ]. It reads each element's rotation partner
+again instead of exchanging it between threads; the second read hits the L1 cache. In a one-byte cache each head's
+vector is divided by its scale, which is stored separately.
 
-Numbers of fp8 (e4m3) are converted by their bits on GPUs that have no instruction for them: shifted, the same bits are
-a float16 number that is 2 ** 8 times too small.
+GPUs without fp8 instructions convert e4m3 by its bits: shifted, they are a float16 value that is 2 ** 8 times too
+small.
 
-    e4m3      s eeee mmm                  numbers below the smallest exponent are right too, in either form
+    e4m3      s eeee mmm                  subnormal values are correct too, in both directions
     float16   s 0 eeee mmm 0000000
 """
 
@@ -26,7 +25,7 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 
 
 def cache_tensors(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and their scales, as kernels take them; where there are no scales, something in their place"""
+    """Return keys, values and their scales as kernel arguments, with placeholders for missing scales."""
     keys, values = cache.keys, cache.values
     if keys.dtype == torch.float8_e4m3fn and not has_fp8(keys.device):
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
@@ -37,7 +36,7 @@ def cache_tensors(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 @triton.jit
 def as_factors(stored, DTYPE: tl.constexpr):
-    """Keys or values as they were read from the cache, as factors of a product in DTYPE"""
+    """Convert keys or values read from the cache to factors of a product in DTYPE."""
     if stored.dtype == tl.uint8:
         bits = stored.to(tl.uint16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -47,20 +46,20 @@ def as_factors(stored, DTYPE: tl.constexpr):
 
 @triton.jit
 def as_cached(stored, DTYPE: tl.constexpr):
-    """float32 numbers as the cache stores them; for fp8 none is larger than 448"""
+    """Convert float32 values to the cache's dtype; for fp8 none may exceed 448."""
     if tl.uint8 == DTYPE:
-        # To the nearest, halves to even: with four bits, or, below the smallest exponent, to a multiple of 2 ** -9.
+        # Round to nearest even: to four significant bits, or, for subnormal results, to a multiple of 2 ** -9.
         bits = stored.to(tl.int32, bitcast=True)
         large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         rounded = tl.where(tl.abs(stored) < 0.015625, (stored + 24576.0) - 24576.0, large)
-        half = (rounded * 0.00390625).to(tl.float16).to(tl.uint16, bitcast=True)  # exactly
+        half = (rounded * 0.00390625).to(tl.float16).to(tl.uint16, bitcast=True)  # exact
         return (((half & 0x7FFF) >> 7) | ((half >> 8) & 0x80)).to(tl.uint8)
     return stored.to(DTYPE)
 
 
 @triton.jit
 def norm_rope(source, d, inside, norm, rope, dim, eps, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr):
-    """Heads [HEADS, D] at `source`, normed and rotated, float32; `rope` is (cos, sin, half the rotated dimensions)"""
+    """Load heads [HEADS, D] at `source`, norm and rotate them, float32; `rope` is (cos, sin, rotary_dim / 2)."""
     cos, sin, half = rope
     values = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
     inverse = values * 0 + 1.0
@@ -82,8 +81,8 @@ def norm_rope(source, d, inside, norm, rope, dim, eps, HAS_NORM: tl.constexpr, H
 
 @triton.jit
 def store_kv(vectors, stored, scales, kv_row, d, inside, DIM: tl.constexpr, LARGEST: tl.constexpr):
-    """Write vectors [HEADS, D] into the cache at `kv_row` [HEADS, 1]. LARGEST: the largest number of a dtype that has
-    scales, else 0."""
+    """Write vectors [HEADS, D] to the cache at `kv_row` [HEADS, 1]. LARGEST: the largest value of a dtype with scales,
+    else 0."""
     if LARGEST > 0:
         scale = tl.max(tl.abs(vectors), axis=1)[:, None] / LARGEST
         is_nan = tl.sum((vectors != vectors).to(tl.int32), axis=1)[:, None] > 0
@@ -141,7 +140,7 @@ def norm_rope_write_kv(
     eps: float,
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """qkv [T, (heads + 2 kv_heads) * D] → queries [T, heads, D]; keys and values are written into the cache"""
+    """qkv [T, (heads + 2 kv_heads) * D] → queries [T, heads, D]; writes keys and values to the cache"""
     _, kv_heads, block_size, dim = cache.keys.shape
     num_tokens = qkv.shape[0]
     num_heads = qkv.shape[1] // dim - 2 * kv_heads

@@ -1,16 +1,16 @@
 """Latent attention (MLA) over the paged cache, in its absorbed form (see `ops/reference/latent_attention.py`).
 
-All heads attend to the same entries, so an entry is read once for a tile of heads. Decoding takes the time that
-reading the entries takes. Kernels of a layer:
+All heads attend to the same entries, so an entry is read once per tile of heads. Decoding is bound by reading the
+entries. The kernels of a layer:
 
-    _absorb     queries × each head's matrix → queries over latents; entries normed, rotated, written into the cache
-    _attend     tiles of (query, head) pairs over entries; a context is cut into splits that run side by side
-    _expand     what the splits of a pair found, merged × each head's matrix → values; `_expand_token` for a few tokens
+    _absorb     queries × each head's matrix → queries over latents; norms, rotates and writes the entries to the cache
+    _attend     tiles of (query, head) pairs over entries; a context is cut into splits that run in parallel
+    _expand     merges the splits of a pair × each head's matrix → values; `_expand_token` for a few tokens
 
-A tile has 16 pairs where rows decode, and 64 where prompts are computed: 64 / heads queries with all their heads.
-Whole long prompts are computed in the expanded form (`latent_prompts.py`), unless a result may not depend on that.
-`_absorb` and `_expand` load their matrices before the kernel that precedes them has ended. Of a few rows `_attend` then
-asks for its entries too: all but the newest have been there since long.
+A tile has 16 pairs for decoding rows, and 64 for prompts: 64 / heads queries with all their heads. Whole long prompts
+are computed in the expanded form (`latent_prompts.py`), except by deterministic kernels. `_absorb` and `_expand` load
+their matrices before the previous kernel has ended; for a few rows `_attend` also prefetches its entries, all of which
+but the newest are already in the cache.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from tokenmill.ops.triton.launch.capabilities import Capabilities, capabilities_
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import fetch_early, launch_dependents, launch_options, wait_for_previous
 
-RANK_BLOCK = 64  # rows of a head's matrix that a program of `_absorb` multiplies by
-VALUE_BLOCK = 32  # and of `_expand`
-TOKEN_BLOCK = 16  # and of `_expand_token`
-MAX_SPLITS = 64  # of a context
-VERY_FEW_TOKENS = 4  # multiplied by a head's matrix one by one; their entries are asked for early
-FEW_TOKENS = 16  # multiplied by a head's matrix together, unless a step has hundreds
+RANK_BLOCK = 64  # rows of a head's matrix per program of `_absorb`
+VALUE_BLOCK = 32  # rows per program of `_expand`
+TOKEN_BLOCK = 16  # rows per program of `_expand_token`
+MAX_SPLITS = 64  # per context
+VERY_FEW_TOKENS = 4  # up to this many tokens are multiplied one by one, and their entries prefetched
+FEW_TOKENS = 16  # tokens per tile of `_absorb` and `_expand`, unless a step has hundreds
 
 
 class LatentTiles(NamedTuple):
-    """How the pairs of a step are cut into programs."""
+    """The tile configuration of `_attend`."""
 
-    pairs: int  # (query, head) pairs of a program
-    keys: int  # entries that it looks at together
+    pairs: int  # (query, head) pairs per program
+    keys: int  # entries per iteration
     warps: int
     stages: int
 
 
 def tiles_for(dtype: torch.dtype, num_heads: int, *, are_single: bool, keys_each: int = 0) -> LatentTiles:
-    """`keys_each`: entries that a program has to look at"""
+    """Return the tile configuration. `keys_each`: the number of entries per program."""
     if dtype == torch.float32:
         return LatentTiles(16, 16, 4, 1)
     if are_single and num_heads <= 16:
@@ -71,8 +71,8 @@ def _absorb(
     IS_ROTATED: tl.constexpr, PRECISION: tl.constexpr, IS_ROW: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T, HEADS, RANK + ROPE]; the last block of programs rotates and writes entries instead of multiplying. Only
-    the first num_absorbed queries are multiplied; of the others the rotated part is written alone. IS_ROW:
-    there is one token, multiplied without matrix units."""
+    the first num_absorbed queries are multiplied; for the others only the rotated part is written. IS_ROW: a single
+    token, multiplied without tensor cores."""
     launch_dependents(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
@@ -111,7 +111,7 @@ def _absorb(
         rope_at = target[:, None] + RANK + half[None, :]
         tl.store(rope_at, first.to(out.dtype.element_ty), mask=is_pair)
         tl.store(rope_at + ROPE // 2, second.to(out.dtype.element_ty), mask=is_pair)
-        # Entries are spread over the heads' programs.
+        # Entries are distributed over the heads' programs.
         ours = head * EACH + tl.arange(0, EACH)
         numbers = (tl.program_id(0) * TOKENS + ours).to(tl.int64)
         is_ours = (ours < TOKENS) & (numbers < num_tokens)
@@ -141,7 +141,7 @@ def _absorb(
 
 @triton.jit
 def split_size(context, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """Entries of each split of a context: whole tiles; the last splits of a short context have none"""
+    """Return the number of entries per split, a multiple of the tile; the last splits of a short context have none."""
     return (tl.cdiv(context, TILE) + NUM_SPLITS - 1) // NUM_SPLITS * TILE
 
 
@@ -156,7 +156,7 @@ def _ask_for_entries(
     latents, table, context, split, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the first entries of a split, one a thread, where they are whole units of 16 bytes."""
+    """Prefetch the first entries of a split, one per thread, if their size is a multiple of 16 bytes."""
     BYTES: tl.constexpr = WIDTH * latents.dtype.element_ty.primitive_bitwidth // 8
     if BYTES % 16 == 0:
         each = split_size(context, TILE, NUM_SPLITS)
@@ -172,7 +172,7 @@ def add_entries(
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of (query, head) pairs after the entries at positions offs_n, of which a pair sees some"""
+    """Return the softmax state of (query, head) pairs after the visible ones of the entries at positions offs_n."""
     offs_r, offs_p = tl.arange(0, RANK_PADDED), tl.arange(0, ROPE_PADDED)
     is_rank, is_rope = (offs_r < RANK)[None, :], (offs_p < ROPE)[None, :]
     entry = _entries_at(latents, table, offs_n, inside, RANK + ROPE, BLOCK_SIZE)[:, None]
@@ -189,7 +189,7 @@ def store_mixtures(
     state, out, parts, lse, q_rows, is_pair, split, is_used,
     RANK: tl.constexpr, RANK_PADDED: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The result where there is one split; else what this one found, if it had anything to look at"""
+    """Store the result if there is one split; else this split's part, if it has entries."""
     offs_r = tl.arange(0, RANK_PADDED)
     is_result = is_pair[:, None] & (offs_r < RANK)[None, :]
     if NUM_SPLITS == 1:
@@ -211,8 +211,8 @@ def _attend(
     NUM_SPLITS: tl.constexpr, ARE_SINGLE: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS, RANK] where there is one split; else what each split found, for `_expand`. THREADS: that ask for
-    entries early, one query a row; 0: none do."""
+    """out [T, HEADS, RANK] if there is one split; else each split's part, for `_expand`. THREADS: how many threads
+    prefetch entries, for rows of one query; 0: none."""
     launch_dependents(OVERLAPS)
     if OVERLAPS and THREADS > 0:
         early_row = first_row + tl.num_programs(0) - 1 - tl.program_id(0)
@@ -222,11 +222,11 @@ def _attend(
             NUM_SPLITS, THREADS,
         )  # fmt: skip
     wait_for_previous(OVERLAPS)
-    QUERIES: tl.constexpr = PAIRS // MEMBERS  # of a tile
+    QUERIES: tl.constexpr = PAIRS // MEMBERS  # per tile
     WIDTH: tl.constexpr = RANK + ROPE
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a row have the most keys: they begin first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a row have the most keys: they start first
     first_head, split = tl.program_id(1) * MEMBERS, tl.program_id(2)
-    if ARE_SINGLE:  # one query a row
+    if ARE_SINGLE:  # one query per row
         row, begin, length, offset = first_row + tile, first_row + tile, 1, 0
     else:
         row, begin, length, offset = row_of_tile(query_starts, tile, first_row, num_rows, QUERIES)
@@ -262,8 +262,8 @@ def _attend(
 def _merged(
     parts, lse, q_rows, used, columns, inside, RANK: tl.constexpr, NUM_SPLITS: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Some columns of the mixtures of TOKENS pairs, float32 [TOKENS, columns], from what their first splits, `used`
-    [TOKENS] of each, found"""
+    """Merge some columns of the attention outputs of TOKENS pairs, float32 [TOKENS, columns], over their first splits,
+    `used` [TOKENS] of each."""
     numbers = tl.arange(0, NUM_SPLITS)[None, :]
     splits, is_used = q_rows[:, None] * NUM_SPLITS + numbers, numbers < used[:, None]
     m_i = tl.load(lse + splits * 2, mask=is_used, other=LOWEST)
@@ -281,7 +281,7 @@ def _merged(
 
 @triton.jit
 def _used_splits(contexts, tokens, is_token, KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """How many splits of a token's context, which is cut into tiles of KEYS, have any entries"""
+    """Return how many splits of a token's context, cut into tiles of KEYS, have entries."""
     context = tl.load(contexts + tokens, mask=is_token, other=0)
     return tl.cdiv(context, tl.maximum(split_size(context, KEYS, NUM_SPLITS), 1))
 
@@ -292,8 +292,8 @@ def _expand(
     HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr, NUM_SPLITS: tl.constexpr, KEYS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS * VALUE]; the latents are taken CHUNK values at a time. `mixed` [T, HEADS, RANK], or with several
-    splits what each of them found [T, HEADS, NUM_SPLITS, RANK]"""
+    """out [T, HEADS * VALUE]; loops over latents in CHUNKs. `mixed` [T, HEADS, RANK], or with several splits
+    [T, HEADS, NUM_SPLITS, RANK]"""
     launch_dependents(OVERLAPS)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
@@ -330,8 +330,8 @@ def _expand_token(
     KEYS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, IS_SETTLED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The same of one token and BLOCK of a head's values: nothing is looked for after the mixtures are known but they
-    themselves, TOGETHER splits at a time. IS_SETTLED: contexts are known before."""
+    """The same for one token and BLOCK of a head's values: everything else is loaded before the attention outputs are
+    ready, which are then read TOGETHER splits at a time. IS_SETTLED: contexts may be read before the wait."""
     launch_dependents(OVERLAPS)
     token, head = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, RANK_PADDED)
@@ -369,8 +369,8 @@ def _expand_token(
 
 
 def num_latent_splits(num_programs: int, max_context: int, gpu: Capabilities) -> int:
-    """Programs that share a context: so many that two for each multiprocessor run, each with tiles of its own. What a
-    split leaves is 2 KB a head, so there are fewer of them than in attention to keys and values."""
+    """Return the number of splits: two programs per multiprocessor, each with at least a tile. A split writes 2 KB per
+    head, so there are fewer splits than in attention over keys and values."""
     wanted = 2 * gpu.tuning.multiprocessors // max(1, num_programs)
     splits = max(1, min(wanted, MAX_SPLITS, cdiv(max_context, TILE)))
     return 1 << (splits.bit_length() - 1)
@@ -398,8 +398,7 @@ def dense_latent_attend(inputs: LatentInputs) -> torch.Tensor:
 
 
 def deterministic_latent_attend(inputs: LatentInputs) -> torch.Tensor:
-    """The same with sums that depend on a query and its context alone: every pair is computed by one program of one
-    form, which adds up its entries in their order."""
+    """Deterministic latent attention: one program of a fixed form computes each pair and adds its entries in order."""
     absorbed = absorb_queries(inputs, len(inputs.queries), are_alike=True)
     found = _attend_rows(inputs, absorbed, range(inputs.plan.contexts.shape[0]), 1, are_alike=True)
     out = absorbed.new_empty(len(absorbed), inputs.expand.shape[0] * inputs.expand.shape[1])
@@ -408,8 +407,8 @@ def deterministic_latent_attend(inputs: LatentInputs) -> torch.Tensor:
 
 
 def absorb_queries(inputs: LatentInputs, num_absorbed: int, *, are_alike: bool = False) -> torch.Tensor:
-    """Writes the entries; → queries over entries [T, heads, rank + rope], those behind the first `num_absorbed` with
-    their rotated part alone"""
+    """Write the entries; → queries over entries [T, heads, rank + rope], with the rotated part only after the first
+    `num_absorbed`"""
     num_heads, rank, nope = inputs.absorb.shape
     num_tokens, width = inputs.entries.shape
     queries, entries, rope = inputs.queries, inputs.entries, width - rank
@@ -430,21 +429,21 @@ def absorb_queries(inputs: LatentInputs, num_absorbed: int, *, are_alike: bool =
 
 
 class Mixtures(NamedTuple):
-    """Latents weighted by attention, of all heads of some tokens"""
+    """Attention outputs in the latent space, for all heads of some tokens."""
 
-    values: torch.Tensor  # [T, heads, rank]; with several splits what each found, float32 [T, heads, splits, rank]
-    lse: torch.Tensor  # [T, heads, splits, 2]: m_i and l_i of each split, where there are several
-    contexts: torch.Tensor  # int32 [R]; a token's where there are several splits
+    values: torch.Tensor  # [T, heads, rank]; with several splits, of each, float32 [T, heads, splits, rank]
+    lse: torch.Tensor  # [T, heads, splits, 2]: m_i and l_i of each split, if there are several
+    contexts: torch.Tensor  # int32 [R]; per token if there are several splits
     splits: int
-    keys: int  # of a tile, of which a split has some
-    is_settled: bool = False  # whether contexts may be read before the kernel ahead has ended
+    keys: int  # per tile; a split has whole tiles
+    is_settled: bool = False  # whether contexts may be read before the previous kernel has ended
 
 
 def _attend_rows(
     inputs: LatentInputs, absorbed: torch.Tensor, rows: range, splits: int, *, are_alike: bool = False
 ) -> Mixtures:
-    """Attend with some rows of a step: what they find, at their tokens' places. Several splits only of the first rows,
-    which have one query each. `are_alike`: one form of program for rows of any length"""
+    """Attend with some rows of a step; outputs are at their tokens' indices. There are several splits only for the
+    first rows, which have one query each. `are_alike`: one form of program for rows of any length."""
     plan: AttentionPlan = inputs.plan
     (num_tokens, num_heads, width), rank = absorbed.shape, inputs.absorb.shape[1]
     are_single = not are_alike and rows.stop <= plan.num_single
@@ -473,14 +472,14 @@ def _attend_rows(
 
 
 def _tokens_of_tile(x: torch.Tensor, *, are_alike: bool) -> int:
-    """Tokens that are multiplied by a head's matrix together; `are_alike`: the same number in every step"""
+    """Return the number of tokens per tile of `_absorb` and `_expand`; `are_alike`: the same in every step."""
     return FEW_TOKENS if are_alike or len(x) <= 256 or x.dtype == torch.float32 else 64
 
 
 def expand_mixtures(
     found: Mixtures, tokens: slice, expand: torch.Tensor, out: torch.Tensor, *, are_alike: bool = False
 ) -> None:
-    """Values of some tokens into their rows of `out` [T, heads * value_dim]"""
+    """Write the values of some tokens to their rows of `out` [T, heads * value_dim]."""
     (num_heads, value_dim, rank), values, own = expand.shape, found.values[tokens], out[tokens]
     num_tokens, padded = len(own), max(16, next_power_of_2(rank))
     if num_tokens <= VERY_FEW_TOKENS and not are_alike:

@@ -1,10 +1,10 @@
-"""Latent attention of whole long prompts, in its expanded form: each head's keys and values are made of the entries,
-and torch's attention looks at them.
+"""Latent attention of whole long prompts in the expanded form: keys and values of each head are computed from the
+entries, and torch's attention attends to them.
 
-In the absorbed form (`latent.py`) a pair of query and key costs 2 * rank + rope products a head, in the expanded one
-nope + rope + value: 3.4 times fewer in DeepSeek's models, and it is what cuDNN has kernels for. Making keys and values
-pays from about a thousand tokens on. Heads are taken some at a time, so that their keys and values need no more memory
-than other things that are expanded for a step.
+In the absorbed form (`latent.py`) a pair of query and key costs 2 * rank + rope multiplications per head, in the
+expanded form nope + rope + value: 3.4 times fewer in DeepSeek's models, and cuDNN has kernels for it. Computing keys
+and values pays from about a thousand tokens on. Heads are processed in groups, to limit the memory for their keys and
+values.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tokenmill.ops.triton.attention.prefill import BACKENDS
 
 
 def can_be_expanded(inputs: LatentInputs) -> bool:
-    """Return whether torch's attention computes prompts in the expanded form; float32 has no such kernels."""
+    """Return whether torch's attention supports the expanded form of these inputs; it has no kernels for float32."""
     return inputs.queries.dtype != torch.float32
 
 
 def expanded_prompt(inputs: LatentInputs, absorbed: torch.Tensor, tokens: slice, out: torch.Tensor) -> None:
-    """Values of a prompt whose tokens are `tokens` into their rows of `out` [T, heads * value_dim]. Its entries are in
-    the cache; of `absorbed` [T, heads, rank + rope] only the rotated parts of queries are read."""
+    """Write the values of a prompt's `tokens` to their rows of `out` [T, heads * value_dim]. The entries are already in
+    the cache; of `absorbed` [T, heads, rank + rope] only the rotated parts of the queries are read."""
     (num_heads, rank, nope), value_dim = inputs.absorb.shape, inputs.expand.shape[1]
     queries = inputs.queries[tokens].unflatten(1, (num_heads, -1))
     turned, kept = absorbed[tokens, :, rank:], inputs.latents.flatten(0, 1)[inputs.slots[tokens]].to(queries.dtype)
@@ -46,7 +46,8 @@ def expanded_prompt(inputs: LatentInputs, absorbed: torch.Tensor, tokens: slice,
 
 
 def _attended(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """[heads, L, D] each; values may be narrower, which cuDNN takes as it is and others only with zeros behind"""
+    """Attend, [heads, L, D] each; values may be narrower, which only cuDNN supports: for others they are
+    zero-padded."""
     value_dim = values.shape[2]
     params = SDPAParams(queries[None], keys[None], values[None], None, 0.0, True, False)
     if not can_use_cudnn_attention(params):

@@ -1,6 +1,6 @@
 """The plan of a step's attention, made once for all layers of a cache group.
 
-Rows of a step lie in this order, and each part has a kernel of its own (`attention/select.py`):
+The rows of a step are ordered by kind, and each kind has its own kernel (`attention/select.py`):
 
     [ one query each: decode | chunks of prompts: prefill | whole long prompts: dense ]
 """
@@ -23,14 +23,14 @@ class AttentionPlan:
     tables: torch.Tensor  # int32 [R, max_blocks]
     query_starts: torch.Tensor  # int32 [R + 1]
     contexts: torch.Tensor  # int32 [R]
-    num_single: int  # the first so many rows have one query each
+    num_single: int  # rows [0, num_single) have one query each
     prompts: tuple[int, ...]  # lengths of the last rows, which are whole long prompts
     max_queries: int
-    max_context: int  # as far as a query looks back
-    max_position: int  # behind every key of the step
+    max_context: int  # the most keys that a query sees
+    max_position: int  # the longest context, regardless of windows
 
     def settle(self) -> None:
-        """Let kernels launched from now on read contexts and tables before they wait for the one ahead of them."""
+        """Let later kernels read contexts and tables before they wait for the previous kernel."""
         _ = self._is_settled
 
     @cached_property

@@ -1,13 +1,13 @@
-"""Attention of prompts: chunks of them over the paged cache, and whole long prompts by torch's dense attention.
+"""Prefill attention: prompt chunks over the paged cache, and whole long prompts by torch's dense attention.
 
-`prefill_attention` takes a tile of a row's queries for one head over its paged context. Keys before the diagonal are
+`prefill_attention` computes a tile of a row's queries for one head over its paged context. Keys before the diagonal are
 seen by every query of the tile and need no mask:
 
     keys of a tile of queries   [ before its first: no mask | the diagonal: masked | after its last: skipped ]
 
-`dense_prefill_attention` computes prompts that begin and end in this step: their keys are exactly this step's, so that
-the fastest dense attention at hand (cuDNN's) does it. Keys and values are gathered from the paged cache once a layer,
-which costs a few per cent of the attention itself.
+`dense_prefill_attention` computes prompts that begin and end in this step: their keys are exactly this step's, so the
+fastest dense attention (cuDNN's) can be used. Keys and values are gathered from the paged cache once per layer, which
+costs a few per cent of the attention itself.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.E
 
 
 class PrefillConfig(NamedTuple):
-    """How chunks are cut into programs."""
+    """The tile configuration of `prefill_attention`."""
 
-    queries: int  # of a program
-    keys: int  # that it looks at together
+    queries: int  # per program
+    keys: int  # per iteration
     warps: int
     stages: int
 
 
 def pick_prefill_config(dtype: torch.dtype, dim_padded: int, *, are_short: bool) -> PrefillConfig:
-    """Short chunks are cut into smaller tiles: half-empty tiles would cost more than large ones save."""
+    """Return the tile configuration; short chunks use smaller tiles, since half-empty ones cost more than large ones
+    save."""
     if dim_padded > 256:
         return PrefillConfig(16, 16, 4, 2) if dtype == torch.float32 else PrefillConfig(32, 16, 4, 2)
     if dtype == torch.float32 or dim_padded > 128:
@@ -63,7 +64,7 @@ def attend_range(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after keys [low, high)"""
+    """Return the softmax state after keys [low, high)."""
     keys, values, key_scales, value_scales = cache
     m_i, l_i, acc = state
     for start in range(low, high, TILE):
@@ -98,7 +99,7 @@ def _prefill(
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, IS_PLAIN: tl.constexpr,
     IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    # The last tiles of a row have the most keys: they are started first.
+    # The last tiles of a row have the most keys: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     kv_head = head // (NUM_HEADS // KV_HEADS)
@@ -151,7 +152,8 @@ def prefill_attention(
     are_short: bool = False,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Some rows of a step, with `num_tokens` queries at most; queries, out [T, heads, D] of the whole step."""
+    """Attend with some rows of a step, of at most `num_tokens` queries; queries, out [T, heads, D] of the whole
+    step."""
     _, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     padded = max(16, next_power_of_2(dim))
@@ -195,8 +197,7 @@ def _gather(
 def dense_prefill_attention(
     queries: torch.Tensor, cache: LayerCache, tables: torch.Tensor, args: AttentionArgs
 ) -> torch.Tensor:
-    """queries [R, L, heads, D] of rows of equal length whose contexts they are, as the result; tables int32
-    [R, max_blocks]"""
+    """Attend with whole prompts of equal length: queries and result [R, L, heads, D]; tables int32 [R, max_blocks]."""
     num_rows, length, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     dense = queries.new_empty(2, num_rows, kv_heads, length, dim)

@@ -1,12 +1,12 @@
 """Selection of the attention kernel for the rows of a step that are computed together: one ordered table.
 
-    one query a row      a few rows: cache write and attention in one kernel, each context split among many programs;
-                         more rows: the decode kernel, with fewer splits as rows become more
-    a chunk of a prompt  the prefill kernel, which reads the paged cache; a short one over a long context, with its
-                         context split among many programs
-    a whole long prompt  torch's dense attention over keys gathered from the cache, where it has what the layer needs
+    one query per row    a few rows: cache write and attention in one kernel, each context split over many programs;
+                         more rows: the decode kernel, with fewer splits the more rows there are
+    a chunk of a prompt  the prefill kernel, which reads the paged cache; for short chunks over long contexts, with the
+                         context split over many programs
+    a whole long prompt  torch's dense attention over keys gathered from the cache, if it supports the layer
 
-The kernels ask the functions here; `tokenmill doctor --kernels` prints the table. Needs no Triton.
+The kernels' callers use the functions here; `tokenmill doctor --kernels` prints the table. Needs no Triton.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import torch
 
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
-TILE = 64  # keys that a program looks at together
-MAX_SPLITS = 32  # of a context
-CHUNK_TILE = 64  # queries of a short chunk that a program computes together, of all heads of a KV head
-CHUNK_TILES_AT_ONCE = 2  # such programs that a multiprocessor has room for
-MAX_CHUNK_ROUNDS = 4  # of as many programs as there is room for: bounds what splits leave
-MERGE_COST = 0.01  # of a program's time, for each split
-SPLIT_CHUNK = 1024  # tokens: longer chunks have enough tiles
-CHUNK_SPLIT_KEYS = 512  # the fewest keys of a chunk's split: what it leaves has to be read again
+TILE = 64  # keys per iteration
+MAX_SPLITS = 32  # per context
+CHUNK_TILE = 64  # queries per tile of a short chunk, over all heads of a KV head
+CHUNK_TILES_AT_ONCE = 2  # such programs resident per multiprocessor
+MAX_CHUNK_ROUNDS = 4  # waves of programs: limits the number of splits and the size of their results
+MERGE_COST = 0.01  # of a program's time, per split
+SPLIT_CHUNK = 1024  # tokens; longer chunks have enough tiles
+CHUNK_SPLIT_KEYS = 512  # fewest keys per split of a chunk, since a split's result has to be read again
 DENSE_HEAD_DIMS = (64, 96, 128)
 MAX_FUSED_HEAD_DIM = 256
 
 
 class AttentionStep(NamedTuple):
-    """Rows that are computed together, as attention selection sees them."""
+    """The properties of rows computed together that attention selection uses."""
 
     num_rows: int
-    num_queries: int  # of each row in this step
-    context: int  # of the longest row, its queries included
+    num_queries: int  # per row
+    context: int  # of the longest row, including its queries
     num_heads: int
     kv_heads: int
     head_dim: int
@@ -51,17 +51,17 @@ class AttentionRow(NamedTuple):
 
 
 def num_splits_for(num_rows: int, kv_heads: int, max_context: int, gpu: Capabilities) -> int:
-    """The number of programs that share a context: so many that all programs together fill the GPU, but each with a
-    tile of its own. A power of two, so that few variants are compiled."""
+    """Return the number of splits of a context: enough to fill the GPU, but each with at least one tile; a power of
+    two, so that few variants are compiled."""
     wanted = gpu.tuning.attention_decode_programs // max(1, num_rows * kv_heads)
     splits = max(1, min(wanted, MAX_SPLITS, -(-max_context // TILE)))
     return 1 << (splits.bit_length() - 1)
 
 
 def num_chunk_splits(num_tokens: int, num_heads: int, kv_heads: int, max_context: int, gpu: Capabilities) -> int:
-    """The number of programs that share the context of each tile of chunks with so many tokens together. All programs
-    take about as long, so one more than there is room for takes as long again as all before it: so many that the last
-    round is nearly full. 1: whole contexts, a head at a time."""
+    """Return the number of splits of the context of each tile, for chunks of `num_tokens` tokens together; 1: use the
+    prefill kernel. All programs take about the same time, so the number is chosen such that the last wave of programs
+    is nearly full."""
     group = 1 << (num_heads // kv_heads - 1).bit_length()
     tiles = max(1, num_tokens * group // CHUNK_TILE) * kv_heads
     at_once = CHUNK_TILES_AT_ONCE * gpu.tuning.multiprocessors
@@ -77,8 +77,8 @@ def num_chunk_splits(num_tokens: int, num_heads: int, kv_heads: int, max_context
 
 
 def takes_fused_decode(num_rows: int, kv_heads: int, head_dim: int, max_context: int, gpu: Capabilities) -> bool:
-    """Return whether rows of one query each are so few that the gaps between kernels take most of the time. Tiles of
-    larger heads have no room in registers."""
+    """Return whether rows of one query each are so few that gaps between kernels dominate. Tiles of larger heads do not
+    fit in registers."""
     splits = num_splits_for(num_rows, kv_heads, max_context, gpu)
     return splits >= gpu.tuning.attention_fused_min_splits and head_dim <= MAX_FUSED_HEAD_DIM
 
@@ -89,7 +89,7 @@ def is_whole_prompt(num_queries: int, context: int, gpu: Capabilities) -> bool:
 
 
 def can_be_dense(dtype: torch.dtype, head_dim: int, *, has_extras: bool) -> bool:
-    """Return whether torch's attention computes what the layer needs."""
+    """Return whether torch's attention supports the layer."""
     return not has_extras and dtype != torch.float32 and head_dim in DENSE_HEAD_DIMS
 
 

@@ -1,12 +1,12 @@
-"""Latent attention over entries that an indexer chooses (see `arch/indexer.py` and `attention/latent.py`).
+"""Sparse latent attention over entries that an indexer selects (see `arch/indexer.py` and `attention/latent.py`).
 
-    _prepare    an index key, normed, rotated and written into the cache; rotated queries
-    _score      a query's score for each entry before it: products of its index heads with the entries' short keys
-    _choose     positions of the highest scores, in their order: the lowest score that is among them is found digit by
-                digit, by counting how often each digit occurs; for a few tokens a kernel each counts parts of a context
-    _attend     a token's heads over its chosen entries, in splits that run side by side; `latent.py` merges them
+    _prepare    norms, rotates and writes the index key to the cache; rotates the index queries
+    _score      computes a query's score for each earlier entry: products of its index heads with the index keys
+    _choose     selects the positions of the highest scores, ascending, by radix select: the lowest selected score is
+                found digit by digit with histograms; for a few tokens, several programs count parts of a context
+    _attend     attends with a token's heads to its selected entries, in splits that run in parallel; `latent.py` merges
 
-Scores of as many tokens at a time are kept as MAX_SCORES holds.
+Tokens are processed in groups whose scores fit in MAX_SCORES.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 MAX_SCORES = 1 << 24  # float32
-SCORE_TILE = 64  # entries that a program of `_score` looks at
-CHOOSE_TILE = 2048  # scores that a program of `_choose` looks at together
-CHOOSE_PROGRAMS = 256  # of so many tokens or more each is chosen for by one program
-MAX_PARTS = 64  # of a token's scores
+SCORE_TILE = 64  # entries per program of `_score`
+CHOOSE_TILE = 2048  # scores per iteration of `_choose`
+CHOOSE_PROGRAMS = 256  # from this many tokens on, one program selects for each token
+MAX_PARTS = 64  # of a token's scores, for several programs
 DIGIT_BITS = tl.constexpr(8)
 BINS = tl.constexpr(256)
 NUM_DIGITS = tl.constexpr(4)  # of a score's 32 bits
 
 
 class ChosenEntries(NamedTuple):
-    """What each query of a step looks at: the same in every layer that shares an index."""
+    """The entries that each query of a step attends to: the same in every layer that shares an index."""
 
-    positions: torch.Tensor  # int32 [T, top_k], ascending; those behind the last are not read
+    positions: torch.Tensor  # int32 [T, top_k], ascending; only the first `counts` are valid
     counts: torch.Tensor  # int32 [T]
-    rows: torch.Tensor  # int32 [T]: whose table a query's entries are found by
+    rows: torch.Tensor  # int32 [T]: the row of each query, for its block table
 
 
 @kernel_unspecialized("table_stride", "width")
@@ -58,7 +58,7 @@ def _score(
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, width]: what lies behind a query's own entry is not written"""
+    """out [T, width]: scores behind a query's own entry are not written"""
     token = tl.program_id(0).to(tl.int64)
     offs_n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     last = tl.load(lasts + token)
@@ -74,7 +74,7 @@ def _score(
         key = tl.load(entry, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0).to(query.dtype)
         products = tl.maximum(tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
         total = tl.sum(products * weight[:, None], axis=0)
-        total = tl.where(total == 0.0, 0.0, total)  # a zero below 0 is as good as one above
+        total = tl.where(total == 0.0, 0.0, total)  # -0.0 becomes 0.0
         tl.store(out + token * width + offs_n, total, mask=inside)
 
 
@@ -85,8 +85,8 @@ def _prepare(
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HALF: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A token's key, normed and rotated, into the cache; its rotated queries and the heads' weights; the row that it is
-    of, and the position of the last entry that it may look at"""
+    """Write a token's normed and rotated key to the cache, its rotated queries, its heads' weights, its row, and the
+    position of the last entry that it may attend to."""
     token = tl.program_id(0).to(tl.int64)
     heads, dims = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM_PADDED)
     is_dim, is_head = dims < DIM, heads < HEADS
@@ -103,7 +103,7 @@ def _prepare(
         row += tl.sum((ends <= token).to(tl.int32), axis=0)
     row = tl.minimum(row, num_rows - 1)
     tl.store(rows + token, row)
-    behind = tl.load(starts + 1 + row) - token.to(tl.int32)  # queries of the row from this one on
+    behind = tl.load(starts + 1 + row) - token.to(tl.int32)  # number of the row's queries from this one on
     tl.store(lasts + token, tl.load(contexts + row) - behind)
 
     key = tl.load(keys + token * DIM + dims, mask=is_dim, other=0.0).to(tl.float32)
@@ -133,7 +133,7 @@ def _prepare(
 
 @triton.jit
 def _ordered(scores, offs_n, last):
-    """Scores as whole numbers of the same order, all above 0; what lies behind the last is 0"""
+    """Map scores to positive integers of the same order; those behind the last become 0."""
     bits = tl.load(scores + offs_n, mask=offs_n <= last, other=0.0).to(tl.uint32, bitcast=True)
     is_negative = (bits >> 31) > 0
     number = tl.where(is_negative, ~bits, bits | 0x80000000)
@@ -142,8 +142,8 @@ def _ordered(scores, offs_n, last):
 
 @triton.jit
 def _digits(scores, lowest, low, high, DIGIT: tl.constexpr, TILE: tl.constexpr):
-    """How often each value of digit DIGIT occurs in scores [low, high) whose digits before it are those of `lowest`"""
-    FIRST: tl.constexpr = DIGIT_BITS * DIGIT  # digits begin at the highest bits
+    """Count the values of digit DIGIT among scores [low, high) whose earlier digits equal those of `lowest`."""
+    FIRST: tl.constexpr = DIGIT_BITS * DIGIT  # digits are counted from the highest bits
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(low, high, TILE):
         offs_n = start + tl.arange(0, TILE)
@@ -158,8 +158,8 @@ def _digits(scores, lowest, low, high, DIGIT: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _next_digit(counts, lowest, room, DIGIT: tl.constexpr):
-    """`lowest` with one digit more, such that `room` of the counted scores are as high or higher; and how many of those
-    that have just this digit are among them"""
+    """Extend `lowest` by one digit such that `room` of the counted scores are as high or higher; also return how many
+    of the scores with exactly this digit are among them."""
     higher = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)  # than each value
     is_reached = (higher + counts >= room).to(tl.int32)
     digit = tl.sum(is_reached, axis=0) - 1
@@ -171,7 +171,8 @@ def _next_digit(counts, lowest, room, DIGIT: tl.constexpr):
 
 @triton.jit
 def _lowest_chosen(bins, top_k, DIGITS: tl.constexpr):
-    """The lowest score that is chosen, as far as its first DIGITS digits were counted, and how many scores of it are"""
+    """Return the first DIGITS digits of the lowest selected score, and how many scores with these digits are
+    selected."""
     lowest, room = (top_k * 0).to(tl.uint32), top_k
     for digit in tl.static_range(DIGITS):
         counts = tl.load(bins + digit * BINS + tl.arange(0, BINS))
@@ -183,8 +184,8 @@ def _lowest_chosen(bins, top_k, DIGITS: tl.constexpr):
 def _write_chosen(
     scores, positions, low, high, lowest, room, place, num_equal, TILE: tl.constexpr
 ):  # fmt: skip
-    """Positions of the chosen scores among [low, high), from place `place` on. Of scores that are just the lowest,
-    `room` are chosen; `num_equal` are before these."""
+    """Write the positions of the selected scores in [low, high), from index `place` on. Of scores equal to the lowest,
+    `room` are selected in all, and `num_equal` precede this range."""
     for start in range(low, high, TILE):
         offs_n = start + tl.arange(0, TILE)
         number = _ordered(scores, offs_n, high - 1)
@@ -200,7 +201,7 @@ def _write_chosen(
 
 @kernel_unspecialized("width", "top_k")
 def _choose(scores, lasts, positions, counts, width, top_k, TILE: tl.constexpr) -> None:
-    """The top_k highest of a token's scores, of equal ones the first; all where there are no more than that"""
+    """Select the top_k highest of a token's scores, of equal ones the first; all, if there are no more."""
     token = tl.program_id(0).to(tl.int64)
     num, own = tl.load(lasts + token) + 1, scores + token * width
     tl.store(counts + token, tl.minimum(num, top_k))
@@ -215,7 +216,7 @@ def _choose(scores, lasts, positions, counts, width, top_k, TILE: tl.constexpr) 
 def _count_digits(
     scores, lasts, bins, width, top_k, part_size, DIGIT: tl.constexpr, TILE: tl.constexpr
 ) -> None:  # fmt: skip
-    """Adds one part of a token's scores to the bins of a digit, where there are more than top_k"""
+    """Add one part of a token's scores to the histogram of a digit, if there are more than top_k."""
     token = tl.program_id(0).to(tl.int64)
     num, low = tl.load(lasts + token) + 1, tl.program_id(1) * part_size
     if (num > top_k) & (low < num):
@@ -227,7 +228,7 @@ def _count_digits(
 
 @kernel_unspecialized("width", "top_k")
 def _count_chosen(scores, lasts, bins, parts, width, top_k, part_size, TILE: tl.constexpr) -> None:
-    """How many scores of a part are above the lowest that is chosen, and how many are equal to it"""
+    """Count the scores of a part that are above the lowest selected one, and those equal to it."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num, low = tl.load(lasts + token) + 1, part * part_size
     higher, equal = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.int32)
@@ -249,7 +250,7 @@ def _count_chosen(scores, lasts, bins, parts, width, top_k, part_size, TILE: tl.
 def _write_parts(
     scores, lasts, bins, parts, positions, counts, width, top_k, part_size, PARTS: tl.constexpr, TILE: tl.constexpr
 ) -> None:
-    """The chosen positions of one part, behind those of the parts before it"""
+    """Write the selected positions of one part, behind those of the earlier parts."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num, low = tl.load(lasts + token) + 1, part * part_size
     if part == 0:
@@ -268,7 +269,7 @@ def _write_parts(
 
 
 def choose_entries(inputs: IndexInputs) -> ChosenEntries | None:
-    """Writes index keys into their cache. None: every query sees all entries before it."""
+    """Write index keys to their cache, and select entries; None: every query attends to all earlier entries."""
     indexer, kept, plan = inputs.indexer, inputs.kept, inputs.plan
     num_tokens, heads, dim, device = len(inputs.queries), indexer.num_heads, indexer.head_dim, kept.device
     queries = torch.empty(num_tokens, heads, dim, dtype=inputs.queries.dtype, device=device)
@@ -291,19 +292,19 @@ def choose_entries(inputs: IndexInputs) -> ChosenEntries | None:
 
 
 class AskedEntries(NamedTuple):
-    """Queries of an index"""
+    """The queries of an indexer."""
 
     queries: torch.Tensor  # [T, heads, D]
     weights: torch.Tensor  # float32 [T, heads]
     rows: torch.Tensor  # int32 [T]
-    lasts: torch.Tensor  # int32 [T]: the last entry that each may look at, -1 for none
-    counts: torch.Tensor  # int32 [T]: how many each has chosen, which is written
+    lasts: torch.Tensor  # int32 [T]: the last entry that each may select, -1 for none
+    counts: torch.Tensor  # int32 [T]: receives the number of selected entries
 
 
 def highest_entries(
     asked: AskedEntries, kept: torch.Tensor, tables: torch.Tensor, width: int, top_k: int
 ) -> ChosenEntries:
-    """Those of up to `width` entries with the highest scores; kept [blocks, entries of a block, D]"""
+    """Select the highest-scoring of up to `width` entries; kept [blocks, entries per block, D]."""
     queries, weights, rows, lasts, counts = asked
     num_tokens, heads, dim = queries.shape
     positions = torch.empty(num_tokens, top_k, dtype=torch.int32, device=queries.device)
@@ -325,7 +326,7 @@ def highest_entries(
 def _choose_highest(
     scores: torch.Tensor, lasts: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor, top_k: int
 ) -> None:
-    """A program a token where there are many tokens, otherwise several"""
+    """Select with one program per token if there are many tokens, otherwise with several."""
     num_tokens, width = scores.shape
     num_parts = min(CHOOSE_PROGRAMS // num_tokens, cdiv(width, CHOOSE_TILE), MAX_PARTS)
     if num_parts < 2:
@@ -350,7 +351,7 @@ def _attend_chosen(
     BLOCK_SIZE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """PAIRS of one token and its heads; as `_attend` of `latent.py`"""
+    """Attend with PAIRS of one token and its heads; see `_attend` of `latent.py`."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     WIDTH: tl.constexpr = RANK + ROPE
@@ -379,7 +380,7 @@ def _attend_chosen(
 
 
 def latent_attend(inputs: LatentInputs) -> torch.Tensor:
-    """→ [T, heads * value_dim], over all entries or over those that an indexer chose"""
+    """→ [T, heads * value_dim], over all entries or over those that an indexer selected"""
     return dense_latent_attend(inputs) if inputs.choice is None else sparse_latent_attend(inputs)
 
 

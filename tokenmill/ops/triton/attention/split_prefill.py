@@ -1,16 +1,16 @@
-"""Attention of short chunks over long contexts: what a prompt computes beside running answers.
+"""Attention of short chunks over long contexts, as in chunked prefill beside decoding rows.
 
-A chunk of some dozen tokens has too few tiles of queries to fill a GPU, and each would walk through the whole context
-alone. So, as for single queries (`decode.py`), the heads that share a KV head are in one tile, and the context is cut
-into splits that run side by side:
+A chunk of a few dozen tokens has too few tiles of queries to fill a GPU, and each would process the whole context
+sequentially. So, as for single queries (`decode.py`), the heads that share a KV head are in one tile, and the context
+is cut into splits that run in parallel:
 
     tile of queries     token 0: heads 0 1 2 3 | token 1: heads 0 1 2 3 | ...       all of one KV head
     keys of the tile    [ split 0 | split 1 | ... | the diagonal is in the last one, or the last two ]
 
-A second kernel merges them, with a program for each token and KV head: what the splits of a tile leave is a megabyte,
-over which the last of them took as long as over its keys.
+A second kernel merges them, with one program per token and KV head: the results of a tile's splits are a megabyte,
+which took a single program as long to merge as its keys.
 
-Beside rows that decode, the splits begin while those are still attended to: neither fills the GPU's memory bus alone.
+If the step also has decoding rows, the splits overlap with their kernel: neither saturates the memory bandwidth alone.
 
     norm, rotate, write ─► decode ─ (waits, then lets the next begin) ─► splits ─ (wait at their end) ─► merge
 """
@@ -36,7 +36,7 @@ from tokenmill.ops.triton.attention.tiles import row_of_tile
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized, next_power_of_2, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
-MERGED = 8  # splits that are read together
+MERGED = 8  # splits per iteration of the merge
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _store_tile(state, out, sinks, q_rows, heads, q_inside, is_query, offs_d, HA
 def _split_size(
     context, length, offset, window, num_splits, TOKENS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """The first key and the end of a tile's keys, and the keys of each split, a multiple of TILE"""
+    """Return a tile's first and last key positions, and the number of keys per split, a multiple of TILE."""
     earliest = context - length + offset
     last = tl.minimum(earliest + TOKENS, context)
     first = 0
@@ -110,13 +110,13 @@ def _split_prefill(
             if used == 1:
                 _store_tile((m_i, l_i, acc), out, sinks, q_rows, heads, q_inside, is_query, offs_d, HAS_SINKS)
             else:
-                # The sum is 0 where all of a split's keys come after a query, or before its window.
+                # The sum is 0 if all of a split's keys come after a query, or before its window.
                 index = (q_heads - tl.load(query_starts + first_row).to(tl.int64) * NUM_HEADS) * num_splits
                 mean = acc / tl.maximum(l_i, 1e-30)[:, None]
                 tl.store(parts + (index + split)[:, None] * DIM + offs_d[None, :], mean, mask=q_inside)
                 sum_log = tl.where(l_i > 0.0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), float("-inf"))
                 tl.store(lse + index + split, sum_log, mask=is_query)
-    if is_beside != 0:  # in every program: what waits for this kernel waits for the one before it
+    if is_beside != 0:  # in every program: a kernel that waits for this one then also waits for the one before
         wait_for_previous(OVERLAPS)
 
 
@@ -162,8 +162,8 @@ def _merge_splits(
 
 
 def room_for_parts(queries: torch.Tensor, num_tokens: int, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where splits of so many tokens leave their results and the logarithms of their sums. It may not be taken while a
-    kernel that runs beside the splits has room of its own that is about to be freed: the two would get the same."""
+    """Allocate buffers for the splits' results and the logarithms of their sums. Must be called before a kernel that
+    overlaps with the splits frees its own buffers: the allocator would hand out the same memory."""
     _, num_heads, dim = queries.shape
     parts = queries.new_empty((num_tokens, num_heads, num_splits, dim), dtype=torch.float32)
     return parts, queries.new_empty(parts.shape[:3], dtype=torch.float32)
@@ -185,8 +185,8 @@ def split_prefill_attention(
     is_beside: bool = False,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Some rows of a step, with `num_tokens` queries at most; queries, out [T, heads, D] of the whole step.
-    `is_beside`: right behind `decode_attention` that lets it begin; `room` was taken before that."""
+    """Attend with some rows of a step, of at most `num_tokens` queries; queries, out [T, heads, D] of the whole step.
+    `is_beside`: launched right after a `decode_attention` with `lets_begin`; `room` was allocated before that."""
     _, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
     group = num_heads // kv_heads

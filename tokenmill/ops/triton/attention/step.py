@@ -1,4 +1,4 @@
-"""Attention of a whole step: each kind of rows by its own kernel, results put together in the step's order."""
+"""Attention of a whole step: each kind of rows is computed by its own kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmill.ops.triton.attention.select import can_be_dense, num_chunk_splits
 from tokenmill.ops.triton.attention.split_prefill import room_for_parts, split_prefill_attention
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 
-SPLITS_BESIDE = 8  # of decoding rows' contexts beside chunks, or none: fewer variants to compile
+SPLITS_BESIDE = 8  # splits of decoding rows' contexts beside chunks, or 1: limits the variants to compile
 SHORT_CHUNK = 1024  # tokens
 
 
@@ -25,7 +25,7 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
     single, num_rows = plan.num_single, plan.contexts.shape[0]
     has_extras = args.window is not None or args.softcap is not None or args.sinks is not None
     prompts = plan.prompts if can_be_dense(queries.dtype, queries.shape[2], has_extras=has_extras) else ()
-    if len(prompts) == num_rows and len(set(prompts)) == 1:  # nothing to put together
+    if len(prompts) == num_rows and len(set(prompts)) == 1:  # the dense result is the whole result
         return (
             dense_prefill_attention(queries.unflatten(0, (num_rows, -1)), cache, plan.tables, args)
             .flatten(0, 1)

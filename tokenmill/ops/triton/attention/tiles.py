@@ -1,8 +1,7 @@
-"""Tiles of queries: the queries of every row of a step are cut into tiles of equal size, one program each.
+"""Tiles of queries: each row's queries are cut into tiles of equal size, one program each.
 
-Which row a tile belongs to is found on the device, since the host does not know how long the rows of a captured step
-will be: the tiles of row r begin at (its first query) // QUERIES + r, which leaves each row room for its last, partly
-filled one.
+A tile's row is found on the device, since the host does not know the lengths of a captured step's rows: the tiles of
+row r begin at (its first query) // QUERIES + r, which reserves space for each row's last, partly filled tile.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def row_of_tile(query_starts, tile, first_row, num_rows, QUERIES: tl.constexpr):
-    """The row of a tile, its first query, the number of its queries, and how many of them lie before the tile. Tiles
-    are counted from `first_row` on; a tile that no row fills lies behind the end of its row."""
+    """Return a tile's row, the row's first query, its number of queries, and how many of them precede the tile. Tiles
+    are counted from `first_row` on; an unused tile is beyond the end of its row."""
     origin = tl.load(query_starts + first_row)
     low_row, high_row = first_row, num_rows
     while high_row - low_row > 1:  # the last row whose tiles begin at or before this one

@@ -1,13 +1,13 @@
-"""Attention over a window and compressed entries (`arch/compressed.py`) from the paged cache.
+"""Attention over a sliding window and compressed entries (`arch/compressed.py`) in the paged cache.
 
-    prepare, make_entries   what is looked at goes into the cache (`windowed_inputs.py`)
-    highest_entries         an indexer's choice among the complete entries (`sparse.py`), where there are more than that
-    _attend                 a token's heads over the keys of its window, then over entries; in splits that run side by
-                            side where few tokens are computed
-    _merge                  what the splits of a head found; the result turned back by its query's angle
+    prepare, make_entries   write keys and entries to the cache (`windowed_inputs.py`)
+    highest_entries         the indexer's selection among complete entries (`sparse.py`), if there are more than top_k
+    _attend                 attends with a token's heads to the keys of its window, then to entries; for few tokens in
+                            splits that run in parallel
+    _merge                  merges the splits of a head, and rotates the result back by the query's angle
 
-All heads share a key, which is the value too: it is read once for a tile of heads. Every token is computed alone,
-whether it decodes or belongs to a prompt; with one split its result depends on nothing but its context.
+All heads share a key, which is also the value: it is read once per tile of heads. Every token is computed separately,
+in decoding and in prompts; with one split its result depends on its context only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _attend(
     HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, RATE: tl.constexpr, IS_CHOSEN: tl.constexpr,
     TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, HEADS, D] where there is one split; else what each split found, for `_merge`. RATE 0: a window alone"""
+    """out [T, HEADS, D] if there is one split; else each split's part, for `_merge`. RATE 0: a window only"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -64,7 +64,7 @@ def _attend(
         qk = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (scale * LOG2E)
         state = add_keys(state, tl.where(seen[None, :], qk, float("-inf")), key, seen, False, PRECISION)
     if RATE > 0:
-        EACH: tl.constexpr = BLOCK_SIZE // RATE  # entries of a block
+        EACH: tl.constexpr = BLOCK_SIZE // RATE  # entries per block
         for tile in range(tl.maximum(low, num_window), high):
             numbers = (tile - num_window) * TILE + tl.arange(0, TILE)
             seen = numbers < num_entries
@@ -80,7 +80,7 @@ def _attend(
         sink = tl.load(sinks + heads, mask=is_head, other=0.0)
         result = attention_output(state, sink, True).to(out.dtype.element_ty)
         tl.store(out + q_rows[:, None] * DIM + dims[None, :], result, mask=is_result)
-        tl.debug_barrier()  # what is turned back was stored by other threads
+        tl.debug_barrier()  # the values to rotate back were stored by other threads
         half = tl.arange(0, HALF_PADDED)
         is_pair = is_head[:, None] & (half < HALF)[None, :]
         at = tl.maximum(last, 0).to(tl.int64) * HALF + half
@@ -106,7 +106,7 @@ def _merge(
     HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS_PADDED: tl.constexpr, HALF: tl.constexpr, NUM_SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One head of one token: neighbouring numbers in pairs"""
+    """Merge one head of one token, in pairs of neighbouring dimensions."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     q_row = tl.program_id(0).to(tl.int64)
@@ -120,7 +120,7 @@ def _merge(
     even, odd = tl.zeros((PAIRS_PADDED,), tl.float32), tl.zeros((PAIRS_PADDED,), tl.float32)
     for split in range(NUM_SPLITS):
         weight = tl.sum(tl.where(splits == split, shares, 0.0), axis=0)
-        inside = (pairs < DIM // 2) & (pairs * 0.0 + weight > 0.0)  # what a split without keys left is not looked at
+        inside = (pairs < DIM // 2) & (pairs * 0.0 + weight > 0.0)  # splits without keys wrote nothing
         source = parts + (q_row * NUM_SPLITS + split) * DIM + 2 * pairs
         even += tl.load(source, mask=inside, other=0.0) * weight
         odd += tl.load(source + 1, mask=inside, other=0.0) * weight
@@ -147,13 +147,13 @@ def windowed_attend(inputs: WindowedInputs) -> torch.Tensor:
 
 
 def deterministic_windowed_attend(inputs: WindowedInputs) -> torch.Tensor:
-    """The same with sums that depend on a token and its context alone: one form of program, which adds up everything"""
+    """Deterministic form: one program of a fixed form adds up a token's whole context."""
     queries, places, chosen = _looked_at(inputs)
     return _attended(inputs, queries, places, chosen, tiles_for(queries.dtype, queries.shape[1], are_single=False), 1)
 
 
 def _looked_at(inputs: WindowedInputs) -> tuple[torch.Tensor, TokenPlaces, ChosenEntries | None]:
-    """Queries; keys, entries and those of an index are in the cache then."""
+    """Write keys, entries and index entries to the cache, and return the queries."""
     queries, places = prepare(inputs)
     compression, weights, fields = inputs.spec.compression, inputs.weights, inputs.entry_fields
     if compression is None or fields is None or weights.entries is None:
@@ -174,7 +174,7 @@ def _looked_at(inputs: WindowedInputs) -> tuple[torch.Tensor, TokenPlaces, Chose
 
 
 def _longest(inputs: WindowedInputs, chosen: ChosenEntries | None) -> int:
-    """The most keys and entries that a query of the step looks at, about"""
+    """Return an estimate of the most keys and entries that a query of the step attends to."""
     compression, context = inputs.spec.compression, inputs.batch.max_context_len
     entries = 0 if compression is None else context // compression.rate
     return min(context, inputs.spec.window) + (entries if chosen is None else chosen.positions.shape[1])

@@ -1,13 +1,13 @@
-"""What attention over a window and compressed entries (`arch/compressed.py`) looks at, made and kept in the cache.
+"""Inputs of attention over a sliding window and compressed entries (`arch/compressed.py`), computed and cached.
 
-    _prepare         a token's queries, normed and rotated; its key, likewise, and what entries will be made of into the
-                     cache; the row that it is of, and its position there
-    _prepare_index   likewise of an indexer: rotated queries, weights, what its entries will be made of
-    _make_entry      the entry that a token completes, if it does: the weighted mean of its tokens' numbers, normed,
-                     rotated by the angle of its first one
+    _prepare         norms and rotates a token's queries and key; caches the key and the inputs of entries;
+                     stores the token's row and position
+    _prepare_index   the same for an indexer: rotated queries, weights, inputs of its entries
+    _make_entry      computes the entry that a token completes, if any: the weighted mean of its tokens' values, normed,
+                     and rotated by the angle of its first token
 
-Pairs that are rotated together are neighbours, at the end of a vector of an even number of dimensions. An entry's
-shares lie one behind the other in the slots of its tokens, so a field of entries is a cache of fewer, wider ones.
+RoPE rotates neighbouring pairs, the last dimensions of a vector. An entry is stored across the slots of its tokens, so
+a field of entries is a cache of fewer, wider entries.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ import triton
 import triton.language as tl
 
 from tokenmill.arch.compressed import Compression
-from tokenmill.ops.compressed import EntryWeights, KeptField, WindowedInputs
+from tokenmill.ops.compressed import CachedField, EntryWeights, WindowedInputs
 from tokenmill.ops.triton.attention.softmax import LOWEST
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
-HEADS_TOGETHER = 8  # that a program of `_prepare` norms
-TOKENS_TOGETHER = 8  # of an entry that are looked at together
+HEADS_TOGETHER = 8  # heads per program of `_prepare`
+TOKENS_TOGETHER = 8  # tokens of an entry per iteration
 
 
 class TokenPlaces(NamedTuple):
-    """Where each token stands, int32 [T]"""
+    """The row and the position of each token, int32 [T]."""
 
     rows: torch.Tensor
-    lasts: torch.Tensor  # its position; -1 where a row only pads a step
+    lasts: torch.Tensor  # position; -1 for padding rows
 
 
 class IndexQueries(NamedTuple):
     queries: torch.Tensor  # [T, index heads, dim], rotated
     weights: torch.Tensor  # float32 [T, index heads]
-    lasts: torch.Tensor  # int32 [T]: the last entry that a query may look at, -1 for none
-    counts: torch.Tensor  # int32 [T]: room for how many are chosen
+    lasts: torch.Tensor  # int32 [T]: the last entry that a query may select, -1 for none
+    counts: torch.Tensor  # int32 [T]: receives the number of selected entries
 
 
 @triton.jit
 def _neighbours_turned(own, partner, dims, cos, sin, position, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Vectors [N, D] whose last 2 * HALF numbers are rotated; `partner` has each number's neighbour at its place"""
+    """Rotate the last 2 * HALF dimensions of vectors [N, D]; `partner` has each element's neighbour at its index."""
     is_turned = (dims >= DIM - 2 * HALF) & (dims < DIM)
     angles = position * HALF + (dims - (DIM - 2 * HALF)) // 2
     cosine = tl.load(cos + angles, mask=is_turned, other=1.0)
@@ -76,7 +76,7 @@ def _normed_and_turned(
     source, inside, weight, cos, sin, position, eps,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HALF: tl.constexpr, HAS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Vectors [N, D] of the cache's or the queries' type that lie at source [N, 1]"""
+    """Load vectors [N, D] at source [N, 1], and norm and rotate them."""
     dims = tl.arange(0, DIM_PADDED)
     partners = dims ^ 1
     kind = source.dtype.element_ty
@@ -98,7 +98,7 @@ def _prepare(
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, HALF: tl.constexpr,
     INPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The last program of a token has its key and the inputs of entries."""
+    """The last program of a token handles its key and the inputs of entries."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -175,7 +175,7 @@ def _make_entry(
             numbers = start + tl.arange(0, TOKENS)
             places = first - RATE * (SERIES - 1) + numbers
             is_token = (places >= 0) & (numbers < RATE * SERIES)
-            # Of the tokens before, the numbers for the next entry; then those for the tokens' own.
+            # First the earlier tokens' values for the next entry, then the tokens' values for their own entry.
             offset = numbers // RATE * DIM
             blocks = tl.load(table + places // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
             source = inputs + (blocks * BLOCK_SIZE + places % BLOCK_SIZE) * (2 * SERIES * DIM) + offset
@@ -208,7 +208,7 @@ def _make_entry(
 
 
 def prepare(inputs: WindowedInputs) -> tuple[torch.Tensor, TokenPlaces]:
-    """Writes keys, and what entries are made of; → queries [T, heads, D], normed and rotated"""
+    """Write keys and the inputs of entries; → queries [T, heads, D], normed and rotated"""
     spec, batch, given = inputs.spec, inputs.batch, inputs.entry_inputs
     num_tokens, heads, dim, device = len(inputs.queries), spec.num_heads, spec.head_dim, inputs.queries.device
     out = inputs.queries.new_empty(num_tokens, heads, dim)
@@ -229,7 +229,7 @@ def prepare(inputs: WindowedInputs) -> tuple[torch.Tensor, TokenPlaces]:
 
 
 def prepare_index(inputs: WindowedInputs, compression: Compression, places: TokenPlaces) -> IndexQueries:
-    """Writes what entries of the index are made of"""
+    """Write the inputs of the index's entries, and return its queries."""
     indexer, fields, given, weights = (
         compression.indexer, inputs.index_fields, inputs.index_inputs, inputs.index_weights,
     )  # fmt: skip
@@ -251,7 +251,7 @@ def prepare_index(inputs: WindowedInputs, compression: Compression, places: Toke
 
 def make_entries(
     inputs: WindowedInputs,
-    fields: tuple[KeptField, KeptField],
+    fields: tuple[CachedField, CachedField],
     weights: EntryWeights,
     compression: Compression,
     places: TokenPlaces,

@@ -1,11 +1,11 @@
-"""Inputs of decoding steps, gathered on the device from permanent rows instead of being sent by the host.
+"""Inputs of decode steps, gathered on the device from permanent rows instead of being sent by the host.
 
-`tables` int32 [groups, max_rows, max_blocks] and `newest` int64 [max_rows] (each row's last drawn token) stay on the
-device. A step says which rows it computes; a row of number NO_ROW only pads the batch.
+`tables` int32 [groups, max_rows, max_blocks] and `newest` int64 [max_rows] (each row's last sampled token) stay on the
+device. A step names the rows that it computes; rows numbered NO_ROW pad the batch.
 
-Kernels read what the host sends, and write what it waits for, in the host's own memory: a copy before a graph and one
-behind it would take 10 us each, most of it until they begin. Both lie in a ring of RING_SIZE slots, since the host is
-a step or two ahead; the device itself counts which slot is a step's own, so a captured graph needs no arguments:
+Kernels read the host's inputs from, and write sampled tokens to, pinned host memory: copies before and after a graph
+would take 10 us each, mostly launch latency. Both are rings of RING_SIZE slots, since the host is a step or two ahead.
+The device counts which slot belongs to a step, so a captured graph needs no arguments:
 
     host     writes slot k, launches; writes slot k + 1, launches ...           reads slot k of `drawn`
     device   gather_inputs: reads slot k ─► model ─► publish_tokens: writes slot k, counts k + 1
@@ -24,19 +24,19 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialize
 from tokenmill.ops.triton.launch.pdl import launch_options, wait_for_previous
 
 NO_ROW = -1
-RING_SIZE = 16  # twice what a runner can launch before it reads: four graphs in each of two steps
-ROW, POSITION, TOKEN, INDEX, UNIFORM = range(5)  # words of a row; the last is a float64
-NUM_WORDS = tl.constexpr(8)  # 32 bytes: one read over the bus
-CHANGES = 256  # of a program
+RING_SIZE = 16  # twice the launches that can be in flight: four graphs in each of two steps
+ROW, POSITION, TOKEN, INDEX, UNIFORM = range(5)  # int32 words of a row; the last is a float64
+NUM_WORDS = tl.constexpr(8)  # 32 bytes: one transaction on the bus
+CHANGES = 256  # table changes per program
 
 
 class StepMailbox(NamedTuple):
-    """Between host and device; the first two in pinned memory where there is a device. What is sent of a row: row,
-    position, token (-1: the row's newest), index, uniform."""
+    """Buffers for the exchange between host and device; on a GPU the first two are pinned. For each row the host sends
+    row, position, token (-1: the row's newest), output index and random number."""
 
     sent: torch.Tensor  # int32 [RING_SIZE, max_rows, NUM_WORDS]
     drawn: torch.Tensor  # int64 [RING_SIZE, max_rows]
-    turn: torch.Tensor  # int32 [1]: the slot of the step that begins next; on the device
+    turn: torch.Tensor  # int32 [1], on the device: the slot of the next step
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class GatheredInputs:
     uniforms: torch.Tensor  # float64 [R]
     token_ids: torch.Tensor  # int64 [R]
     positions: torch.Tensor  # int64 [R]
-    contexts: torch.Tensor  # int32 [R], 0 where there is no row
-    slots: torch.Tensor  # int64 [groups, R], in the null block where there is no row
-    tables: torch.Tensor  # int32 [groups, R, max_blocks], filled as far as the context reaches
+    contexts: torch.Tensor  # int32 [R], 0 for padding rows
+    slots: torch.Tensor  # int64 [groups, R], in the null block for padding rows
+    tables: torch.Tensor  # int32 [groups, R, max_blocks], filled up to the length of the context
     slot: torch.Tensor  # int32 [1]
 
 
@@ -64,7 +64,7 @@ def _gather_inputs(
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     slot = tl.load(turn)
-    # Volatile: the host writes there from time to time.
+    # Volatile, because the host writes to this memory.
     words = tl.load(sent + (slot * max_rows + number) * NUM_WORDS + tl.arange(0, NUM_WORDS), volatile=True)
     row, position, token = _word(words, 0), _word(words, 1), _word(words, 2)
     is_row = row >= 0
@@ -119,7 +119,7 @@ def _change(changes, tables, num_changes, CHANGES: tl.constexpr) -> None:
 def gather_inputs(
     size: int, exchange: StepMailbox, tables: torch.Tensor, newest: torch.Tensor, block_size: int
 ) -> GatheredInputs:
-    """Gather the inputs of the next step in the ring, which has `size` rows."""
+    """Gather the inputs of the ring's next step, which has `size` rows."""
     device = tables.device
     groups, max_rows, max_blocks = tables.shape
     found = GatheredInputs(
@@ -144,7 +144,7 @@ def gather_inputs(
 def publish_tokens(
     found: GatheredInputs, drawn: torch.Tensor | None, exchange: StepMailbox, newest: torch.Tensor
 ) -> None:
-    """Ends a step: drawn int64 [R], if it draws, becomes the newest token of each row, and goes to the host."""
+    """End a step: store drawn int64 [R], if it samples, as each row's newest token, and send it to the host."""
     _publish_tokens[found.rows.shape](
         found.rows, found.token_ids if drawn is None else drawn, found.slot, newest, exchange.drawn, exchange.turn,
         exchange.drawn.shape[1], drawn is not None, RING_SIZE, num_warps=1, **launch_options(),
@@ -152,6 +152,6 @@ def publish_tokens(
 
 
 def change_tables(changes: torch.Tensor, tables: torch.Tensor) -> None:
-    """changes int64 [2, N]: entries of `tables`, counted through, and the blocks that are there from now on"""
+    """Apply changes of block tables: `changes` int64 [2, N] are flat indices into `tables`, and the new block ids."""
     num_changes = changes.shape[1]
     _change[(cdiv(num_changes, CHANGES),)](changes, tables, num_changes, CHANGES, num_warps=4)

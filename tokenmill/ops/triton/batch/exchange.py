@@ -1,25 +1,25 @@
-"""An exchange between ranks as one kernel: parts of all ranks put together, or added up, without a word to the host.
+"""All-gather and all-reduce between ranks as one kernel, without involving the hosts.
 
-Each rank has a window: memory that the kernels of all ranks can reach (`parallel/device_memory.py`). A program puts its
-share of this rank's part into the window, announces that in all windows, waits for the same program of the other ranks,
-and copies its share of their parts to where the result is wanted:
+Each rank has a window: memory that the kernels of all ranks can access (`parallel/device_memory.py`). A program copies
+its share of this rank's part to the window, announces that in all windows, waits for the same program of the other
+ranks, and copies its share of their parts to the result:
 
-    window    arrivals int64 [NUM_PROGRAMS, MAX_RANKS] | room 0 | room 1
-    program   own part ─► own room ─► announce turn t to all ─► wait for t of all ─► all rooms ─► result
+    window    arrivals int64 [NUM_PROGRAMS, MAX_RANKS] | buffer ("room") 0 | buffer 1
+    program   own part ─► own buffer ─► announce turn t to all ─► wait for t of all ─► all buffers ─► result
 
-A sum is the same with all numbers of each rank in its room: what is copied from all rooms is added up on the way, in
-the order of ranks, so that all ranks have the same bits. A rank may add up a part of the numbers only.
+A sum works alike, with all values of each rank in its buffer: they are added while they are read, in rank order, so
+that all ranks have the same bits. A rank may sum a range of the values only.
 
-A turn uses the room of its parity. Who is in turn t has met all others in t - 1, and they had read the rooms of t - 2
-by then: one meeting a turn is enough. Each program counts its turns in memory of the device, so a captured graph needs
-no arguments, and all launches of a group have the same number of programs. They spin while they wait, so all programs
-of all ranks of a device must find room on it at once, and leave some of its multiprocessors to the rank that they wait
-for: a matrix product may need one to itself.
+Turns alternate between the two buffers. A rank in turn t has met all others in t - 1, by when they had read the buffers
+of t - 2; so one barrier per turn is enough. Each program counts its turns in device memory, so a captured graph needs
+no arguments; all launches of a group have the same number of programs. Programs spin while they wait, so all programs
+of all ranks on a device must be resident at the same time, and must leave some multiprocessors to the rank that they
+wait for: a matrix product may need one.
 
-On a device of its own a rank's exchange lets the kernel behind it be launched early, which fetches its weights while
-the ranks meet (`launch/pdl.py`). Where ranks share a device, that kernel would hold multiprocessors meanwhile.
+If a rank has a device to itself, the exchange lets the next kernel be launched early, to fetch its weights during the
+exchange (`launch/pdl.py`). If ranks share a device, that kernel would occupy multiprocessors meanwhile.
 
-A wait ends early when the host sets `stopped`; what comes out then is not to be used.
+A wait ends early when the host sets `stopped`; the result is then invalid.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, next_
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 NUM_PROGRAMS = 32  # at most
-MOST_WAITING = 48  # programs of the other ranks of a device: fewer than a GPU has multiprocessors
+MOST_WAITING = 48  # programs of the other ranks on a device: fewer than a GPU has multiprocessors
 MAX_RANKS = 16
 ARRIVAL_BYTES = 8 * NUM_PROGRAMS * MAX_RANKS
-POLLS = 1024  # between two looks at `stopped`, which is in the host's memory
-MOST_WORDS = 1024  # that a program takes from all ranks at once
+POLLS = 1024  # between two reads of `stopped`, which is in host memory
+MOST_WORDS = 1024  # per program and iteration, of all ranks together
 LEAST_WORDS = 64
-SUM_BLOCK = 1024  # values that a program adds up at once
+SUM_BLOCK = 1024  # values per program and iteration
 NO_OVERLAP: dict[str, Any] = {"OVERLAPS": False}
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARRIVAL_BYTES = tl.constexpr(ARRIVAL_BYTES)
@@ -50,8 +50,8 @@ _MAX_RANKS = tl.constexpr(MAX_RANKS)
 
 @triton.jit
 def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK: tl.constexpr, POLLS: tl.constexpr):
-    """Announce a turn to all ranks, and wait until all have announced it here."""
-    tl.debug_barrier()  # what all threads of this program stored is announced by one of them
+    """Announce a turn to all ranks, and wait until all have announced it to this one."""
+    tl.debug_barrier()  # one thread announces the stores of all threads of this program
     announce = (windows + 8 * (program * _MAX_RANKS + RANK)).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(announce, tl.zeros_like(ranks).to(tl.int64) + turn, mask=is_rank, sem="release", scope="sys")
     arrivals = (own_window + 8 * (program * _MAX_RANKS + ranks)).to(tl.pointer_type(tl.int64))
@@ -63,7 +63,9 @@ def _meet(windows, own_window, turn, stopped, program, ranks, is_rank, RANK: tl.
         is_stopped = tl.load(stopped, mask=polls % POLLS == 0, other=0, volatile=True)
         missing = tl.where(is_stopped != 0, 0, missing)
     own = (own_window + 8 * (program * _MAX_RANKS + RANK)).to(tl.pointer_type(tl.int64))
-    tl.atomic_add(own, tl.zeros((), tl.int64), sem="acquire", scope="sys")  # nothing is read that was read before
+    tl.atomic_add(
+        own, tl.zeros((), tl.int64), sem="acquire", scope="sys"
+    )  # no later load may be served by stale cached data
     tl.debug_barrier()
 
 
@@ -109,7 +111,7 @@ def _sum(
     SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUM_PROGRAMS: tl.constexpr, POLLS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Add up `count` numbers of all ranks, from `first * BLOCK` on, of which each has `num_values`."""
+    """Sum `count` values over all ranks, from `first * BLOCK` on; each rank has `num_values`."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     program = tl.program_id(0)
@@ -120,7 +122,7 @@ def _sum(
     own_window = tl.load(addresses + RANK)
     room = _ARRIVAL_BYTES + (turn % 2) * ROOM_BYTES
     own_room = tl.multiple_of((own_window + room).to(tl.pointer_type(own.dtype.element_ty)), 16)
-    # Programs write what the same programs of other ranks read: blocks of all parts go round alike, from `first` on.
+    # A program writes what the same program of other ranks reads: blocks are assigned to programs in the same way.
     for task in range(program, tl.cdiv(num_values, BLOCK), NUM_PROGRAMS):
         values = task * BLOCK + tl.arange(0, BLOCK)
         tl.store(own_room + values, tl.load(own + values, mask=values < num_values), mask=values < num_values)
@@ -140,17 +142,17 @@ def _sum(
 
 
 def num_programs(ranks_of_device: int) -> int:
-    """Return of how many programs an exchange consists, where so many ranks share a device at most."""
+    """Return the number of programs of an exchange, given the largest number of ranks that share a device."""
     return max(1, min(NUM_PROGRAMS, MOST_WAITING // max(1, ranks_of_device - 1)))
 
 
 def word_bytes(element_size: int, widths: Sequence[int]) -> int:
-    """Return the largest words that all parts are multiples of: from what all ranks know, so that they agree."""
+    """Return the largest word size that divides all parts; it depends on values that are the same on all ranks."""
     return next(number for number in (8, 4, 2, 1) if all(width * element_size % number == 0 for width in widths))
 
 
 def in_words(x: torch.Tensor, number: int) -> torch.Tensor:
-    """Return a matrix as integers of so many bytes, copied where its rows do not begin at multiples of them."""
+    """View a matrix as integers of `number` bytes; copies it if its rows are not aligned to them."""
     size = x.element_size()
     is_aligned = x.stride(-1) == 1 and x.data_ptr() % number == 0 and x.stride(0) * size % number == 0
     return (x if is_aligned else x.contiguous()).view(WORDS[number])
@@ -161,10 +163,16 @@ def exchange(
     turns: torch.Tensor, stopped: torch.Tensor, room_bytes: int, rank: int, size: int, *, is_rehearsal: bool = False,
     is_alone: bool = False,
 ) -> None:  # fmt: skip
-    """own [T, this rank's width] → out [T, all widths], both of integers of one type. `addresses` int64 [size]: of the
-    windows; `borders` int32 [size + 1]: where each rank's part begins; `widest`: of the parts; `turns` int64, one for
-    each program; `stopped` int32 [1]: set by the host to end all waits; `is_rehearsal`: none of the numbers;
-    `is_alone`: no other rank computes on this device."""
+    """own [T, this rank's width] → out [T, all widths], both of one integer type.
+
+    addresses      int64 [size], of the windows
+    borders        int32 [size + 1], the first column of each rank's part
+    widest         width of the widest part
+    turns          int64, one per program
+    stopped        int32 [1], set by the host to end all waits
+    is_rehearsal   only load the kernel: exchange no values
+    is_alone       no other rank computes on this device
+    """
     ranks = next_power_of_2(size)
     block = min(MOST_WORDS // ranks, max(LEAST_WORDS, next_power_of_2(widest)))
     _exchange[(len(turns),)](
@@ -178,8 +186,8 @@ def sum_ranks(
     own: torch.Tensor, out: torch.Tensor, addresses: torch.Tensor, first: int, turns: torch.Tensor,
     stopped: torch.Tensor, room_bytes: int, rank: int, size: int, *, is_rehearsal: bool = False, is_alone: bool = False,
 ) -> None:  # fmt: skip
-    """own [N] of each rank → out: the sums over all ranks of its numbers from `first`, a multiple of SUM_BLOCK, on.
-    The others are as in `exchange`."""
+    """own [N] of each rank → out: the sums over all ranks of the values from `first` on, a multiple of SUM_BLOCK. The
+    other arguments are those of `exchange`."""
     assert first % SUM_BLOCK == 0
     num_values, count = (0, 0) if is_rehearsal else (len(own), len(out))
     _sum[(len(turns),)](

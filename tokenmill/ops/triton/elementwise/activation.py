@@ -1,4 +1,4 @@
-"""Gated activations, act(gate) * up, in one pass; and rows times a gate of their own."""
+"""Gated activations, act(gate) * up, in one pass; and rows times the sigmoid of their gate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
 _BLOCK = 1024
-FUSED_KINDS = ("silu", "gelu", "gelu_tanh")  # that products have as an epilogue
-LIMITED_KINDS = ("swiglu_oai", "silu_to_10")  # whose gates and ups are limited before they are multiplied
+FUSED_KINDS = ("silu", "gelu", "gelu_tanh")  # available as an epilogue of products
+LIMITED_KINDS = ("swiglu_oai", "silu_to_10")  # gates and ups are clamped before they are multiplied
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _act_mul(gate_up, out, inter, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERL
 
 @kernel
 def _cut_act_mul(gate_up, out, inter, cutoff, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
-    """A program a row"""
+    """One program per row."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -106,7 +106,7 @@ def _act(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.con
 
 
 def act(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Each number by itself: MLPs without a gate"""
+    """Apply an activation elementwise, for MLPs without a gate."""
     out = torch.empty_like(x)
     if x.numel():
         _act[(cdiv(x.numel(), _BLOCK),)](x, out, x.numel(), activation, _BLOCK, **launch_options())
@@ -128,7 +128,7 @@ def _gate_rows(y, x, gate, out, size, BLOCK: tl.constexpr, OVERLAPS: tl.constexp
 
 
 def gate_rows(y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """One program a row, which adds up in one order whatever the batch"""
+    """Multiply rows by the sigmoid of their gates; one program per row, with a fixed order of summation."""
     y, x = y.contiguous(), x.contiguous()
     num_rows, size = y.shape
     out = torch.empty_like(y)

@@ -1,5 +1,5 @@
-"""Prediction and correction of several residual streams (AltUp): a program a token, which adds up in one order whatever
-the batch."""
+"""AltUp: prediction and correction of several residual streams; one program per token, with a fixed order of
+summation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 
 @triton.jit
 def _coefficients(x, norm, router, columns, inside, size, eps, STREAMS: tl.constexpr, PADDED: tl.constexpr):
-    """float32 [PADDED], zeros behind the last stream"""
+    """Return the coefficients, float32 [PADDED], zero-padded behind the last stream."""
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * tl.load(norm + columns, mask=inside, other=0.0)
     normed = normed / size
     number = tl.arange(0, PADDED)
@@ -29,7 +29,7 @@ def _coefficients(x, norm, router, columns, inside, size, eps, STREAMS: tl.const
 
 @triton.jit
 def _linear(coefficients, matrix, row, STREAMS: tl.constexpr, PADDED: tl.constexpr):
-    """A row of a matrix [.., STREAMS] times the coefficients"""
+    """Multiply a row of a matrix [.., STREAMS] by the coefficients."""
     number = tl.arange(0, PADDED)
     return tl.sum(coefficients * tl.load(matrix + row * STREAMS + number, mask=number < STREAMS, other=0.0), axis=0)
 

@@ -1,6 +1,5 @@
-"""Rows of tables, by the tokens' ids or positions: what a step begins with; and columns of activations in another
-order, before products with matrices in act order. Torch's own kernels would wait until the one before them has ended,
-and hold up the one behind."""
+"""Gathers: rows of tables by token ids or positions, at the start of a step; and reordered columns of activations, for
+matrices with act order. Unlike torch's kernels these take part in programmatic dependent launch (`launch/pdl.py`)."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialize
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix, rows_of
 
-MAX_SCATTERED = 16  # rows of which single numbers are read
-MAX_WHOLE = 32768  # columns of a row that is read as a whole
+MAX_SCATTERED = 16  # up to this many rows, single values are read from memory
+MAX_WHOLE = 32768  # most columns of a row that is reordered in shared memory
 
 
 @kernel_unspecialized("num_tokens")
@@ -45,7 +44,7 @@ def _reorder(x, order, out, num_columns, BLOCK: tl.constexpr, OVERLAPS: tl.const
     launch_dependents(OVERLAPS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
-    sources = tl.load(order + columns, mask=inside, other=0)  # which no kernel writes
+    sources = tl.load(order + columns, mask=inside, other=0)  # constant, so it may be read before the wait
     wait_for_previous(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * num_columns
     tl.store(out + begin + columns, tl.load(x + begin + sources, mask=inside), mask=inside)
@@ -64,8 +63,8 @@ def _reorder_whole(x, order, out, num_columns, BLOCK: tl.constexpr, OVERLAPS: tl
 
 
 def reorder_columns(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """x [T, columns], order int32 [columns] → x[:, order]. Of a few rows each number is read where it lies; of more,
-    whole rows are read, and put into order in the memory of a multiprocessor."""
+    """x [T, columns], order int32 [columns] → x[:, order]. For a few rows each value is read from memory in the new
+    order; for more, whole rows are read and reordered in shared memory."""
     x, num_columns = x.contiguous(), x.shape[1]
     out = torch.empty_like(x)
     if len(x) <= MAX_SCATTERED or num_columns > MAX_WHOLE or not is_chosen("gpu_reorder"):

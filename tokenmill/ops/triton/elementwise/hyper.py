@@ -1,10 +1,11 @@
-"""Mixtures of several residual streams (hyper-connections), in two kernels for each part of a layer:
+"""Hyper-connections: mixtures of several residual streams, in two kernels per mixer or MLP:
 
-    _connect    a result is added to all streams; products of the new streams with the rows of coefficients, and their
-                squares, for some columns of 16 tokens a program
-    _read       a token's coefficients of those, its matrix made doubly stochastic, and some columns of its mixture
+    _connect    adds a result to all streams; multiplies the new streams by the coefficient weights and sums their
+                squares, for some columns of 16 tokens per program
+    _read       computes a token's coefficients, makes its matrix doubly stochastic, and computes some columns
+                of the mixture
 
-Both add up in one order whatever the batch. Coefficients are float32: their products are taken in three parts each.
+Both have a fixed order of summation. Coefficients are float32: each product is computed from three bf16 parts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from tokenmill.ops.streams import HyperOps, JoinedStreams, ReadStreams, StreamCo
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
-TOKENS = 16  # of a program of `_connect`
-COLUMNS = 128  # that it takes together
-MAX_SPLITS = 32  # of a stream
-READ_COLUMNS = 1024  # of a program of `_read`
-FEW_TOKENS = 256  # from which on one program computes a token's whole mixture
+TOKENS = 16  # per program of `_connect`
+COLUMNS = 128  # per iteration of `_connect`
+MAX_SPLITS = 32  # of a stream's columns
+READ_COLUMNS = 1024  # per program of `_read`
+FEW_TOKENS = 256  # from this many tokens on, one program computes a token's whole mixture
 
 
 @kernel_unspecialized("num_tokens")
@@ -71,7 +72,7 @@ def _connect(
 
 @triton.jit
 def _added_up(sums, rows, is_row, inverse, SPLITS: tl.constexpr, ROWS: tl.constexpr):
-    """Products of a token's normed streams with some rows of coefficients, of any shape [A] or [A, B]"""
+    """Sum a token's partial products with some coefficient rows, of any shape [A] or [A, B], and apply the norm."""
     found = tl.zeros(rows.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         found += tl.load(sums + split * ROWS + rows, mask=is_row, other=0.0)
@@ -84,7 +85,7 @@ def _read(
     COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """COLUMNS of a token's mixture; ROUNDS 0: behind all layers, where there is nothing but that"""
+    """Compute COLUMNS of a token's mixture; ROUNDS 0: the mixture after the last layer, which has nothing else."""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
@@ -126,7 +127,7 @@ def _read(
 
 
 class Products(NamedTuple):
-    """The streams, and what they give with rows of coefficients"""
+    """The streams, and their partial products with the coefficient weights."""
 
     streams: torch.Tensor
     sums: torch.Tensor  # float32 [T, splits, rows]

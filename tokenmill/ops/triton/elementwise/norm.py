@@ -1,8 +1,8 @@
-"""RMSNorm with the residual addition before it: one program a row, one pass over memory.
+"""RMSNorm with the preceding residual addition: one program per row, one pass over memory.
 
-For a few rows with a narrow matrix behind it, a router, the product is part of it: each program norms its row anew,
-which costs less than waiting for another kernel. For a single row this holds for matrices of some megabytes too, which
-are all on their way before the row is known.
+For a few rows followed by a narrow matrix (a router), the product is fused: each program norms its row again, which is
+cheaper than another kernel. For a single row this also holds for matrices of a few megabytes, which are prefetched
+before the row is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _norm_rows(
     values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + start + columns, mask=inside, other=0.0).to(tl.float32)
-        # Fp8Rows as the stream is stored, so that the norm sees what the next layer will.
+        # Rounded as the stream is stored, so that the norm sees the same values as the next layer.
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + start + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
@@ -40,7 +40,7 @@ def _norm_and_multiply(
     x, residual, weight, matrix, out, normed, total, size, num_out, eps, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes one output of one row; the first of a row leaves what others need of it."""
+    """Compute one output of one row per program; the first program of a row also stores the norm and the sum."""
     launch_dependents(OVERLAPS)
     line, row = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
@@ -70,7 +70,7 @@ def _norm_gemv(
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """TILE_N outputs of one row; the first program leaves the sum."""
+    """Compute TILE_N outputs of one row; the first program also stores the sum."""
     launch_dependents(OVERLAPS)
     rows, columns = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, BLOCK)
     is_row, inside = rows < num_out, columns < size

@@ -1,8 +1,8 @@
 """The gated short convolution of a step in one kernel.
 
-A program takes some channels of one token. It writes the token's input b * x to the cache and sums up the inputs of the
-last tokens. Those of this step are computed again from the projection, in the precision in which the cache keeps them;
-those of earlier steps are read from the cache. So no program reads what another one writes.
+A program computes some channels of one token. It writes the token's input b * x to the cache and sums the inputs of the
+last tokens. Those of this step are recomputed from the projection, rounded as in the cache; those of earlier steps are
+read from the cache. So no program reads what another one writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ShortConvPlan:
     slots: torch.Tensor  # int64 [T]
     query_starts: torch.Tensor  # int32 [R + 1]
     contexts: torch.Tensor  # int32 [R]
-    num_single: int  # the first so many rows have one token each
+    num_single: int  # rows [0, num_single) have one token each
     block_size: int
 
 
@@ -44,7 +44,7 @@ def plan_short_conv(batch: ForwardBatch, group: int, kernel: int) -> ShortConvPl
 
 @triton.jit
 def _gated_input(projected, token, columns, inside, WIDTH: tl.constexpr):
-    """A token's b * x, rounded as the cache keeps it, float32."""
+    """Compute a token's b * x in float32, rounded as in the cache."""
     start = projected + token * 3 * WIDTH + columns
     b = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(start + 2 * WIDTH, mask=inside, other=0.0).to(tl.float32)
@@ -62,7 +62,7 @@ def _short_conv(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    # The row whose token this is: the last one that does not begin behind it.
+    # The token's row: the last one that does not begin behind it.
     low = tl.minimum(token, num_single).to(tl.int32)
     high = tl.where(token < num_single, low, num_rows - 1)
     for _ in range(search_steps):

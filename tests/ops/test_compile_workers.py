@@ -110,7 +110,7 @@ def test_workers_with_small_kernels_step_back(tmp_path: Path, monkeypatch: pytes
     active = SimpleNamespace(launcher_cls=lambda src, metadata: None)
     monkeypatch.setattr(compile_workers, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(compile_workers, "_large", set())
-    monkeypatch.setattr(compile_workers, "WORKERS_A_CORE", 4)
+    monkeypatch.setattr(compile_workers, "WORKERS_PER_CORE", 4)
     compile_workers.note_large(large)
     workers = CompileWorkers()
     workers.start([compiling(large)], [0])

@@ -1,4 +1,4 @@
-"""Products of many rows, by cuBLAS. Matrices of integers, or of floats or codes of 4 bits, are expanded first, in
+"""Products of many rows by cuBLAS. Matrices of packed integers, 4-bit floats or table codes are expanded first, in
 parts of limited size."""
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _fp8_linear(
 def _fp8_squares_linear(
     rows: Fp8Rows, matrix: Fp8BlockMatrix, bias: torch.Tensor | None, _config: None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """cuBLAS wants a scale for each 128 columns of a row, those of all rows one after the other, and one for each 128
-    x 128 numbers of the matrix, those of 128 matrix rows one after the other."""
+    """fp8 by cuBLAS with block scales: one per row and 128 columns of the inputs, consecutive over rows, and one per
+    128 x 128 block of the matrix, consecutive over the blocks of 128 matrix rows."""
     x, num_rows = padded_plane(rows), len(rows.planes)
     of_rows = torch.empty(len(matrix.scales), len(x), dtype=torch.float32, device=x.device)
     of_rows[:, :num_rows] = rows.scales.t()
@@ -63,7 +63,7 @@ Expandable = PackedIntMatrix | Fp4Matrix | PackedFp4Matrix | TableMatrix
 
 
 def expanded_rows(matrix: Expandable, part: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows of a matrix, [rows, columns] of `dtype`"""
+    """Expand some rows of a matrix to `dtype`, [rows, columns]."""
     if isinstance(matrix, PackedFp4Matrix):
         return dequantize_packed_fp4(matrix, part, dtype)
     if isinstance(matrix, Fp4Matrix):

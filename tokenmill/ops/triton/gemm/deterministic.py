@@ -1,14 +1,14 @@
-"""Products whose sums do not depend on how many rows are multiplied together: for `--deterministic`.
+"""Deterministic products: sums do not depend on how many rows are multiplied together (`--deterministic`).
 
-An output is a sum over the matrix's columns, in one or two segments whose border depends on the matrix alone (on the
-whole of it, where a rank has some of its rows: so the sums of several ranks are those of one). Within a
-segment the matrix units add up in column order; then the segments' sums are added.
+An output is a sum over the matrix's columns, in one or two segments whose border depends on the matrix only (on the
+uncut matrix, if it is cut over ranks, so that several ranks compute the same sums as one). Within a segment the tensor
+cores add in column order; then the segments' sums are added.
 
     columns   [ segment 0 | segment 1 ]      out = sum 0 + sum 1
 
-With few rows each segment has programs of its own and a second kernel adds their sums; with many one program takes the
-segments in turn. Tiles of the matrix are always the left factor, so that it is the same instruction of the matrix
-units, however many rows there are: a row is a column of the right factor, and columns do not meet.
+With few rows each segment has its own programs and a second kernel adds their sums; with many rows one program loops
+over the segments. Tiles of the matrix are always the left factor, so that the same tensor core instruction is used for
+any number of rows: a row is a column of the right factor, and columns are independent.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
-TILE_N = 64  # matrix rows a program owns where there are few rows
-MIN_MATRIX_TILES = 88  # a matrix with fewer does not keep the device busy, and is cut into two segments
+TILE_N = 64  # matrix rows per program, for few rows
+MIN_MATRIX_TILES = 88  # a matrix with fewer tiles does not fill the device, and is cut into two segments
 MIN_COLUMNS = 2048
 PROGRAMS_WANTED = 192
-LANES = 8  # tiles of rows that take the same tile one after another, while it is in the cache
+LANES = 8  # consecutive tiles of rows that use the same matrix tile, while it is in the L2 cache
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _segment_sum(
     matrix, inputs, is_row, begin, end, num_in,
     TILE_N: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[TILE_N, ROWS] over columns [begin, end)"""
+    """Return the sums [TILE_N, ROWS] over columns [begin, end)."""
     columns = tl.arange(0, STRIDE)
     sums = tl.zeros((TILE_N, ROWS), tl.float32)
     for start in range(begin, end, STRIDE):
@@ -70,7 +70,7 @@ def _deterministic_gemm(
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, STRIDE)
     is_matrix_row, is_row = matrix_rows < num_out, rows < num_rows
-    # Matrix rows beyond the last are read as others, so that no load of the matrix is masked by them.
+    # Matrix rows beyond the last are clamped, so that loads of the matrix need no mask.
     matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + rows.to(tl.int64)[:, None] * num_in + columns[None, :]
     wait_for_previous(OVERLAPS)
@@ -111,7 +111,7 @@ def _add_segments(
 
 @dataclass(frozen=True)
 class DeterministicConfig:
-    """How a product is cut into programs; none of it changes a sum."""
+    """The tile configuration of a product; it does not affect any sum."""
 
     tile_n: int
     rows: int
@@ -121,14 +121,14 @@ class DeterministicConfig:
 
 
 def border_of(num_out: int, num_in: int) -> int:
-    """Where the second segment begins; num_in where there is none. From the matrix alone."""
+    """Return the column at which the second segment begins, or num_in; it depends on the matrix only."""
     if -(-num_out // TILE_N) >= MIN_MATRIX_TILES or num_in < MIN_COLUMNS:
         return num_in
     return -(-num_in // 256) * 128
 
 
 def pick_deterministic_config(num_rows: int, num_out: int, dtype: torch.dtype, *, has_two: bool) -> DeterministicConfig:
-    """The fastest on an H200. No choice here changes a sum, so other GPUs give the same results."""
+    """Return the fastest configuration on an H200. It does not affect sums, so other GPUs compute the same results."""
     if dtype == torch.float32:
         return DeterministicConfig(32, 16, 32, 4, 2)
     if num_rows <= 32:
@@ -137,7 +137,7 @@ def pick_deterministic_config(num_rows: int, num_out: int, dtype: torch.dtype, *
         return DeterministicConfig(TILE_N, 64, 64, 4, 6)
     if num_rows <= 128:
         return DeterministicConfig(TILE_N, 128, 64, 4, 4 if num_out > 8192 else 5)
-    if has_two or num_rows * num_out < 128 * 256 * 96:  # two tiles of sums in registers leave no room for large ones
+    if has_two or num_rows * num_out < 128 * 256 * 96:  # two tiles of sums must fit in registers, so tiles are smaller
         return (
             DeterministicConfig(TILE_N, 128, 64, 4, 4) if num_rows <= 512 else DeterministicConfig(128, 128, 64, 8, 4)
         )

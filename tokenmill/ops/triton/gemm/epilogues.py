@@ -1,12 +1,12 @@
-"""Products of many rows, with what follows them done in their endings. Many rows run a GPU at its power limit, where
-bytes that are not moved make the arithmetic faster: cuBLAS itself adds the residual stream, and gates are applied by a
-kernel of our own, which multiplies with as few joules as cuBLAS does.
+"""Products of many rows with a fused epilogue. Many rows run a GPU at its power limit, where less memory traffic makes
+the arithmetic faster: cuBLAS adds the residual stream itself, and gated activations are fused by our own kernel, which
+multiplies as efficiently as cuBLAS.
 
-    matrix [gate | up], 2 * inter rows, seen as [2, inter, H]: one tile is the same rows of both, one after the other,
-    so that the thread that holds a gate holds its up too
+    matrix [gate | up], 2 * inter rows, viewed as [2, inter, H]: a tile has the same rows of both halves, so that the
+    thread that holds a gate also holds its up
 
-A program for each multiprocessor takes tile after tile, TALL tiles of inputs for the same rows of the matrix before the
-next ones, so that inputs and matrix are found in the L2 cache.
+One persistent program per multiprocessor processes TALL tiles of inputs for the same matrix rows before the next ones,
+so that inputs and matrix stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenmill.ops.triton.elementwise.activation import activate
 from tokenmill.ops.triton.gemm.product import GemmKernel
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 
-ROWS, TILE_N, STRIDE = 128, 128, 64  # a tile: inputs, matrix rows of gate and as many of up; columns at a time
+ROWS, TILE_N, STRIDE = 128, 128, 64  # tile: inputs, matrix rows of gate (and as many of up); columns per iteration
 TALL = 8
 
 

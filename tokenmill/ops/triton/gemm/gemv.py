@@ -1,7 +1,7 @@
-"""A single row times a big matrix: the time is what reading the matrix once takes.
+"""GEMV: a single row times a large matrix, bound by reading the matrix once.
 
-One program owns a tile of matrix rows and streams along them; the products are plain multiply-adds. The first part of
-the tile is fetched before the kernel that computes the input has ended.
+A program computes a tile of matrix rows by streaming along them, with ordinary multiply-adds. It prefetches the first
+part of the tile before the kernel that computes the input has ended.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ def _gemv_kernel(
     matrix = weight + rows.to(tl.int64)[:, None] * num_in + columns[None, :]
     part = tl.load(matrix, mask=is_row[:, None] & (columns < num_in)[None, :], other=0.0)
     wait_for_previous(OVERLAPS)
-    sums = tl.zeros(
-        (TILE_N, STRIDE // NEAR), tl.float32
-    )  # NEAR columns, which a thread loads together, it adds up itself
+    sums = tl.zeros((TILE_N, STRIDE // NEAR), tl.float32)  # first sum NEAR columns, which one thread loads together
     for start in range(0, num_in, STRIDE):
         factors = tl.load(x + start + columns, mask=start + columns < num_in, other=0.0)
         products = part.to(tl.float32) * factors.to(tl.float32)[None, :]
@@ -45,17 +43,17 @@ def _gemv_kernel(
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """How a tile is cut: matrix rows a program owns, columns it takes at a time."""
+    """The tile configuration: matrix rows per program, columns per iteration."""
 
     tile_n: int
     stride: int
     warps: int
-    near: int = 1  # columns, of those that a thread loads together, whose products it adds up at once
+    near: int = 1  # columns loaded together by a thread whose products it sums first
     stages: int = 3
 
 
 def pick_gemv_config(product: Product) -> GemvConfig:
-    """The fastest on an H200."""
+    """Return the fastest configuration on an H200."""
     n, k = product.n, product.k
     if n >= 16384 or (n * k < 1 << 24 and k > 2048):
         return GemvConfig(2, 2048, 4, near=8)

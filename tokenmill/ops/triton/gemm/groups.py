@@ -1,6 +1,6 @@
-"""Products of groups of numbers with a matrix each: x [T, groups, columns], matrices [groups, rows, columns].
+"""Grouped products, one matrix per group: x [T, groups, columns], matrices [groups, rows, columns].
 
-A few tokens stream the matrices, as one kernel with tiles of all groups; many are one batched product of cuBLAS.
+For a few tokens one kernel streams the matrices of all groups; for many it is one batched product of cuBLAS.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton.language as tl
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized, precision_of
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
-TOKENS, ROWS, COLUMNS = 16, 32, 128  # of a tile
-MOST_STREAMED = 32  # tokens
+TOKENS, ROWS, COLUMNS = 16, 32, 128  # per tile
+MAX_STREAMED_TOKENS = 32
 
 
 @kernel_unspecialized("num_tokens")
@@ -41,13 +41,13 @@ def _multiply_groups(
 
 def multiply_groups(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """→ [T, groups * rows]"""
-    if len(x) <= MOST_STREAMED:
+    if len(x) <= MAX_STREAMED_TOKENS:
         return deterministic_multiply_groups(x, matrices)
     return torch.bmm(x.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
 def deterministic_multiply_groups(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """The same in one order for any number of tokens"""
+    """The same with an order of summation that does not depend on the number of tokens"""
     (num_tokens, num_groups, num_columns), num_rows = x.shape, matrices.shape[1]
     out = x.new_empty(num_tokens, num_groups * num_rows)
     if num_tokens:

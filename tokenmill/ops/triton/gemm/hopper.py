@@ -1,18 +1,17 @@
-"""Products of dozens of rows with plain or fp8 matrices, on Hopper: few enough rows that the time is what reading the
-matrix takes, too many for split-K, whose programs would read the inputs more often than the matrix.
+"""Products of dozens of rows with unquantised or fp8 matrices, on Hopper: few enough rows to be bound by reading the
+matrix, too many for split-K, whose programs would read the inputs more often than the matrix.
 
-A program owns a tile of the matrix, which is the left factor, and a range of its columns:
+A program computes a tile of the matrix, which is the left factor, and a range of its columns:
 
     tile [TILE_N, columns] · inputs [columns, ROWS] → sums [TILE_N, ROWS]
 
-Both factors come into a ring of tiles in shared memory by the unit that copies tiles (TMA), and the matrix units take
-them from there. The matrix depends on no kernel before: a ring full of it is asked for before the kernel that computes
-the inputs has ended. With gates, a tile is half gates and half the ups that belong to them, so that the thread that
-holds a row's gate holds its up too.
+TMA copies both factors to a ring of tiles in shared memory, from which the tensor cores (wgmma) read them. The matrix
+does not depend on earlier kernels: the ring is filled with it before the kernel that computes the inputs has ended.
+With gates, half of a tile are gate rows and half their up rows, so that the thread that holds a gate also holds its up.
 
-Written in Gluon, Triton's lower language, in which layouts, copies and waits are spelled out. Gluon can't call Triton's
-functions: some here are twins of those in `launch/pdl.py` and `gemm/splitk.py`; the kernel for packed integers shares
-them.
+Written in Gluon, Triton's lower-level language, in which layouts, copies and waits are explicit. Gluon can't call
+Triton functions, so some functions here duplicate those in `launch/pdl.py` and `gemm/splitk.py`; the kernel for packed
+integers shares them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, Fp8Matrix
 
-# Triton 3.6's names, and later ones'.
+# Names in Triton 3.6 and in later versions.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
@@ -58,7 +57,7 @@ def wait_for_previous(OVERLAPS: gl.constexpr):
 
 @gluon.jit
 def new_barriers(NUM: gl.constexpr):
-    """One for each tile of a ring, which tells that it was copied; all threads can use them from here on"""
+    """Create one barrier per tile of a ring, which signals that it was copied."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(barriers.index(i), count=1)
@@ -69,7 +68,7 @@ def new_barriers(NUM: gl.constexpr):
 
 @gluon.jit
 def join_splits(sums, parts, arrived, splits, TILE_N: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
-    """All splits' sums for the program that comes last, which `is_last` tells; its own for the others"""
+    """Return the sums of all splits, and True, in the last program to arrive; in others the program's own sums."""
     matrix_rows = gl.expand_dims(gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS)), 1)
     tile = matrix_rows * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), 0)
     slot = gl.program_id(0) + gl.program_id(2) * gl.num_programs(0)
@@ -87,7 +86,7 @@ def join_splits(sums, parts, arrived, splits, TILE_N: gl.constexpr, ROWS: gl.con
 
 @gluon.jit
 def store_tile(sums, out, begin, row, num_rows, num_out, TILE_N: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """sums [TILE_N, ROWS] to out [rows, matrix rows]: neighbouring matrix rows by one thread"""
+    """Store sums [TILE_N, ROWS] to out [rows, matrix rows]; one thread stores neighbouring matrix rows."""
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [TILE_N // 8, 256 // TILE_N], [1, WARPS], [0, 1])
     matrix_rows = gl.expand_dims(begin + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, OUT)), 1)
     rows = gl.expand_dims(row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
@@ -97,13 +96,13 @@ def store_tile(sums, out, begin, row, num_rows, num_out, TILE_N: gl.constexpr, R
 
 TILES = {
     size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2) for size in (1, 2)
-}  # by bytes of a number
-CHUNK = gl.constexpr(128)  # bytes of each matrix row and input that are multiplied at a time
+}  # by bytes per element
+CHUNK = gl.constexpr(128)  # bytes of each matrix row and input per iteration
 
 
 @gluon.jit
 def activate(gate, KIND: gl.constexpr):
-    """As in `activation`"""
+    """Duplicate of `elementwise/activation.py`'s."""
     if KIND == "silu":
         return gate / (1.0 + gl.exp(-gate))
     if KIND == "gelu_tanh":
@@ -117,7 +116,7 @@ def _ask_for_matrix(
     matrix, matrix_tiles, copied, number, matrix_row, inter, column, total,
     COLUMNS: gl.constexpr, ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, IS_GATED: gl.constexpr,
 ):  # fmt: skip
-    """Chunk `number` of the tile, if there is one, into the tile that is its"""
+    """Start to copy chunk `number` of the matrix tile, if it exists, to its place in the ring."""
     slot, is_there = number % RING, number < total
     tile, done, at = matrix_tiles.index(slot), copied.index(slot), column + number * COLUMNS
     mbarrier.expect(done, (TILE_N + ROWS) * CHUNK, pred=is_there)
@@ -137,7 +136,7 @@ def _ask_for_inputs(x, inputs, copied, number, row, column, total, COLUMNS: gl.c
 
 @gluon.jit
 def _of_matrix_rows(values, matrix_row, num_out, TILE_N: gl.constexpr, IS_GATED: gl.constexpr, SUMS: gl.constexpr):
-    """A value for each matrix row of the tile, float32 [TILE_N]"""
+    """Load one value per matrix row of the tile, float32 [TILE_N]."""
     numbers = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS))
     HALF: gl.constexpr = TILE_N // 2
     if IS_GATED:
@@ -152,10 +151,10 @@ def _hopper_gemm(
     ROWS: gl.constexpr, TILE_N: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
     KIND: gl.constexpr, SCALES: gl.constexpr, PLANES: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """num_out: of the result, so half the matrix's rows where there are gates (KIND). What is beyond the last matrix
-    row, input or column is zeros, as the copying unit has it. SCALES of an fp8 matrix: "rows" has one for each of its
-    rows, [rows]; "groups" one for each COLUMNS of a row, [groups, rows], by which their sums are multiplied.
-    PLANES: rows of inputs that are one row of the result (`quant/gemm_fp8_split.py`), without gates."""
+    """num_out: rows of the result, half the matrix's rows with gates (KIND). TMA fills zeros beyond the last matrix
+    row, input or column. SCALES of an fp8 matrix: "rows" has one per row, [rows]; "groups" one per row and COLUMNS
+    columns, [groups, rows], by which their partial sums are multiplied. PLANES: input rows per row of the result
+    (`quant/gemm_fp8_split.py`), without gates."""
     launch_dependents(OVERLAPS)
     IS_GATED: gl.constexpr = KIND != ""
     OWN: gl.constexpr = TILE_N // 2 if IS_GATED else TILE_N  # matrix rows of the result
@@ -199,8 +198,8 @@ def _hopper_gemm(
         else:
             sums = warpgroup_mma(matrix_tiles.index(slot), inputs.index(slot).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, deps=[sums])
-        barrier()  # all have multiplied the chunk before, whose tiles are free now
-        # Where a group's sums were waited for, this chunk's tiles are free too, but are asked for a turn later.
+        barrier()  # all threads have multiplied the previous chunk, whose tiles can be reused
+        # After the wait for a group's sums this chunk's tiles could be reused too, but are refilled an iteration later.
         following = number + RING - 1
         _ask_for_matrix(
             matrix, matrix_tiles, copied, following, matrix_row, num_out, column, total,
@@ -241,19 +240,19 @@ class HopperConfig:
     rows: int
     tile_n: int
     splits: int
-    ring: int  # tiles of each factor
+    ring: int  # tiles per factor
     warps: int = 4
-    num_planes: int = 1  # of each row of fp8
+    num_planes: int = 1  # fp8 planes per row
 
 
-FEW_TILES = 6  # a matrix with tiles for less than a sixth of the multiprocessors has its columns split further
-FEW_CHUNKS = 16  # that a program of those then has at least, where a row has four times as many
+FEW_TILES = 6  # a matrix with tiles for less than 1/6 of the multiprocessors has its columns split further
+FEW_CHUNKS = 16  # then a program has at least this many chunks, if a row has four times as many
 
 
 def pick_hopper_config(product: Product) -> HopperConfig:
-    """Two programs on a multiprocessor where there are enough for that, otherwise one with as much of the matrix on its
-    way. Columns are split only where there are so many that adding up pays, or where most multiprocessors would have
-    nothing to do, as with a rank's part of a matrix (that was timed on an H200, but its results were not compared)."""
+    """Return the configuration: two programs per multiprocessor if there are enough, otherwise one with a larger ring.
+    Columns are split only if there are so many that the reduction pays, or if most multiprocessors would be idle, as
+    with a rank's part of a matrix (that was timed on an H200, but its results were not compared)."""
     tuning, splits_parts = product.capabilities.tuning, is_chosen("gpu_ranks")
     rows = 64 if product.m <= 64 else 128
     chunks = cdiv(product.k * product.form.element_size, 128)
@@ -270,9 +269,9 @@ def pick_hopper_config(product: Product) -> HopperConfig:
 
 
 def pick_grouped_config(product: Product) -> HopperConfig:
-    """For fp8 matrices with scales of groups of columns, whose sums are added up outside of the matrix units. Few rows
-    are two planes each. The fastest on an H200 of 64 and 128 matrix rows, 4 and 8 warps, 3 to 12 tiles on their way
-    and 1 to 8 splits."""
+    """Return the configuration for fp8 matrices with group scales, whose partial sums are added outside of the tensor
+    cores. Few rows are two planes each. The fastest on an H200 of 64 and 128 matrix rows, 4 and 8 warps, rings of 3 to
+    12 tiles and 1 to 8 splits."""
     multiprocessors = product.capabilities.tuning.multiprocessors
     num_planes = 2 if product.m <= product.capabilities.tuning.fp8_split_max_rows else 1
     rows = num_planes * product.m
@@ -294,8 +293,8 @@ def hopper_gemm(
     config: HopperConfig,
     activation: Activation | None,
 ) -> torch.Tensor:
-    """x [rows, num_in], values [num_out, num_in] → [rows, num_out]. With an activation, values are gates above ups, and
-    the result is act(gate) * up [rows, num_out / 2]. fp8: both have scales, and the result is of `dtype`."""
+    """x [rows, num_in], values [num_out, num_in] → [rows, num_out]. With an activation, values are gate rows above up
+    rows, and the result is act(gate) * up [rows, num_out / 2]. fp8: both have scales, and the result has `dtype`."""
     (num_planes, num_in), matrix_rows = x.shape, len(values)
     num_rows = num_planes // config.num_planes
     own, num_out = (config.tile_n // 2, matrix_rows // 2) if activation else (config.tile_n, matrix_rows)

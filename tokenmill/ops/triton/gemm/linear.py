@@ -1,7 +1,7 @@
-"""Matrices on a GPU: cuBLAS, and for a few rows kernels of our own that read the matrix at the memory's speed.
+"""Linear layers on a GPU: packing of matrices, and products by the kernel that `gemm/select.py` chooses.
 
-What a file has quantised is computed with as it is. Stacked matrices of which one is quantised otherwise than its
-neighbour (a mixed file's q and k in Q4_K, v in Q6_K) are several pieces, whose results lie side by side.
+Matrices that are quantised in the checkpoint are used without requantisation. Stacked matrices of different formats (a
+mixed file's q and k in Q4_K, v in Q6_K) are several pieces, whose results are concatenated.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from tokenmill.ops.triton.quant.quantized import (
 
 
 class PackLinear:
-    """Stacks matrices by rows. What a file has quantised stays so (`keeps_blocks`), but not for plain float32, whose
-    users want every bit; other matrices are quantised if that is asked for."""
+    """Packs matrices, stacked by rows. Matrices quantised in the checkpoint stay quantised (`keeps_blocks`), except for
+    float32 computation; others are quantised if `quantization` says so."""
 
     def __init__(self, quantization: str, *, keeps_blocks: bool = True) -> None:
         self._quantization = quantization
@@ -86,14 +86,14 @@ class PackLinear:
         dense: Dense,
         shared: tuple[RawTensor, RawTensor, RawTensor] | None = None,
     ) -> ExpertsWeight:
-        """Gates and ups of each expert one below the other; apart where they are not of one form. A shared expert
-        becomes some of them where all are plain."""
+        """Pack experts with gate rows stacked above up rows, or separately if their forms differ. A shared expert is
+        appended to the routed ones if all are unquantised."""
         if gate is None:
             packed = self._of_experts(up, dense), self._of_experts(down, dense)
             return ExpertsWeight(up.shape[0], packed, is_gated=False)
         gates, ups, downs = (self._of_experts(raw, dense) for raw in (gate, up, down))
         num_shared, inter = 0, gate.shape[1]
-        is_divided = shared is not None and shared[0].shape[0] % inter == 0  # also where this is a part of each
+        is_divided = shared is not None and shared[0].shape[0] % inter == 0  # also for a rank's part of both
         if shared is not None and is_divided and self._are_plain((gate, up, down, *shared)):
             num_shared = shared[0].shape[0] // inter
             more_gates, more_ups, more_downs = map(dense, shared)
@@ -116,7 +116,7 @@ class PackLinear:
         return self._quantization == "none" and all(raw.quant is None for raw in raws)
 
     def _of_experts(self, raw: RawTensor, dense: Dense) -> torch.Tensor | PackedIntMatrix | Fp4Matrix | Fp8BlockMatrix:
-        """Plain [experts, lines, columns], or words with all lines one below the other"""
+        """Return an unquantised tensor [experts, rows, columns], or a packed matrix of all experts' rows."""
         like = dense(RawTensor("", (0,), torch.empty(0)))
         form = self._form(raw, like)
         if form is not None and form.is_fp4:
@@ -125,14 +125,14 @@ class PackLinear:
             return fp8_blocks_from_blocks(raw.data.to(like.device).flatten(0, 1))
         if form is not None:
             return packed_from_blocks(raw.data.to(like.device).flatten(0, 1), str(raw.quant), form, like.dtype)
-        matrices = dense(raw).contiguous()  # a transposed one is a view
+        matrices = dense(raw).contiguous()  # a transposed tensor is a view
         if self._quantization == "none" or raw.shape[-1] % INT4_GROUP:
             return matrices
         made = OF_EXPERTS[self._quantization](matrices.flatten(0, 1))
         return replace(made, scales=made.scales.to(torch.float16), row_scales=None)
 
     def _form(self, part: RawTensor, like: torch.Tensor) -> PackedIntFormat | None:
-        """None: expanded, or plain to begin with"""
+        """Return the packed form of a tensor; None: it is expanded, or not quantised."""
         is_exact = like.dtype == torch.float32 and self._quantization == "none"
         if not self._keeps_blocks or is_exact:
             return None
@@ -151,7 +151,7 @@ class PackLinear:
         return None if form is not None and form.is_fp8 and not has_fp8(like.device) else form
 
     def _form_and_order(self, part: RawTensor, like: torch.Tensor) -> tuple[PackedIntFormat | None, bytes]:
-        """What neighbours must have in common to be one matrix"""
+        """Return the key by which neighbouring matrices are joined to one: form and column order."""
         form = self._form(part, like)
         is_ordered = form is not None and part.ordered is not None
         return form, part.ordered.order.numpy().tobytes() if is_ordered and part.ordered is not None else b""
@@ -196,7 +196,7 @@ QUANTISERS: dict[str, Callable[[torch.Tensor], Fp8Matrix | PackedIntMatrix]] = {
     "int8": to_int8,
 }
 OF_EXPERTS: dict[str, Callable[[torch.Tensor], PackedIntMatrix]] = {"fp8": to_int8, "int4": to_int4, "int8": to_int8}
-"""Experts have no products with fp8 matrices: they take 8 bits with a scale for every 32 columns instead."""
+"""Experts have no kernels for fp8 with row scales: int8 with a scale per 32 columns is used instead."""
 
 
 def _joined(parts: Sequence[RawTensor], form: PackedIntFormat, like: torch.Tensor) -> PackedIntMatrix:
@@ -215,7 +215,7 @@ def _whole(matrix: torch.Tensor) -> LinearWeight:
 
 
 def linear(x: torch.Tensor, weight: LinearWeight, mode: Mode = "eager") -> torch.Tensor:
-    """x [T, columns] → [T, rows], by the kernel that `select` has for the matrix and the number of rows"""
+    """x [T, columns] → [T, rows], by the kernel that `select` chooses for the matrix and the number of rows"""
     matrix = weight.packed
     if not len(x):  # a chunk of a prompt whose outputs are not needed
         return x.new_empty(0, weight.rows)
@@ -240,7 +240,7 @@ def fp8_linear(
 def fp8_gemm(
     rows: Fp8Rows, matrix: Fp8Matrix | Fp8BlockMatrix, bias: torch.Tensor | None, dtype: torch.dtype, mode: Mode
 ) -> torch.Tensor:
-    """Rows that are quantised already → [R, rows of the matrix] of `dtype`"""
+    """Multiply quantised rows → [R, rows of the matrix] of `dtype`."""
     gpu = capabilities_of(rows.planes.device)
     choice = choose(len(rows.planes), *matrix.values.shape, matrix.form(dtype), gpu, mode)
     assert choice is not None
@@ -250,7 +250,7 @@ def fp8_gemm(
 def gemv_int4_linear(
     row: Fp16PairRow | torch.Tensor, matrix: PackedIntMatrix, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """One row, in pairs of float16 or plain and of moderate size, times a 4-bit matrix → [1, rows of the matrix]"""
+    """Multiply one row, as float16 pairs or as it is (of moderate magnitude), by a 4-bit matrix → [1, rows]."""
     form, gpu = matrix.form(torch.float16), capabilities_of(matrix.words.device)
     choice = choose(1, len(matrix.words), matrix.num_columns, form, gpu)
     assert choice is not None
@@ -258,13 +258,13 @@ def gemv_int4_linear(
 
 
 def _has_moderate_scales(part: RawTensor) -> bool:
-    """Return whether all scales of an MXFP4 matrix are numbers of half precision, as packed integers have them."""
+    """Return whether all scales of an MXFP4 matrix fit in float16, as packed integers require."""
     exponents = part.data.view(*part.data.shape[:-1], -1, BLOCK_BYTES)[..., 0]
     return bool((exponents >= 128 - 24).all()) and bool((exponents <= 128 + 15).all())
 
 
 def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, mode: Mode = "eager") -> torch.Tensor:
-    """act_mul(linear(x)), by one kernel where there is one for the matrix and the number of rows"""
+    """Return act_mul(linear(x)), by a fused kernel if there is one for the matrix and the number of rows."""
     choice = _fused_choice(weight, len(x), mode, "gated") if activation in FUSED_KINDS else None
     if choice is None:
         return act_mul(linear(x, weight, mode), activation)
@@ -272,19 +272,19 @@ def gated_linear(x: torch.Tensor, weight: LinearWeight, activation: Activation, 
 
 
 def can_add(weight: LinearWeight, num_rows: int, mode: Mode) -> bool:
-    """Return whether `add_linear` takes so many rows."""
+    """Return whether `add_linear` supports this matrix and number of rows."""
     return _fused_choice(weight, num_rows, mode, "add") is not None
 
 
 def add_linear(x: torch.Tensor, weight: LinearWeight, residual: torch.Tensor, mode: Mode = "eager") -> torch.Tensor:
-    """residual + linear(x), written over the residual"""
+    """Return residual + linear(x), which overwrites the residual."""
     choice = _fused_choice(weight, len(x), mode, "add")
     assert choice is not None, "see `can_add`"
     return choice.run(x, weight.packed, None, x.dtype, residual)
 
 
 def _fused_choice(weight: LinearWeight, num_rows: int, mode: Mode, epilogue: Epilogue) -> Choice | None:
-    """The kernel that multiplies and applies the epilogue; None where none does"""
+    """Return the kernel that multiplies and applies the epilogue; None if there is none."""
     matrix = weight.packed
     if not isinstance(matrix, torch.Tensor) or not num_rows:
         return None

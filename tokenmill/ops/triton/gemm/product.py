@@ -1,7 +1,7 @@
-"""A matrix product as kernel selection sees it: activations [m, k] times the rows of a weight matrix [n, k].
+"""The properties of a matrix product that kernel selection uses: activations [m, k] times a weight matrix [n, k].
 
-The weight's form is how its numbers are stored, not which numbers they are: every matrix of the same form, shape and
-number of rows is multiplied by the same kernel.
+A weight's form is its storage format, not its values: all products of the same form, shape and number of rows use the
+same kernel.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tokenmill.ops.triton.launch.capabilities import Capabilities
 
 Kind = Literal["plain", "fp8", "fp8_blocks", "int", "fp4", "table"]
 Epilogue = Literal["none", "gated", "add"]
-"""What the same kernel does with the product: nothing; act(gate) * up of two halves; add it to the residual stream"""
+"""What a kernel does with the product: nothing; act(gate) * up of its two halves; add it to the residual stream"""
 
 
 class WeightForm(NamedTuple):
     kind: Kind
     dtype: torch.dtype  # of the activations
-    bits: int  # of a number of the matrix
-    interleave: int = 0  # packed integers: words whose i-th values are neighbouring columns
-    dialect: str = ""  # of several that the same kernels multiply
+    bits: int  # per value of the matrix
+    interleave: int = 0  # packed integers: number of words whose i-th values are neighbouring columns
+    dialect: str = ""  # distinguishes formats that the same kernels multiply
 
     @property
     def element_size(self) -> int:
-        """Bytes of a number of the matrix that has whole bytes"""
+        """Return the bytes per value, for forms with whole bytes."""
         return self.bits // 8
 
     def __str__(self) -> str:
@@ -39,14 +39,14 @@ class WeightForm(NamedTuple):
         return self.dialect or names[self.kind]
 
 
-INTERLEAVE = 32  # of packed integers, where every kernel takes them; 16 where rows are too short for that
+INTERLEAVE = 32  # of packed integers, as all kernels support; 16 if rows are too short
 PLAIN = {
     dtype: WeightForm("plain", dtype, 8 * dtype.itemsize) for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
 FP8 = {dtype: WeightForm("fp8", dtype, 8) for dtype in PLAIN}
 FP8_BLOCKS = {dtype: WeightForm("fp8_blocks", dtype, 8) for dtype in PLAIN}
 FP8_SQUARES = {dtype: WeightForm("fp8_blocks", dtype, 8, dialect="fp8 in squares") for dtype in PLAIN}
-"""128 rows share their scales too, and begin at multiples of 128"""
+"""One scale per 128 x 128 block: rows are cut at multiples of 128"""
 MXFP4 = {dtype: WeightForm("fp4", dtype, 4, dialect="mxfp4") for dtype in PLAIN}
 NVFP4 = {dtype: WeightForm("fp4", dtype, 4, dialect="nvfp4") for dtype in PLAIN}
 TABLE_FORMS = {
@@ -54,7 +54,7 @@ TABLE_FORMS = {
     for quant in TABLE_SCALE_BYTES
     for dtype in PLAIN
 }
-"""Codes of 4 bits that number the values of a table"""
+"""4-bit codes that index a table of values"""
 
 
 @cache
@@ -74,12 +74,12 @@ class Product(NamedTuple):
 
     @property
     def is_half(self) -> bool:
-        """True where activations have 16 bits."""
+        """True if activations have 16 bits."""
         return self.form.dtype != torch.float32
 
 
 class GemmKernel(NamedTuple):
-    """A kernel that multiplies, as the selection table finds it in its module."""
+    """The entry point of a GEMM kernel, which the selection table refers to by name."""
 
     pick_config: Callable[[Product], Any]
     launch: Callable[..., torch.Tensor]

@@ -1,19 +1,19 @@
 """Selection of the GEMM kernel: one ordered table for every product of activations with a weight matrix.
 
-The first row that accepts a product is taken. What a row depends on is all in `Product`: the number of rows m, the
-matrix [n, k] and its form, what the GPU can do and its measured limits (`launch/capabilities.py`), and whether the
-product is launched once or captured into a graph. The answer is kept, so a model's products are each looked up once for
-every number of rows; `tokenmill doctor --kernels` prints the same answers without a GPU.
+The first row that accepts a product is chosen. A row depends on `Product` only: the number of rows m, the matrix [n, k]
+and its form, the GPU's capabilities and measured thresholds (`launch/capabilities.py`), and whether the product is
+launched eagerly or captured into a graph. The answer is cached, so each product of a model is looked up once per number
+of rows; `tokenmill doctor --kernels` prints the same answers without a GPU.
 
 A row names its kernel by module and attribute, imported when the row is first chosen: Gluon takes 0.1 s to import, and
 printing choices needs no Triton at all. The attribute is a `GemmKernel`:
 
-    pick_config(product) → how the product is cut into programs
+    pick_config(product) → tile configuration
     launch(x, matrix, bias, config, dtype)                      epilogue "none"
     launch(x, matrix, bias, config, dtype, activation)          epilogue "gated"
     launch(x, matrix, bias, config, dtype, residual)            epilogue "add"
 
-x are the activations in the form that the kernel multiplies: a tensor, or rows that were quantised before (`Fp8Rows`).
+x are the activations in the form that the kernel multiplies: a tensor, or quantised rows (`Fp8Rows`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.gemm.product import FP8_SQUARES, INTERLEAVE, Epilogue, GemmKernel, Product, WeightForm
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
-MIN_HOPPER_ROWS = 33  # as many as two tiles of 16 do not hold
+MIN_HOPPER_ROWS = 33  # more than two tiles of 16
 MIN_BLOCKS_ROWS = 17
-MAX_NORM_GEMV = 1 << 24  # numbers of a matrix that is multiplied by a single row in the kernel that norms it
+MAX_NORM_GEMV = 1 << 24  # most elements of a matrix for which norm and GEMV of a single row are fused
 MAX_NORM_GEMV_COLUMNS = 8192
 
 
@@ -76,16 +76,16 @@ def load_kernel(row: GemmRow) -> GemmKernel:
 
 
 def _is_wide(product: Product) -> bool:
-    """Dozens of rows in a captured step, in rows of whole 16 bytes, which the copying unit needs. Outside of a graph
-    describing the tiles costs the host more than the product takes."""
+    """Return whether there are dozens of rows in a captured step, with strides that are multiples of 16 bytes, as TMA
+    requires. In eager mode, creating TMA descriptors takes the host longer than the product takes."""
     gpu, form = product.capabilities, product.form
     rows = MIN_HOPPER_ROWS <= product.m <= gpu.tuning.gemm_hopper_max_rows
     return gpu.has_gluon and product.mode == "captured" and rows and product.k * form.element_size % 16 == 0
 
 
 def _takes_hopper_blocks(product: Product) -> bool:
-    """Up to 64 rows; of a large matrix any number of them, of others more than 16. Above that, up to 256, if there are
-    few enough programs that columns are split; with any number where cuBLAS does not multiply by scales of squares."""
+    """Accept up to 64 rows: of a large matrix any number, of others more than 16. Also up to 256 rows, if there are so
+    few programs that columns are split, or with any number of programs if cuBLAS does not support block scales."""
     gpu, m, n = product.capabilities, product.m, product.n
     if product.epilogue != "none" or product.mode != "captured" or not gpu.has_gluon:
         return False
@@ -291,8 +291,7 @@ PRODUCTS: dict[str, tuple[GemmRow, ...]] = {
 
 
 def takes_norm_gemv(n: int, k: int, form: WeightForm) -> bool:
-    """Return whether a single row is normed and multiplied by a matrix in one kernel (`elementwise/norm.py`), where an
-    RMS norm stands before the product."""
+    """Return whether an RMS norm and the product of a single row are fused in one kernel (`elementwise/norm.py`)."""
     is_small = n * k <= MAX_NORM_GEMV and k <= MAX_NORM_GEMV_COLUMNS
     return is_small and form.kind == "plain" and form.dtype != torch.float32
 
@@ -308,8 +307,8 @@ def choose(
     epilogue: Epilogue = "none",
     has_bias: bool = False,
 ) -> Choice | None:
-    """The first row that accepts a product of m > 0 rows; None where no kernel has the epilogue, which is then an op of
-    its own behind the plain product."""
+    """Return the first row that accepts a product of m > 0 rows; None if no kernel has the epilogue, which is then a
+    separate op after the product."""
     product = Product(m, n, k, form, capabilities, mode, epilogue, has_bias)
     return next((Choice(row, product) for row in PRODUCTS[form.kind] if row.accepts(product)), None)
 
@@ -325,7 +324,7 @@ def choices(
     max_rows: int = 4096,
 ) -> Iterator[tuple[int, Choice | None]]:
     """Return (number of rows, kernel) for each number of rows from 1 to `max_rows` at which the chosen kernel
-    changes"""
+    changes."""
     before: str | None = ""
     for m in range(1, max_rows + 1):
         choice = choose(m, n, k, form, capabilities, mode, epilogue, has_bias)

@@ -1,12 +1,12 @@
-"""Products of a few rows with a big matrix on the matrix units: the time is what reading the matrix once takes.
+"""Split-K: products of a few rows with a large matrix on tensor cores, bound by reading the matrix once.
 
-A program owns a tile of matrix rows and a range of their columns. The tile is the left factor and the inputs, of
-which there are few, the right one, so that nothing is padded but the inputs:
+A program computes a tile of matrix rows and a range of their columns. The tile is the left factor and the few inputs
+are the right one, so that only the inputs are padded:
 
     tile [TILE_N, columns] · inputs [columns, ROWS] → sums [TILE_N, ROWS]
 
-Where a matrix has too few tiles to keep the device busy its columns are split too. The program that ends last adds up
-the sums of all splits, in their order. Matrices of 4 or 8 bits are expanded in registers, on their way to the product.
+If a matrix has too few tiles to fill the device, its columns are split too. The last program to end adds the sums of
+all splits, in their order. Matrices of 4 or 8 bits are expanded in registers.
 
 The first columns are prefetched before the kernel that computes the inputs has ended (see `launch/pdl.py`).
 """
@@ -35,19 +35,19 @@ from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
 @dataclass(frozen=True)
 class SplitKConfig:
-    """How a product is cut into programs."""
+    """The tile configuration of a product."""
 
     tile_n: int
-    stride: int  # columns taken at a time
+    stride: int  # columns per iteration
     splits: int
     stages: int
-    fetched: int = 0  # bytes of each matrix row asked for early
+    fetched: int = 0  # bytes of each matrix row to prefetch
     warps: int = 4
 
 
 @triton.jit
 def split_of_tile(num_columns, TILE_N: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr):
-    """A program's tile, the matrix rows in it, and its part [low, high) of their columns, whole strides"""
+    """Return a program's tile, its matrix rows, and its range [low, high) of columns, in whole strides."""
     matrix_tile = tl.program_id(0)
     split_size = tl.cdiv(num_columns, SPLITS * STRIDE) * STRIDE
     low = tl.program_id(1) * split_size
@@ -56,7 +56,7 @@ def split_of_tile(num_columns, TILE_N: tl.constexpr, STRIDE: tl.constexpr, SPLIT
 
 @triton.jit
 def join_splits(sums, parts, arrived, matrix_tile, TILE_N: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
-    """All splits' sums for the program that comes last, which `is_last` tells; its own for the others."""
+    """Return the sums of all splits, and True, in the last program to arrive; in others the program's own sums."""
     tile = tl.arange(0, TILE_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     first = parts + matrix_tile.to(tl.int64) * SPLITS * TILE_N * ROWS + tile
     tl.store(first + tl.program_id(1) * TILE_N * ROWS, sums)
@@ -82,7 +82,7 @@ def prefetch_tile(
     weight, low, num_out, row_size, BYTES_EACH: tl.constexpr, FETCHED: tl.constexpr, TILE_N: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """FETCHED bytes of each of the tile's rows from element `low` on, one chunk a thread"""
+    """Prefetch FETCHED bytes of each of the tile's rows from element `low` on, one chunk per thread."""
     chunks: tl.constexpr = THREADS // TILE_N
     thread = tl.arange(0, THREADS)
     matrix_rows = (tl.program_id(0) * TILE_N + thread // chunks) % num_out
@@ -96,11 +96,11 @@ def _splitk_kernel(
     ROWS: tl.constexpr, TILE_N: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
     FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Plain matrices, STRIDE columns at a time"""
+    """Multiply an unquantised matrix, STRIDE columns per iteration."""
     launch_dependents(OVERLAPS)
     matrix_tile, matrix_rows, low, high = split_of_tile(num_in, TILE_N, STRIDE, SPLITS)
     columns, rows = tl.arange(0, STRIDE), tl.arange(0, ROWS)
-    # Matrix rows and inputs beyond the last are read as others, so that no load is masked by them.
+    # Matrix rows and inputs beyond the last are clamped, so that loads need no mask.
     matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + (rows % num_rows)[:, None] * num_in + columns[None, :]
     if FETCHED and OVERLAPS:
@@ -118,7 +118,7 @@ def _splitk_kernel(
 
 @triton.jit
 def scales_from(scale_pointers, stride, GROUPS: tl.constexpr):
-    """Load the scales of GROUPS consecutive groups, one tensor for each."""
+    """Load the scales of GROUPS consecutive groups, one tensor each."""
     found = (tl.load(scale_pointers),)
     for i in tl.static_range(1, GROUPS):
         found = found + (tl.load(scale_pointers + i * stride),)  # type: ignore[assignment]
@@ -130,22 +130,22 @@ def packed_tile_sums(
     matrix, inputs, scale_pointers, stride, low, high, ROWS: tl.constexpr, TILE_N: tl.constexpr, WORDS: tl.constexpr,
     GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Words [low, high) of each matrix row times the inputs: [TILE_N, ROWS], WORDS at a time (`quant/packed_int.py`).
-    `matrix` [TILE_N, WORDS] and `inputs` [ROWS, WORDS] point at the first of each matrix row and input,
-    `scale_pointers` [TILE_N] at the scales of the first groups, which lie `stride` apart from those of the next.
+    """Multiply words [low, high) of each matrix row by the inputs, WORDS per iteration: [TILE_N, ROWS]
+    (`quant/packed_int.py`). `matrix` [TILE_N, WORDS] and `inputs` [ROWS, WORDS] point at the first word of each matrix
+    row and input, `scale_pointers` [TILE_N] at the scales of the first groups; `stride` is the distance between groups.
 
-    GROUP columns share a scale; scales are on their way one turn ahead, which compilers do for the factors of products
-    only. A group's minimum is multiplied by the sum of its inputs, which is a product with ones: matrix units have time
-    for that, and other units do not. Of groups shorter than WORDS each is multiplied by its inputs among zeros."""
+    GROUP columns share a scale. Scales are loaded one iteration ahead, which the compiler does for the factors of
+    products only. A group's minimum is multiplied by the sum of its inputs, computed as a product with ones, because
+    tensor cores have spare capacity. Groups shorter than WORDS are multiplied one by one, with other inputs zeroed."""
     values_each: tl.constexpr = 32 // BITS
     columns = tl.arange(0, WORDS)
     sums = tl.zeros((TILE_N, ROWS), tl.float32)
     groups: tl.constexpr = WORDS * values_each // GROUP
     has_minima: tl.constexpr = scale_pointers.dtype.element_ty == tl.int32
-    # Either the sums of a group are multiplied by its scale or, where there are more of them, its values before.
+    # The scale is applied to the sums of a group or, if there are more sums than values, to the values.
     scales_values: tl.constexpr = ROWS >= 2 * GROUP or (has_minima and ROWS >= 64)
     ones = tl.full((TILE_N, WORDS), 1.0, inputs.dtype.element_ty)
-    # A split may be empty; what its scales are does not matter then, but that they are there to be read.
+    # A split may be empty; then its scales are not used, but must be readable.
     scales_here = scales_from(scale_pointers + tl.minimum(low, high - WORDS) // WORDS * groups * stride, stride, groups)
     for start in range(low, high, WORDS):
         turn = tl.minimum(start + WORDS, high - WORDS) // WORDS
@@ -174,7 +174,7 @@ def packed_tile_sums(
                     part = tl.dot(values[i], right, part)
                     if has_minima:
                         whole = tl.dot(ones, right, whole)
-                    if (i + 1) * WORDS % GROUP == 0:  # the end of a group
+                    if (i + 1) * WORDS % GROUP == 0:  # end of a group
                         sums += part * scale
                         part = tl.zeros((TILE_N, ROWS), tl.float32)
                         if has_minima:
@@ -191,7 +191,7 @@ def _packed_splitk_kernel(
     FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Matrices of words, WORDS at a time"""
+    """Multiply a matrix of packed integers, WORDS per iteration."""
     launch_dependents(OVERLAPS)
     values_each: tl.constexpr = 32 // BITS
     row_words = num_in // values_each
@@ -213,8 +213,8 @@ def _packed_splitk_kernel(
 
 
 def pick_splitk_config(product: Product) -> SplitKConfig:
-    """As many splits as keep the device busy; one less where a few programs more than it runs at a time would take as
-    long as all others (timed on an H200: 272 programs where 264 run)."""
+    """Return the configuration with enough splits to fill the device; one less if a few programs would start a second
+    wave (timed on an H200: 272 programs where 264 are resident)."""
     tuning, tiles = product.capabilities.tuning, cdiv(product.n, 64)
     splits = splits_for(product.n, product.k // 128, tuning.gemm_splitk_programs)
     too_many = tiles * splits - 2 * tuning.multiprocessors
@@ -224,7 +224,7 @@ def pick_splitk_config(product: Product) -> SplitKConfig:
 
 
 def pick_splitk_int_config(product: Product) -> SplitKConfig:
-    """For packed integers: few rows in tiles of 64 matrix rows, more rows in tiles of 128."""
+    """Return the configuration for packed integers: tiles of 64 matrix rows for few rows, of 128 for more."""
     m, n, form, tuning = product.m, product.n, product.form, product.capabilities.tuning
     words = form.interleave
     most = product.k * form.bits // 32 // words
@@ -247,7 +247,7 @@ def splitk_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: SplitKConfig, _dtype: object = None
 ) -> torch.Tensor:
     """x [rows, num_in], weight [num_out, num_in] → [rows, num_out]"""
-    assert x.shape[1] % config.stride == 0, "a row of the matrix is a number of whole strides"
+    assert x.shape[1] % config.stride == 0, "the number of columns must be a multiple of the stride"
     return _launch(_splitk_kernel, x, weight, bias, None, config, 16)
 
 
@@ -277,7 +277,7 @@ def _launch(
     out = x.new_empty(num_rows, num_out)
     parts, arrived = room_for_splits(matrix_tiles, config.splits, config.tile_n * padded, out)
     split_size = cdiv(weight.shape[1], config.splits * config.stride) * config.stride
-    shortest = weight.shape[1] - (config.splits - 1) * split_size  # the last
+    shortest = weight.shape[1] - (config.splits - 1) * split_size  # the last split
     fetched = config.fetched if shortest * weight.element_size() >= config.fetched else 0
     kernel[(matrix_tiles, config.splits)](
         x, weight, scales if scales is not None else x, bias if bias is not None else x, out, parts, arrived,

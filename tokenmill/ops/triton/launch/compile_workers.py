@@ -1,16 +1,16 @@
-"""Kernels compiled by processes of their own, which leave them in Triton's cache on disk.
+"""Worker processes that compile kernels into Triton's cache on disk.
 
-Threads would take turns: most of a kernel's half second holds Python's lock, and requests served meanwhile would wait
-for it too. A worker is a copy of this process, so it has everything imported; it touches no device, and ends without
-cleaning up. The parent is told of each kernel as it is done and finds it on disk; a kernel that a worker failed to
+Threads would not help: most of a kernel's half second holds the GIL, and would delay requests that are served
+meanwhile. A worker is forked from this process, so it has everything imported; it does not use the device, and exits
+without cleanup. The parent is notified of each finished kernel and loads it from disk; a kernel that a worker failed to
 compile is compiled by the parent when it is needed.
 
-There are more workers than cores. The largest kernels take several times as long as the others, and the start waits for
-the last one: workers with a small kernel step back, so that each large one has a core.
+There are more workers than cores. The largest kernels take several times as long as the others, and startup waits for
+the last one: workers with a small kernel lower their priority, so that each large kernel has a core.
 
     this process ──fork──► first worker ──fork──► the others        copying takes milliseconds each: one of them here
          ▲                      │                    │
-         └── numbers of kernels that are done ───────┘              the pipe ends when all workers have
+         └── indices of finished kernels ────────────┘              the pipe closes when all workers have ended
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import Any
 
 from triton.runtime.driver import driver
 
-_is_enabled = False  # forking a process that has threads and a CUDA context is for processes of our own
+_is_enabled = False  # only in our own processes: forking with threads and a CUDA context needs care
 MAX_WORKERS = 32
-WORKERS_A_CORE = 2  # half of a kernel's time is spent waiting: for ptxas, for the C compiler that makes its launcher
+WORKERS_PER_CORE = 2  # half of a kernel's time is spent waiting: for ptxas, and for the C compiler of its launcher
 COMPILE_TIMEOUT_S = 60.0
 NUMBER_BYTES = 2
-STEP_BACK = 10  # of niceness, which a process can't take back
+NICE_INCREMENT = 10  # of workers with small kernels; a process can't undo it
 _large: set[Any] = set()  # functions of the kernels that take longest to compile
 
 
 def enable() -> None:
-    """Let kernels be compiled by copies of this process from now on. Called by `engine/startup` only."""
+    """Enable compilation by forked copies of this process. Called by `engine/startup` only."""
     global _is_enabled
     _is_enabled = True
 
@@ -48,27 +48,27 @@ def is_enabled() -> bool:
 
 
 def note_large(function: Any) -> None:
-    """Note that a kernel takes several times as long to compile as most. Called where kernels are defined."""
+    """Register a kernel that takes several times as long to compile as most. Called where kernels are defined."""
     _large.add(function)
 
 
 class CompileWorkers:
-    """Processes that compile kernels, and a pipe in which they report the numbers of those that are done."""
+    """Processes that compile kernels, and a pipe through which they report the indices of finished ones."""
 
     def __init__(self) -> None:
-        self._done_reader, self._done_writer = os.pipe()  # numbers of kernels that are done
+        self._done_reader, self._done_writer = os.pipe()  # indices of finished kernels
         self._groups: list[int] = []  # process groups, by the pid of their first worker
 
     def start(self, kernels: Sequence[Callable[[], Any]], numbers: Sequence[int]) -> None:
-        """Start workers on `kernels`, functions that compile one each; they report its number. Some take ten times as
-        long as others, so a free worker takes the next index from a pipe."""
+        """Start workers on `kernels`, functions that compile one kernel each, and report its number. Some take ten
+        times as long as others, so a free worker reads the next index from a pipe."""
         if not kernels:
             return
         queue_reader, queue_writer = os.pipe()
         try:
             os.write(queue_writer, b"".join(index.to_bytes(NUMBER_BYTES) for index in range(len(kernels))))
             os.close(queue_writer)
-            num_workers = min(len(kernels), MAX_WORKERS, WORKERS_A_CORE * len(os.sched_getaffinity(0)))
+            num_workers = min(len(kernels), MAX_WORKERS, WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
             worker = _fork()
             if worker == 0:
                 _work(kernels, numbers, num_workers, queue_reader, self._done_writer)
@@ -77,9 +77,9 @@ class CompileWorkers:
             os.close(queue_reader)
 
     def finished(self) -> Iterator[int]:
-        """Numbers of kernels as they are done, until all workers have ended or run out of time. No kernels can be
-        started after this call."""
-        os.close(self._done_writer)  # at once: a process forked meanwhile must not hold the pipe open
+        """Yield the numbers of finished kernels until all workers have ended or timed out. No kernels can be started
+        after this call."""
+        os.close(self._done_writer)  # immediately: a process forked later must not keep the pipe open
         return self._read_finished(time.monotonic() + COMPILE_TIMEOUT_S)
 
     def _read_finished(self, deadline: float) -> Iterator[int]:
@@ -102,14 +102,14 @@ class CompileWorkers:
 def _work(
     kernels: Sequence[Callable[[], Any]], numbers: Sequence[int], num_workers: int, queue: int, done: int
 ) -> None:
-    """Run the first worker: it starts the others, works, and ends as the last of them, so that all are waited for."""
+    """Run the first worker: it forks the others, works, and ends as the last of them, so that all are reaped."""
     num_others = 0
     try:
         os.setpgid(0, 0)
-        gc.disable()  # nothing of the device may be freed here
+        gc.disable()  # no device memory may be freed in a forked process
         while num_others < num_workers - 1 and _fork():
             num_others += 1
-        num_others = num_others if num_others == num_workers - 1 else 0  # the others have none
+        num_others = num_others if num_others == num_workers - 1 else 0  # only the first worker has children
         _compile(kernels, numbers, queue, done)
     finally:
         os.close(done)
@@ -126,17 +126,17 @@ def _compile(kernels: Sequence[Callable[[], Any]], numbers: Sequence[int], queue
         kernel = kernels[place]
         if not has_stepped_back and not _is_large(kernel):
             has_stepped_back = True
-            os.nice(STEP_BACK)
+            os.nice(NICE_INCREMENT)
         launcher = beside.submit(_build_launcher, kernel)
         made = kernel()
         wait((launcher,))
-        driver.active.launcher_cls(made.src, made.metadata)  # built already, or else now
+        driver.active.launcher_cls(made.src, made.metadata)  # builds the launcher, unless it is cached
         os.write(done, numbers[place].to_bytes(NUMBER_BYTES))
 
 
 def _build_launcher(kernel: Any) -> None:
-    """Compile a kernel's launcher in C, a third of a second. It needs only the signature; kernels with tensor
-    descriptors need more."""
+    """Compile a kernel's launcher in C, which takes a third of a second. It needs only the signature; kernels with
+    tensor descriptors need more."""
     source = source_of(kernel)
     if not any(str(kind).startswith("tensordesc") for kind in source.signature.values()):
         driver.active.launcher_cls(source, _Unknown())
@@ -148,12 +148,13 @@ def _is_large(kernel: Any) -> bool:
 
 
 def source_of(kernel: Any) -> Any:
-    """What Triton's own function that compiles a kernel was made for."""
+    """Return the `ASTSource` that Triton's compile closure was created for."""
     return getclosurevars(kernel.func).nonlocals["src"]
 
 
 class _Unknown:
-    """Metadata of a kernel that is not compiled yet: a launcher keeps it, and this launcher is thrown away."""
+    """Placeholder metadata of a kernel that is not compiled yet, for a launcher that is only built and then
+    discarded."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -161,5 +162,5 @@ class _Unknown:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads' locks: none that a compiler needs
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: compilation needs none of their locks
         return os.fork()

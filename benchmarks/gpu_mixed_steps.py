@@ -23,7 +23,7 @@ from tokenmill.models.decoder import Decoder, representative_layers
 from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch import compile_workers
-from tokenmill.ops.triton.launch.kernel import compile_beside
+from tokenmill.ops.triton.launch.kernel import compile_in_parallel
 from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.mixed_graphs import MixedGraphs
@@ -51,7 +51,7 @@ class MixedSteps:
         self.num_rows = num_rows
         compile_workers.enable()
         some = representative_layers(model)
-        compile_beside(partial(self.mixed.ask_for_kernels, some)).join()
+        compile_in_parallel(partial(self.mixed.ask_for_kernels, some)).join()
 
     def decode(self, context: int) -> None:
         rows = list(range(self.num_rows))

@@ -26,7 +26,7 @@ from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.batch.decode_inputs import RING_SIZE
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch import compile_workers
-from tokenmill.ops.triton.launch.kernel import compile_beside
+from tokenmill.ops.triton.launch.kernel import compile_in_parallel
 from tokenmill.runner.decode_graphs import DecodeGraphs, DecodeInputs
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.warmup import WarmUp
@@ -57,7 +57,7 @@ class Steps:
         warm_up = WarmUp(model, self.storage, self.graphs, MAX_ROWS, MAX_CONTEXT)
         with torch.inference_mode():
             asks = [partial(warm_up.compute, warm_up.decoding(count)) for count in map(int, given.rows.split(","))]
-            compile_beside(self.graphs.ask_for_kernels, *asks).join()
+            compile_in_parallel(self.graphs.ask_for_kernels, *asks).join()
 
     def ms(self, num_rows: int, repeats: int = 12) -> float:
         """Median of the times of two replays"""

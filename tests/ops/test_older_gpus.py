@@ -93,7 +93,7 @@ def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[La
     with (
         patch.object(Kernel, "_launch", launch),
         patch.object(torch.Tensor, "pin_memory", lambda self: self),
-        patch("tokenmill.runner.warmup.compile_beside", asked_at_once),
+        patch("tokenmill.runner.warmup.compile_in_parallel", asked_at_once),
         patch("tokenmill.ops.triton.launch.pdl.overlaps", lambda: isinstance(name, int) and name >= 90),
         patch("tokenmill.ops.triton.attention.kv_cache.has_fp8", lambda device: isinstance(name, int) and name >= 89),
         patch.object(splitk, "has_ptx", lambda: isinstance(name, int)),

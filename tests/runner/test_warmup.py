@@ -43,7 +43,7 @@ def forms(work: Callable[[], object]) -> set[Any]:
     with (
         patch.object(Kernel, "_launch", launch),
         patch.object(torch.Tensor, "pin_memory", lambda self: self),
-        patch("tokenmill.runner.warmup.compile_beside", asked_at_once),
+        patch("tokenmill.runner.warmup.compile_in_parallel", asked_at_once),
     ):
         work()
     return found

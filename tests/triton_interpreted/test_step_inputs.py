@@ -15,7 +15,7 @@ from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.batch.decode_inputs import NO_ROW, RING_SIZE, change_tables, gather_inputs, publish_tokens
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.ops.triton.launch import compile_workers
-from tokenmill.ops.triton.launch.kernel import compile_beside
+from tokenmill.ops.triton.launch.kernel import compile_in_parallel
 from tokenmill.runner.decode_graphs import DecodeGraphs, PinnedStepInputs, RowTables
 from tokenmill.runner.device_sampler import DeviceSampler
 from tokenmill.runner.warmup import WarmUp
@@ -75,7 +75,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("workers")
 def test_nothing_runs_while_kernels_are_only_compiled() -> None:
     tables = torch.zeros(3, dtype=torch.int32)
-    compile_beside(lambda: change_tables(torch.tensor([[0, 1]] * 2), tables)).join()
+    compile_in_parallel(lambda: change_tables(torch.tensor([[0, 1]] * 2), tables)).join()
     assert not tables.any()
 
 

@@ -32,7 +32,7 @@ from tokenmill.ops.triton.batch.exchange import (
     sum_ranks,
     word_bytes,
 )
-from tokenmill.ops.triton.launch.kernel import is_asking
+from tokenmill.ops.triton.launch.kernel import is_recording
 from tokenmill.parallel.device_memory import HANDLE_BYTES, MappedMemory, SharedMemory
 
 ROOM_BYTES = 1 << 23  # size of each of a window's two buffers; larger parts take several exchanges
@@ -159,7 +159,7 @@ class DeviceGroup:
 
     def _launch(self, launch: Launch) -> None:
         """Launch an exchange; one of the first only after all ranks have loaded its kernel and met."""
-        if self._rendezvous is None or self._num_rendezvous == NUM_RENDEZVOUS or is_asking() or self._is_capturing():
+        if self._rendezvous is None or self._num_rendezvous == NUM_RENDEZVOUS or is_recording() or self._is_capturing():
             launch(self._stopped, is_rehearsal=False)
             return
         launch(self._always_stopped, is_rehearsal=True)
@@ -177,7 +177,7 @@ class DeviceGroup:
             torch.cuda.current_stream().synchronize()
 
     def _connect(self) -> None:
-        if not self._windows and not is_asking():
+        if not self._windows and not is_recording():
             self._windows = self._open_windows(self)
             self._addresses.copy_(torch.tensor([window.address for window in self._windows]))
 

@@ -156,7 +156,7 @@ class DecodeGraphs:
         return slots.version
 
     def ask_for_kernels(self) -> None:
-        """Launch the kernels that are in no other step, for `compile_beside`."""
+        """Launch the kernels that are in no other step, for `compile_in_parallel`."""
         gathered = self._gather(1, self._padding)
         publish_tokens(gathered, gathered.token_ids, self._padding, self.newest)
         change_tables(self.newest.new_empty(2, 1), self.rows.tables)

@@ -101,7 +101,7 @@ class MixedGraphs:
                     yield partial(self._capture, singles, tokens)
 
     def ask_for_kernels(self, model: Model) -> None:
-        """Compute steps of some sizes with `model`, for `compile_beside`: others have the same kernels."""
+        """Compute steps of some sizes with `model`, for `compile_in_parallel`: others have the same kernels."""
         for singles in SOME_SINGLES:
             for tokens in SOME_CHUNKS:
                 sent = torch.from_numpy(packed([], singles, tokens)).to(self._storage.device)

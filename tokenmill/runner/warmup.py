@@ -23,7 +23,7 @@ from tokenmill.models.decoder import representative_layers
 from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch
 from tokenmill.ops.triton.launch import preload
-from tokenmill.ops.triton.launch.kernel import CompileOnLaunch, Compiling, compile_beside
+from tokenmill.ops.triton.launch.kernel import CompileOnLaunch, Compiling, compile_in_parallel
 from tokenmill.runner.decode_graphs import DecodeGraphs, best_tokens
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.memory import graph_sizes
@@ -66,7 +66,7 @@ class WarmUp:
         """Compile the kernels of the first steps. `while_compiling` is called while compilers work; if they still do,
         it is noted which ones are wanted next."""
         preload.finish_products(self._storage.device)
-        self._compiling = compile_beside(*self._first_asks(token_budget))
+        self._compiling = compile_in_parallel(*self._first_asks(token_budget))
         while_compiling()
         self._unasked, self._is_rest_begun = [self._ask_for_rest], False
         if self._compiling.is_working:

@@ -1,7 +1,7 @@
-"""A kernel of ours, launched as Triton's are: `kernel[grid](tensor, ...)`.
+"""A launcher for Triton kernels, called as Triton's own: `kernel[grid](tensor, ...)`.
 
-Making one takes half a second. Whatever is called inside `compile_beside` has its kernels made side by side instead of
-run: each is asked for once in every form, and left to processes of their own (`compile_workers.py`).
+Compiling a kernel takes half a second. Code that is called by `compile_in_parallel` only records its launches: each
+variant of a kernel is compiled once, in parallel, by worker processes (`compile_workers.py`), and nothing is run.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from triton.runtime.errors import OutOfResources
 from tokenmill.ops.triton.launch import compile_workers, preload
 from tokenmill.ops.triton.launch.compile_workers import CompileWorkers, source_of
 
-CACHED_NAME_LENGTH = 150  # to which Triton cuts the names of kernels in its cache
-USUAL_STAGES = 3  # where a launch does not say
-FUSED = {"enable_fp_fusion": True}  # multiplications with additions, unless a launch says otherwise
-_asked: ContextVar[set[Any] | None] = ContextVar("asked", default=None)  # forms; None: kernels run
+CACHED_NAME_LENGTH = 150  # Triton truncates the names of kernels in its cache to this length
+DEFAULT_STAGES = 3  # Triton's default of `num_stages`
+FUSED = {"enable_fp_fusion": True}  # allow fused multiply-add by default
+_recorded: ContextVar[set[Any] | None] = ContextVar("recorded", default=None)  # forms; None: kernels run
 
 BINDER_NAMES = frozenset(("params", "specialization", "options"))  # locals of Triton's generated argument binder
 
 
 class Kernel:
-    """Remembers what was compiled for which kinds of arguments: a look-up of our own takes a third of the time that
-    Triton's does, and a step of a few tokens is made of hundreds of launches."""
+    """Caches compiled variants by the kinds of their arguments: this look-up takes a third of the time of Triton's, and
+    a step of a few tokens has hundreds of launches."""
 
     def __init__(
         self, function: Callable[..., None], numbers: Sequence[str] = (), jit: Callable[..., Any] = triton.jit
@@ -54,7 +54,8 @@ class Kernel:
 
     @cached_property
     def _jitted(self) -> Any:
-        """Triton reads the source then, which takes milliseconds: most models need a third of all kernels."""
+        """Create Triton's function lazily: it reads the source, which takes milliseconds, and most models need only a
+        third of all kernels."""
         return self._jit(do_not_specialize=self._numbers)(self._function)
 
     @cached_property
@@ -62,16 +63,16 @@ class Kernel:
         return [parameter.is_constexpr for parameter in getattr(self._jitted, "params", ())]
 
     def constants(self, args: Sequence[Any]) -> list[Any]:
-        """The compile-time constants among the arguments of a launch"""
+        """Return the compile-time constants among the arguments of a launch."""
         return [arg for arg, is_constant in zip(args, self._is_constant, strict=False) if is_constant]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        asked = _asked.get()
-        if asked is not None:
-            self._ask(asked, grid, args, options)
+        recorded = _recorded.get()
+        if recorded is not None:
+            self._record(recorded, grid, args, options)
             return
         kinds = [arg if is_constant else _kind(arg) for arg, is_constant in zip(args, self._is_constant, strict=False)]
         key = (*kinds, *options.values())
@@ -84,30 +85,32 @@ class Kernel:
         run(*grid, *(1, 1, 1)[len(grid) :], stream, function, metadata, None, None, None, *args, *named)
 
     def _run_first(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """With fewer tiles on their way at once where a multiprocessor has less memory of its own than an H200's."""
+        """Compile and run a new variant; with fewer pipeline stages if the GPU has less shared memory than an H200."""
         while True:
             try:
                 return self._jitted[grid](*args, **FUSED | options)
             except OutOfResources:
-                stages = options.get("num_stages", USUAL_STAGES)
+                stages = options.get("num_stages", DEFAULT_STAGES)
                 if stages == 1:
                     raise
                 options = {**options, "num_stages": stages - 1}
 
-    def _ask(self, asked: set[Any], grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _record(
+        self, recorded: set[Any], grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         form = (self, *map(_form, args), *options.items())
-        if form not in asked:
-            asked.add(form)
+        if form not in recorded:
+            recorded.add(form)
             self._jitted.warmup(*args, grid=grid, **FUSED | options)
 
     def _make(self, key: Any, made: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if isinstance(made, CompiledKernel):  # and not one that is interpreted, or still being made
+        if isinstance(made, CompiledKernel):  # not in the interpreter, and not while it is still being compiled
             named = tuple(options[parameter.name] for parameter in self._jitted.params[len(args) :])
             self._made[key] = (made.run, made.function, made.packed_metadata, named)
 
 
 def _kind(arg: Any) -> Any:
-    """What a compiled kernel depends on"""
+    """Return the properties of an argument that select a compiled variant."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype if not arg.data_ptr() & 15 else (arg.dtype,)
     if isinstance(arg, int):
@@ -116,15 +119,15 @@ def _kind(arg: Any) -> Any:
 
 
 def _form(arg: Any) -> Any:
-    """The same, or more than that, where integers and constants are not told apart"""
-    if hasattr(arg, "block_shape"):  # a descriptor of a tensor, Triton's or Gluon's
+    """Return a key that is at least as specific as `_kind`, without knowing which integers are constants."""
+    if hasattr(arg, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
         return arg.base.dtype, *arg.block_shape
     return (arg.dtype, arg.data_ptr() % 16) if isinstance(arg, torch.Tensor) else arg
 
 
-def is_asking() -> bool:
-    """Tell whether kernels are asked for here, and not run."""
-    return _asked.get() is not None
+def is_recording() -> bool:
+    """Return whether launches are only recorded here, and not run."""
+    return _recorded.get() is not None
 
 
 def kernel(function: Callable[..., None]) -> Kernel:
@@ -134,9 +137,9 @@ def kernel(function: Callable[..., None]) -> Kernel:
 def kernel_unspecialized(
     *numbers: str, jit: Callable[..., Any] = triton.jit, is_large: bool = False
 ) -> Callable[[Callable[..., None]], Kernel]:
-    """The same, for `numbers` (or addresses) that differ from step to step: one compiled kernel serves all their
-    values, where otherwise 1 and multiples of 16 get one of their own. `jit`: of the language it is written in;
-    `is_large`: it takes longest to compile."""
+    """Like `kernel`, without specialisation on the arguments `numbers` (integers or addresses), which differ from step
+    to step: one variant serves all values, where otherwise 1 and multiples of 16 are separate variants. `jit`: the
+    decorator of the kernel's language; `is_large`: it takes longer to compile than most."""
 
     def made(function: Callable[..., None]) -> Kernel:
         if is_large:
@@ -147,37 +150,39 @@ def kernel_unspecialized(
 
 
 class Compiling(Executor):
-    """Kernels that were asked for, each of them once. Whatever is called here asks for kernels and runs none (what they
-    would have written is undefined, so nothing there may look anything up by it)."""
+    """Records launches and compiles each recorded variant once, in worker processes.
+
+    Recorded code runs no kernels, so its outputs are undefined, and it must not depend on their values.
+    """
 
     def __init__(self) -> None:
         preload.finish()
         self._kernels: list[tuple[Any, Callable[[], Any]]] = []  # futures, to which Triton adds the kernel's key
         self._num_begun = 0
-        from triton.runtime._async_compile import AsyncCompileMode  # Triton's own, and not in all of its versions
+        from triton.runtime._async_compile import AsyncCompileMode  # private, and missing in some versions of Triton
 
         self._mode = AsyncCompileMode(self)
         self._context = copy_context()
-        self._context.run(_asked.set, set())
+        self._context.run(_recorded.set, set())
         self._context.run(self._mode.__enter__)
         self._loading = threading.Thread()
 
     def submit(self, compiled: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Triton's own way to ask"""
+        """Receive a compilation from Triton, as an Executor; it is not started yet."""
         future: Future[Any] = Future()
         self._kernels.append((future, partial(compiled, *args, **options)))
         return future
 
     def note(self, ask: Callable[[], object]) -> None:
-        """What `ask` asks for will be made later."""
+        """Record the launches of `ask`, to be compiled by the next `make`."""
         self._context.run(ask)
 
     def make(self, *asks: Callable[[], object]) -> None:
-        """What was noted is made from now on; what one of `asks` asks for, while the next one is called. What an
-        earlier start has left on disk is loaded from there, without a process to compile it."""
+        """Start to compile what was recorded, then record and compile each of `asks` in turn: workers compile one while
+        the next one is recorded. Kernels in Triton's cache on disk are loaded from there instead."""
         compilers, first = CompileWorkers(), self._num_begun
         kept: list[int] = []
-        for ask in (nothing_more, *asks):
+        for ask in (_no_launches, *asks):
             self.note(ask)
             new = range(self._num_begun, len(self._kernels))
             missing = [number for number in new if not self._is_on_disk(number)]
@@ -189,7 +194,7 @@ class Compiling(Executor):
         self._loading.start()
 
     def _is_on_disk(self, number: int) -> bool:
-        """Tell whether Triton's cache has a kernel, by the key and the file that Triton looks for."""
+        """Return whether Triton's cache has a kernel, by the key and the file name that Triton uses."""
         key: str = self._kernels[number][0]._key
         file = f"{source_of(self._kernels[number][1]).name[:CACHED_NAME_LENGTH]}.json"
         group = get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file)
@@ -197,16 +202,16 @@ class Compiling(Executor):
 
     @property
     def is_working(self) -> bool:
-        """Tell whether something that is being made is not ready yet."""
+        """Return whether a compilation is not finished yet."""
         return self._loading.is_alive()
 
     def join(self) -> None:
-        """Returns when all that is being made is ready to be launched."""
+        """Wait until all kernels that were started are ready to be launched."""
         self._loading.join()
 
     def _load_all(self, numbers: Iterable[int], made: Iterator[int]) -> None:
-        """What is done elsewhere is found on disk, and the rest compiled here. What failed there fails here, and again,
-        aloud, when it is launched."""
+        """Load the kernels that workers compiled from disk, and compile the rest here. A kernel that fails to compile
+        fails here silently, and raises when it is launched."""
         left = set(numbers)
         for number in made:
             left.discard(number)
@@ -218,19 +223,19 @@ class Compiling(Executor):
         future, compiled = self._kernels[number]
         try:
             made = compiled()
-            assert made.run is not None  # who asks for this has it loaded
+            assert made.run is not None  # accessing `run` loads the binary
             future.set_result(made)
         except Exception as error:
             future.set_exception(error)
-        list(self._mode.future_kernels.values())[number].result(ignore_errors=True)  # known to Triton from now on
+        list(self._mode.future_kernels.values())[number].result(ignore_errors=True)  # registers the kernel with Triton
 
 
-def nothing_more() -> None:
+def _no_launches() -> None:
     pass
 
 
 class CompileOnLaunch:
-    """The ordinary way: a kernel is compiled when it is first launched, and nothing is asked for beforehand."""
+    """Stands in for `Compiling` where workers are disabled: kernels are compiled when they are first launched."""
 
     is_working = False
 
@@ -244,9 +249,9 @@ class CompileOnLaunch:
         pass
 
 
-def compile_beside(*asks: Callable[[], object]) -> Compiling | CompileOnLaunch:
-    """Have kernels compiled by copies of this process, made while no import is running; where workers are not enabled
-    (`compile_workers`), kernels are compiled when they are launched."""
+def compile_in_parallel(*asks: Callable[[], object]) -> Compiling | CompileOnLaunch:
+    """Compile the kernels that `asks` launch in forked copies of this process; no import may run meanwhile. If workers
+    are not enabled (`compile_workers`), kernels are compiled when they are launched."""
     if not compile_workers.is_enabled():
         return CompileOnLaunch()
     compiling = Compiling()
@@ -254,8 +259,8 @@ def compile_beside(*asks: Callable[[], object]) -> Compiling | CompileOnLaunch:
     return compiling
 
 
-# Triton's own functions of these names work in kernels too, and take so much longer on the host that a short prompt
-# would notice.
+# Triton's functions of these names, which also work in kernels, are so slow on the host that a short prompt's latency
+# would increase.
 
 
 def cdiv(number: int, by: int) -> int:
@@ -267,5 +272,5 @@ def next_power_of_2(number: int) -> int:
 
 
 def precision_of(x: torch.Tensor) -> str:
-    """The precision of `tl.dot`: float32 is multiplied as float32, not in the matrix units' shortened form of it."""
+    """Return the precision of `tl.dot`: full float32 instead of TF32 for float32 inputs."""
     return "ieee" if x.dtype == torch.float32 else "tf32"

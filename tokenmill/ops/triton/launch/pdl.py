@@ -1,10 +1,10 @@
-"""One kernel begins while the one before it ends (programmatic dependent launch, NVIDIA from Hopper on).
+"""Programmatic dependent launch (PDL): a kernel starts while the previous one ends (NVIDIA GPUs from Hopper on).
 
-A kernel that takes part allows its successor to be launched (`launch_dependents`) at its own beginning, and waits
-(`wait_for_previous`) before it reads anything that kernels before it wrote. What it needs from elsewhere, weights above
-all, it may load before that.
+A participating kernel allows its successor to be launched at its own start (`launch_dependents`), and waits
+(`wait_for_previous`) before it reads anything that earlier kernels wrote. Other data, above all weights, it may load
+before that.
 
-Programs of one kernel that share a result, as the splits of split-K do, count themselves; the last one adds up.
+Programs of one kernel that share a result, as in split-K, count their arrivals; the last one adds up.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def wait_for_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def is_last_to_arrive(counter, num):
-    """Return whether the num - 1 other programs arrived before; what they stored can then be read (with ".cg")."""
-    tl.debug_barrier()  # what all threads stored is announced by one of them
+    """Return whether the num - 1 other programs have arrived before; their stores can then be read (with ".cg")."""
+    tl.debug_barrier()  # one thread announces the stores of all threads
     is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num - 1
     if is_last:
         tl.store(counter, 0)
@@ -44,8 +44,8 @@ def is_last_to_arrive(counter, num):
 
 @triton.jit
 def fetch_early(addresses, num_bytes):
-    """Asks for memory to be brought into the L2 cache: num_bytes, a multiple of 16, from each thread's address on. Slow
-    for more than kilobytes: a multiprocessor's copying unit takes some 20 ns a line."""
+    """Prefetch num_bytes, a multiple of 16, from each thread's address into the L2 cache. Slow for more than kilobytes:
+    a multiprocessor's copy unit takes about 20 ns per cache line."""
     tl.inline_asm_elementwise(
         "{.reg .pred any; setp.gt.s32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
         "=r,l,r",
@@ -57,8 +57,8 @@ def fetch_early(addresses, num_bytes):
 
 
 def settle(known: torch.Tensor) -> None:
-    """Let all kernels behind this read `known` before they wait for the one before them. They do not begin before what
-    is launched here, and that, since torch launches it in the ordinary way, not before all that came earlier ended."""
+    """Let all later kernels read `known` before they wait for their predecessors. They start only after the launch
+    here, which torch makes without PDL, so it starts only after all earlier kernels have ended."""
     known.new_zeros(1)
 
 
@@ -69,15 +69,15 @@ def overlaps() -> bool:
 
 @cache
 def split_counters(device: torch.device) -> torch.Tensor:
-    """Counters that are 0 between kernels: the program that counts to the end sets its counter back."""
+    """Return counters that are 0 between kernels: the last program to arrive resets its counter."""
     return torch.zeros(MAX_SPLIT_COUNTERS, dtype=torch.int32, device=device)
 
 
 def room_for_splits(
     num_tiles: int, splits: int, tile_size: int, unused: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the splits of each tile leave their sums, float32, and counters of those that have; `unused` for both where
-    nothing is split"""
+    """Return buffers for the float32 sums of each tile's splits, and their counters; `unused` for both without
+    splits."""
     if splits == 1:
         return unused, unused
     assert num_tiles <= MAX_SPLIT_COUNTERS

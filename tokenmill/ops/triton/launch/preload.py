@@ -1,10 +1,10 @@
-"""One-time preparations of libraries, done by threads while other parts of a start wait for the device.
+"""One-time initialisation of libraries in threads, while other parts of startup wait for the device.
 
-    keys       Triton looks every kernel up by a hash of all of its own files, 400 MB
-    driver     Triton compiles a helper in C and asks ptxas for its version
-    products   cuBLAS is loaded, a twelfth of a second, when the device's free memory has been counted
+    keys       Triton's cache key includes a hash of all of its own files, 400 MB
+    driver     Triton compiles a helper in C and queries the version of ptxas
+    products   cuBLAS is loaded, which takes 80 ms, after the device's free memory has been measured
 
-None holds Python's lock for long; together they take a second.
+None holds the GIL for long; together they take a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def begin() -> tuple[Future[str], ...]:
 
 
 def finish() -> None:
-    """Wait until both have ended. An error in them is raised again by the first compilation."""
+    """Wait until both have ended. If one failed, the first compilation raises the error again."""
     wait(begin())
 
 
@@ -37,14 +37,14 @@ _products: list[threading.Thread] = []
 
 
 def begin_products(device: torch.device) -> None:
-    """Load cuBLAS beside other work; `finish_products` must come before the first product."""
+    """Start to load cuBLAS in a thread; `finish_products` must be called before the first product."""
     _products.append(threading.Thread(target=_multiply, args=(device,), name="cublas"))
     _products[-1].start()
 
 
 def finish_products(device: torch.device) -> None:
-    """Wait until cuBLAS is loaded, or load it. A thread that has ended leaves its handle, and the memory that belongs
-    to it, to the next one."""
+    """Wait until cuBLAS is loaded, or load it. The handle and the workspace of a thread that has ended are reused by
+    the next thread."""
     if not _products:
         _multiply(device)
     while _products:

@@ -1,15 +1,15 @@
 """Experts of a few tokens, from the router's logits on, in two kernels:
 
-    logits, x ─► act(gate) * up of each chosen expert ─► their downs, weighted and added
+    logits, x ─► act(gate) * up of each chosen expert ─► down of each, weighted and summed
 
-Where a softmax decides, the chosen experts are not written down: a program finds the expert it works for in its token's
-logits, and then streams rows of that expert's matrices. Other kinds of routing are a kernel of their own before that. A
-program is a single warp where it can be, and there are about as many programs as the GPU holds at once. Experts that
-every token has are known beforehand: their matrices are asked for while the router is still being computed.
+With softmax routing the chosen experts are not stored: a program finds its expert in its token's logits, and then
+streams rows of that expert's matrices. Other kinds of routing run as a separate kernel before. A program is a single
+warp if possible, and there are about as many programs as fit on the GPU. Shared experts are known in advance: their
+matrices are prefetched while the router is still being computed.
 
-Experts of packed integers have kernels of their own: a row of a matrix is taken in chunks, neighbouring words whose
-i-th values share a scale, and multiplied in pairs of float16 numbers (`quant/fp16x2.py`). What lies between the two
-kernels is stored in such pairs.
+Experts of packed integers have their own kernels: a matrix row is processed in chunks of neighbouring words whose i-th
+values share a scale, and multiplied in pairs of float16 values (`quant/fp16x2.py`). The intermediate result between the
+two kernels is stored in such pairs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tokenmill.ops.triton.quant.fp16x2 import SMALLER, as_pair, times_weighed
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, PackedIntMatrix
 
-ROWS = 2  # of down that a program computes
-DOWN_STAGES = 3  # experts' rows on their way, where a program makes the choice itself
+ROWS = 2  # rows of down per program
+DOWN_STAGES = 3  # pipeline stages over experts, if a program chooses them itself
 
 
 @triton.jit
 def _fetch_shared(gate_up, expert, is_shared, first, last, hidden, inter, THREADS: tl.constexpr):
-    """Rows [first, last) of an expert's gates and ups, if it is one that every token has"""
+    """Prefetch rows [first, last) of an expert's gate and up, if it is a shared expert."""
     if is_shared:
         rows = gate_up.to(tl.int64) + (expert * 2 * inter + first).to(tl.int64) * hidden * 2
         part = (last - first) * hidden * 2 // THREADS
@@ -57,7 +57,7 @@ def _moe_gemv_up(
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out [T * (K + SHARED), inter] = act(gate x) * up x; choices: the router's logits [T, num_experts], or ids [T, K]
-    with those that every token has among them. FETCHES: a program's rows are whole parts for each of its threads."""
+    including shared experts. FETCHES: a program's rows divide evenly among its threads, and are prefetched."""
     pair = tl.program_id(0)
     token, choice = pair // (K + SHARED), pair % (K + SHARED)
     first = tl.program_id(1) * rows_each
@@ -65,7 +65,7 @@ def _moe_gemv_up(
     if OVERLAPS and FETCHES and SHARED > 0:
         _fetch_shared(gate_up, num_experts + choice - K, choice >= K, first, last, hidden, inter, THREADS)
     wait_for_previous(OVERLAPS)
-    launch_dependents(OVERLAPS)  # not before the choices are there: the next kernel reads them without waiting
+    launch_dependents(OVERLAPS)  # only when the choices are ready: the next kernel reads them without waiting
     columns = tl.arange(0, WIDTH)
     inside = columns < hidden
     factors = tl.load(x + token * hidden + columns, mask=inside, other=0.0).to(tl.float32)
@@ -100,8 +100,8 @@ def _moe_gemv_down(
     K: tl.constexpr, SHARED: tl.constexpr, COUNT_PADDED: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, hidden], ROWS of one token a program: experts one after the other, the next ones' rows on their way into
-    shared memory. Those that every token has come first. The choice is made before `inner` is known."""
+    """out [T, hidden], ROWS of one token per program: loops over the experts, with the next ones' rows prefetched into
+    shared memory. Shared experts come first. Experts are chosen before `inner` is ready."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
     columns = tl.arange(0, WIDTH)
@@ -128,7 +128,7 @@ def _moe_gemv_down(
     for number in tl.range(0, SHARED + K, num_stages=STAGES):
         expert = tl.sum(tl.where(numbers == number, experts, 0), axis=0)
         weight = tl.sum(tl.where(numbers == number, weights, 0.0), axis=0)
-        index = tl.where(number < SHARED, K + number, number - SHARED)  # in `inner` the chosen ones come first
+        index = tl.where(number < SHARED, K + number, number - SHARED)  # in `inner` the routed ones come first
         part = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0)
         factors = tl.load(inner + (token * (K + SHARED) + index) * inter + columns, mask=inside, other=0.0)
         sums += part.to(tl.float32) * (factors.to(tl.float32) * weight)[None, :]
@@ -140,7 +140,7 @@ def _moe_gemv_down_of(
     inner, ids, weights, down, bias, out, hidden, inter,
     K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The same where experts and their weights, [T, K] each, are known"""
+    """The same for given experts and weights, [T, K] each."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
     columns = tl.arange(0, WIDTH)
@@ -215,7 +215,7 @@ def _gate_up(
 
 
 def _down_tile(wide: int, num_tokens: int) -> tuple[int, int]:
-    """Return how many rows of down a program has, and its warps: the fastest on an H200 for experts of 768 and 1408."""
+    """Return the rows of down per program, and its warps: the fastest on an H200 for widths of 768 and 1408."""
     if wide > 1024:
         return 8, 8
     return (4 if num_tokens == 1 else 8), 4
@@ -247,7 +247,7 @@ def moe_gemv(
 
 
 def kind_of(packed: ExpertsWeight) -> ExpertsKind:
-    """The form of the experts' matrices"""
+    """Return the form of the experts' matrices."""
     kinds = {type(matrix) for matrix in packed.packed}
     return KINDS[kinds.pop()] if len(kinds) == 1 and kinds <= KINDS.keys() else "mixed"
 
@@ -261,11 +261,11 @@ KINDS: dict[type, ExpertsKind] = {
 
 
 class FewExperts(NamedTuple):
-    """What `add_norm_experts` finds, [T, H] each"""
+    """The results of `add_norm_experts`, [T, H] each."""
 
-    result: torch.Tensor  # the chosen experts' weighted sum
-    normed: torch.Tensor  # what they read
-    total: torch.Tensor  # the stream before it was normed
+    result: torch.Tensor  # weighted sum of the chosen experts
+    normed: torch.Tensor  # the experts' input
+    total: torch.Tensor  # the residual stream before the norm
 
 
 def add_norm_experts(
@@ -278,7 +278,7 @@ def add_norm_experts(
     routing: Routing,
     activation: Activation,
 ) -> FewExperts:
-    """A few rows x, residual [T, H] through the chosen experts of rms_norm(x + residual), or of rms_norm(x)"""
+    """Compute the chosen experts of rms_norm(x + residual), or of rms_norm(x), for a few rows x, residual [T, H]."""
     logits, normed, total = norm_and_multiply(x, residual, norm, eps, router.packed)
     if routing.is_plain and kind_of(packed) in ("plain", "int"):
         renormalize = routing.spec.renormalize
@@ -293,12 +293,13 @@ def _warps_for(width: int, each: int) -> int:
     return max(1, min(8, width // each))
 
 
-ROWS_TOGETHER = 8  # of gates and ups, of which a program has a multiple: their scales are neighbours
+ROWS_TOGETHER = 8  # a program has a multiple of this many gate and up rows: their scales are neighbours
 
 
 @triton.jit
 def _row_pairs(row, chunks, num_in, CHUNK: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr):
-    """What the chunks' words are multiplied by, zeros beyond the row: int32 [chunks, CHUNK] each"""
+    """Load a row's columns in float16 pairs, in the order of the chunks' words; zero beyond the row: int32 [chunks,
+    CHUNK] each."""
     values_each: tl.constexpr = 32 // BITS
     parts: tl.constexpr = SPAN // CHUNK
     first = chunks // parts * (SPAN * values_each) + chunks % parts * CHUNK
@@ -314,14 +315,14 @@ def _row_pairs(row, chunks, num_in, CHUNK: tl.constexpr, SPAN: tl.constexpr, BIT
 
 @triton.jit
 def _index_of(row, SPAN: tl.constexpr, BITS: tl.constexpr):
-    """Where a column lies among the halves of its row's pairs"""
+    """Return the index of a column among the float16 values of its row's pairs."""
     half_span: tl.constexpr = SPAN * 16 // BITS
     return row // (2 * half_span) * (2 * half_span) + row % half_span * 2 + row // half_span % 2
 
 
 @triton.jit
 def _pairs_from(row, chunks, is_there, CHUNK: tl.constexpr, SPAN: tl.constexpr, BITS: tl.constexpr):
-    """The same of a row that has been stored in pairs: int32 [rows, CHUNK] each"""
+    """The same for a row that is stored in pairs: int32 [rows, CHUNK] each."""
     parts: tl.constexpr = SPAN // CHUNK
     first = chunks // parts * (SPAN * 16 // BITS) + chunks % parts * CHUNK
     indices = first[:, None] + tl.arange(0, CHUNK)[None, :]
@@ -335,7 +336,7 @@ def _pairs_from(row, chunks, is_there, CHUNK: tl.constexpr, SPAN: tl.constexpr, 
 def _scales(
     rows, stride, chunks, is_there, CHUNK: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Load the scales of the first, second ... group of each chunk, [rows] each; `rows` points at first scales."""
+    """Load the scales of the first, second, … group of each chunk, [rows] each; `rows` points at the first scales."""
     parts: tl.constexpr = SPAN // CHUNK
     groups: tl.constexpr = CHUNK * 32 // BITS // GROUP
     first = chunks // parts * (groups * parts) + chunks % parts
@@ -352,10 +353,10 @@ def _moe_gemv_int_up(
     GROUP: tl.constexpr, BITS: tl.constexpr, DOWN_SPAN: tl.constexpr, DOWN_BITS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T * K, inter] = act(gate x) * up x, made smaller, in the pairs that downs are multiplied by. A program has
-    some rows of gate and the same of up, one at a time"""
+    """out [T * K, inter] = act(gate x) * up x, scaled down, in the pairs that down is multiplied by. A program computes
+    some rows of gate and the same rows of up, one at a time."""
     wait_for_previous(OVERLAPS)
-    launch_dependents(OVERLAPS)  # not before the logits are there: the next kernel reads them without waiting
+    launch_dependents(OVERLAPS)  # only when the logits are ready: the next kernel reads them without waiting
     pair = tl.program_id(0)
     token, choice = pair // K, pair % K
     chunks = tl.arange(0, CHUNKS)
@@ -396,8 +397,8 @@ def _moe_gemv_int_down(
     SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, HAS_PTX: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """inner: pairs, int32 [T * K, inter / 2]; out [T, hidden], ROWS of one token a program, one after the other in a
-    tile's chunks. The first experts' are on their way before `inner` is known."""
+    """inner: pairs, int32 [T * K, inter / 2]; out [T, hidden], ROWS of one token per program, consecutively in a tile's
+    chunks. The first experts' rows are prefetched before `inner` is ready."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
     all_chunks = tl.arange(0, ROWS * CHUNKS)
@@ -448,8 +449,8 @@ def moe_gemv_int(
     *,
     renormalize: bool,
 ) -> torch.Tensor:
-    """x [T, H], router logits [T, experts]; gates and ups of all experts one below the other [experts * 2 inter, H],
-    and downs [experts * H, inter] → weighted sum of the chosen experts [T, H]"""
+    """x [T, H], router logits [T, experts]; gate and up rows of all experts stacked [experts * 2 inter, H], and down
+    rows [experts * H, inter] → weighted sum of the chosen experts [T, H]"""
     (num_tokens, hidden), num_experts, inter = x.shape, logits.shape[1], down.num_columns
     block, pairs = next_power_of_2(num_experts), num_tokens * num_active
     inner, out = x.new_empty(pairs, inter, dtype=torch.float16), torch.empty_like(x)
@@ -469,7 +470,7 @@ def moe_gemv_int(
 
 
 def _layout(matrix: PackedIntMatrix) -> tuple[int, int, int, int, int]:
-    """Chunks of a row, words of a chunk, words of a span, columns that share a scale, bits"""
+    """Return chunks per row, words per chunk, words per span, columns that share a scale, and bits per value."""
     chunk = min(matrix.interleave, matrix.group)
     return next_power_of_2(matrix.words.shape[1] // chunk), chunk, matrix.interleave, matrix.group, matrix.bits
 

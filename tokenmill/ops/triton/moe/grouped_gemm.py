@@ -1,12 +1,11 @@
-"""Routed experts of any number of tokens, without the host knowing which experts were chosen.
+"""Routed experts for any number of tokens, without the host knowing which experts were chosen.
 
-A few tokens: each (token, expert) pair streams its expert's matrices. More tokens: pairs are sorted by expert and
-multiplied in tiles (`moe/pairs.py`).
+For a few tokens each (token, expert) pair streams its expert's matrices. For more tokens, pairs are sorted by expert
+and multiplied in tiles: a grouped GEMM (`moe/pairs.py`).
 
-Floats of 4 and 8 bits have kernels of their own (`moe/small_floats.py`). Packed integers are expanded on their way to
-the matrix units, as split-K does for a matrix that all rows share; where experts have very many pairs, the matrices of
-some experts at a time are expanded before (`moe/select.py`).
-`deterministic_experts` computes with one tile and adds a token's experts in one order whatever the batch.
+Floats of 4 and 8 bits have their own kernels (`moe/small_floats.py`). Packed integers are expanded in registers, as in
+split-K; if experts have very many pairs, the matrices of some experts at a time are expanded in memory first
+(`moe/select.py`). `deterministic_experts` uses one tile configuration and adds a token's experts in a fixed order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, PackedIntMatrix
 
 
 class GroupedConfig(NamedTuple):
-    """Sorted pairs, matrix rows and columns that a program multiplies at a time."""
+    """The tile configuration: sorted pairs, matrix rows, and columns per iteration."""
 
     pairs: int
     columns: int
@@ -49,7 +48,7 @@ def _moe_grouped_gemm_int(
     BITS: tl.constexpr, IS_GATHERED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PTX: tl.constexpr,
 ) -> None:  # fmt: skip
     """IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out weighted pairs.
-    Rows and pairs beyond the last are read as others, so that no load is masked by them."""
+    Rows and pairs beyond the last are clamped, so that loads need no mask."""
     expert, first, end = expert_of_tile(offsets, num_experts, TILE)
     if first < end:
         row_words = num_in * BITS // 32
@@ -80,7 +79,7 @@ def _moe_grouped_gemm_int(
 def moe_grouped_gemm_int(
     x: torch.Tensor, matrix: PackedIntMatrix, pairs: SortedPairs, *, is_gathered: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """All experts' rows one below the other → [pairs, num_out]"""
+    """Multiply pairs by a matrix of all experts' rows, stacked → [pairs, num_out]."""
     num_experts, num_pairs = pairs.num_experts, len(pairs.order)
     num_out = len(matrix.words) // num_experts
     tile, block_rows, warps, stages = pick_grouped_int_config(num_pairs / num_experts)
@@ -95,7 +94,8 @@ def moe_grouped_gemm_int(
 
 
 def pick_grouped_int_config(pairs_each: float) -> tuple[int, int, int, int]:
-    """Pairs, matrix rows, warps and stages: mostly one tile an expert, so that its matrices are expanded once."""
+    """Return pairs, matrix rows, warps and stages: mostly one tile per expert, so that its matrices are expanded
+    once."""
     if pairs_each <= 4:
         return 8, 64, 4, 3
     return (32, 64, 4, 3) if pairs_each <= 16 else (64, 128, 8, 2)
@@ -107,7 +107,7 @@ def _grouped(
     K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     IS_GATHERED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, IS_PART: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Tiles of sorted pairs times their expert's matrix [num_out, num_in].
+    """Multiply tiles of sorted pairs by their expert's matrix [num_out, num_in].
 
     IS_GATHERED: rows of x are tokens, rows of out sorted pairs; else x has sorted pairs, and out weighted pairs.
     """
@@ -162,7 +162,7 @@ def sorted_experts(
     activation: Activation,
     tile: GroupedConfig,
 ) -> torch.Tensor:
-    """What each choice adds: [T, k, H]"""
+    """Return the weighted result of each choice, [T, k, H]."""
     gate_up, down = packed.packed
     pairs = sort_pairs(weights, ids, packed.num_experts)
     if not packed.is_gated:
@@ -180,8 +180,8 @@ def sorted_experts(
 
 Packed = PackedIntMatrix | Fp4Matrix
 Matrices = torch.Tensor | Packed | Fp8BlockMatrix | tuple[torch.Tensor | Packed | Fp8BlockMatrix, ...]
-"""Of all experts: plain [experts, num_out, num_in], words with their rows one below the other, or, where gates and ups
-are not of one form, both apart"""
+"""The matrices of all experts: unquantised [experts, num_out, num_in]; packed, with their rows stacked; or a tuple of
+gate and up, if their forms differ"""
 
 
 def multiply_pairs(
@@ -193,7 +193,7 @@ def multiply_pairs(
     *,
     is_gathered: bool,
 ) -> torch.Tensor:
-    """→ [pairs, num_out], in the order of the experts where tokens are gathered, else in their own; bias [experts,
+    """→ [pairs, num_out], sorted by expert if tokens are gathered, else in the original order; bias [experts,
     num_out]"""
     if isinstance(matrices, tuple):
         biases = (None,) * len(matrices) if bias is None else bias.chunk(len(matrices), dim=1)
@@ -251,7 +251,7 @@ def _launch(
     *,
     is_gathered: bool,
 ) -> None:
-    """Writes the rows of `out` of those experts whose matrices these are, the first of `pairs.offsets`."""
+    """Compute the rows of `out` of the experts whose matrices these are, the first of `pairs.offsets`."""
     num_experts, num_out, num_in = matrices.shape
     grid = (len(pairs.order) // tile.pairs + num_experts, cdiv(num_out, tile.columns))
     _grouped[grid](
@@ -299,7 +299,7 @@ def deterministic_tile(dtype: torch.dtype) -> GroupedConfig:
 
 
 def add_choices(pairs: torch.Tensor) -> torch.Tensor:
-    """What each choice adds [T, k, H] → their sum [T, H], in one order"""
+    """Sum the results of the choices, [T, k, H] → [T, H], in a fixed order."""
     num_tokens, k, size = pairs.shape
     out = pairs.new_empty(num_tokens, size)
     _add_choices[(num_tokens, cdiv(size, 1024))](pairs, out, size, k, 1024, num_warps=4)

@@ -1,15 +1,14 @@
-"""Sorted pairs times their experts' MXFP4 or NVFP4 matrices, on Hopper (`quant/fp4.py`, `moe/pairs.py`).
+"""Grouped GEMM of sorted pairs and MXFP4 or NVFP4 experts, on Hopper (`quant/fp4.py`, `moe/pairs.py`).
 
-A program owns a tile of an expert's matrix rows, which is the left factor, and a tile of its pairs:
+A program computes a tile of an expert's matrix rows, which is the left factor, and a tile of its pairs:
 
     tile [TILE_N, columns] · tokens [columns, ROWS] → sums [TILE_N, ROWS]
 
-With gates, the first half of the tile are gates and the second the ups that belong to them, so that the thread that
-holds a row's gate holds its up too. As in `quant/hopper_gemm_int.py` three things go on at once: tokens are copied into
-a ring of tiles in shared memory by the copying unit (TMA), words and scales of the next chunks are on their way into
-registers, and while the matrix units multiply one chunk, the others turn words into the next chunk's weights, in the
-very registers where the matrix units take them from. The copying unit follows no pointers, so tokens are put in the
-order of their pairs before.
+With gates, the first half of the tile are gate rows and the second their up rows, so that the thread that holds a gate
+also holds its up. As in `quant/hopper_gemm_int.py` three things overlap: TMA copies tokens to a ring of tiles in shared
+memory; words and scales of the next chunks are loaded into registers; and while the tensor cores multiply one chunk,
+the next chunk's weights are expanded, in the registers from which the tensor cores read them. TMA can't gather, so
+tokens are sorted by pair before.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tokenmill.ops.triton.moe.pairs import SortedPairs, gather_tokens
 from tokenmill.ops.triton.quant.fp4 import NV_EXPONENT, PTX_FP4_TYPES, PTX_NVFP4_TYPES, Fp4Matrix, ptx_fp4
 
 CHUNK = gl.constexpr(64)  # columns
-WORDS = gl.constexpr(16)  # of a chunk
+WORDS = gl.constexpr(16)  # per chunk
 PTX, PTX_TYPES = gl.constexpr(ptx_fp4()), gl.constexpr(PTX_FP4_TYPES.value)
 NV_PTX, NV_TYPES = gl.constexpr(ptx_fp4(NV_GROUP)), gl.constexpr(PTX_NVFP4_TYPES.value)
 EXPONENT, GROUPS_OF_16 = gl.constexpr(NV_EXPONENT.value), gl.constexpr(NV_GROUP)
@@ -38,27 +37,28 @@ TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2
 
 
 class HopperFp4Config(NamedTuple):
-    """How products are cut into programs."""
+    """The tile configuration."""
 
     rows: int  # pairs
-    ahead: int = 2  # chunks on their way; an even number, since two are multiplied in turns
+    ahead: int = 2  # chunks loaded ahead; an even number, since two are multiplied alternately
     ring: int = 6  # tiles of tokens
     warps: int = 4
 
     @property
     def tile_n(self) -> int:
-        """Matrix rows: twice as many as the warps multiply at a time, gates and ups"""
+        """Return the matrix rows per tile: twice as many as the warps multiply at a time, gates and ups."""
         return 32 * self.warps
 
 
 def pick_hopper_fp4_config(pairs_each: float) -> HopperFp4Config:
-    """Most experts' pairs are one tile or two, so that their matrices are expanded as often; the fastest on an H200."""
+    """Return the fastest configuration on an H200; most experts have one or two tiles, so that weights are expanded at
+    most twice."""
     return HopperFp4Config(next((rows for rows, most in ((16, 8), (32, 48), (64, 160)) if pairs_each <= most), 128))
 
 
 @gluon.jit
 def _expert_of_tile(offsets, num_experts, TILE: gl.constexpr):
-    """As in `moe/pairs.py`"""
+    """Duplicate of `moe/pairs.py`'s."""
     tile = gl.program_id(0)
     low, high = 0, num_experts
     while high - low > 1:
@@ -73,7 +73,7 @@ def _expert_of_tile(offsets, num_experts, TILE: gl.constexpr):
 
 @gluon.jit
 def _weights(words, scales, TILE_N: gl.constexpr, GROUP: gl.constexpr):
-    """A chunk's weights from its words [TILE_N, WORDS] and scales [TILE_N]: [TILE_N, CHUNK]"""
+    """Expand a chunk's weights [TILE_N, CHUNK] from its words [TILE_N, WORDS] and scales [TILE_N]."""
     if GROUP == GROUPS_OF_16:  # as `scale_pairs` of `quant/fp4.py`
         pairs = (((scales & 0xFF) << 4) | ((scales & 0xFF00) << 12)) + EXPONENT
         more = (((scales >> 12) & 0xFF0) | ((scales >> 4) & 0x0FF00000)) + EXPONENT
@@ -93,7 +93,7 @@ def _weights(words, scales, TILE_N: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _load_chunks(matrix, scales, first, num_chunks, scale_stride, AHEAD: gl.constexpr):
-    """Words and scales of AHEAD chunks from chunk `first` on; of the last one where there are no more"""
+    """Load words and scales of AHEAD chunks from chunk `first` on; beyond the last chunk, that of the last."""
     at = gl.minimum(first, num_chunks - 1)
     words, found = (gl.load(matrix + at * WORDS),), (gl.load(scales + at * scale_stride),)
     for i in gl.static_range(1, AHEAD):
@@ -105,7 +105,7 @@ def _load_chunks(matrix, scales, first, num_chunks, scale_stride, AHEAD: gl.cons
 
 @gluon.jit
 def _copy_tile(x, tiles, copied, number, row, total, ROWS: gl.constexpr, RING: gl.constexpr):
-    """Chunk `number` of the tokens, if there is one, is asked for into the tile that is its."""
+    """Start to copy chunk `number` of the tokens, if it exists, to its tile of the ring."""
     slot = number % RING
     mbarrier.expect(copied.index(slot), ROWS * CHUNK * 2, pred=number < total)
     copy_to_shared(x, [row, number * CHUNK], copied.index(slot), tiles.index(slot), pred=number < total)
@@ -128,8 +128,8 @@ def _hopper_grouped_fp4(
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
     KIND: gl.constexpr, IS_SHARED_OUT: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr,
 ) -> None:  # fmt: skip
-    """num_out: of the result, so half an expert's matrix rows where there are gates (KIND). IS_SHARED_OUT: results are
-    multiplied by their weights, and stand at their pairs' indices, not in the order of the experts."""
+    """num_out: rows of the result, half an expert's matrix rows with gates (KIND). IS_SHARED_OUT: results are
+    multiplied by their weights and stored in the original order of the pairs, not sorted by expert."""
     expert, row, end = _expert_of_tile(offsets, num_experts, ROWS)
     if row < end:
         IS_GATED: gl.constexpr = KIND != ""
@@ -139,12 +139,12 @@ def _hopper_grouped_fp4(
         num_chunks, first_row = num_in // CHUNK, gl.program_id(1) * OWN
         tiles = gl.allocate_shared_memory(x.dtype, [RING, ROWS, CHUNK], x.layout)
         copied = new_barriers(RING)
-        total = gl.cdiv(num_chunks, AHEAD) * AHEAD  # tokens have zeros behind their last column
+        total = gl.cdiv(num_chunks, AHEAD) * AHEAD  # tokens are zero beyond their last column
         for i in gl.static_range(RING - 1):
             _copy_tile(x, tiles, copied, i, row, total, ROWS, RING)
 
         numbers = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, LEFT))
-        if IS_GATED:  # rows beyond the last are read as others
+        if IS_GATED:  # rows beyond the last are clamped
             rows = expert.to(gl.int64) * 2 * num_out + (first_row + numbers % OWN) % num_out + numbers // OWN * num_out
         else:
             rows = expert.to(gl.int64) * num_out + (first_row + numbers) % num_out
@@ -160,7 +160,7 @@ def _hopper_grouped_fp4(
                 mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
                 sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
                 sums = warpgroup_mma_wait(1, deps=[sums])
-                barrier()  # all have multiplied the chunk before, whose tile is free now
+                barrier()  # all threads have multiplied the previous chunk, whose tile can be reused
                 _copy_tile(x, tiles, copied, number + RING - 1, row, total, ROWS, RING)
             here, found = then, found_then
         sums = warpgroup_mma_wait(0, deps=[sums])

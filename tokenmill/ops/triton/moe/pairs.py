@@ -1,7 +1,7 @@
-"""Pairs of tokens and experts, sorted by expert, for kernels that multiply an expert's tokens together.
+"""(token, expert) pairs sorted by expert, for the grouped GEMM.
 
-Which expert a tile of pairs belongs to is found on the device: expert e's tiles begin at offsets[e] // TILE + e, which
-leaves each expert room for its last, partly filled one.
+A tile's expert is found on the device: expert e's tiles begin at offsets[e] // TILE + e, which reserves space for each
+expert's last, partly filled tile.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import triton.language as tl
 
 from tokenmill.ops.triton.launch.kernel import kernel_unspecialized, next_power_of_2
 
-MAX_FEW_PAIRS = 8192  # that one kernel sorts, faster than a dozen that sort any number
+MAX_FEW_PAIRS = 8192  # up to this many pairs are sorted by one kernel, faster than by torch's dozen
 
 
 @triton.jit
 def expert_of_tile(offsets, num_experts, TILE: tl.constexpr, IS_PART: tl.constexpr = False):
-    """Find the expert of this program's tile, the index of its first pair and the end of that expert's pairs.
-    IS_PART: `offsets` begins with another expert's than the first."""
+    """Return the expert of this program's tile, the index of its first pair, and the end of the expert's pairs.
+    IS_PART: `offsets` does not begin with the first expert."""
     tile = tl.program_id(0)
     if IS_PART:
         tile += tl.load(offsets) // TILE
@@ -39,8 +39,8 @@ def expert_of_tile(offsets, num_experts, TILE: tl.constexpr, IS_PART: tl.constex
 
 @kernel_unspecialized("num_pairs")
 def _sort_pairs(ids, order, offsets, num_pairs, num_experts, CHUNK: tl.constexpr) -> None:
-    """A program finds one expert's pairs and puts them, in their order, behind those of the experts before; the last
-    one, which has none, says where all end."""
+    """Each program finds one expert's pairs and stores them, in their order, behind those of earlier experts; the last
+    program, which has no expert, stores the end."""
     expert = tl.program_id(0)
     chunk = tl.arange(0, CHUNK)
     place = 0
@@ -57,14 +57,14 @@ def _sort_pairs(ids, order, offsets, num_pairs, num_experts, CHUNK: tl.constexpr
 
 
 class SortedPairs(NamedTuple):
-    order: torch.Tensor  # int64 [P]: pairs in the order of their experts
-    offsets: torch.Tensor  # int64 [experts + 1]: where each expert's begin
-    weights: torch.Tensor  # float32 [T, k]: how much each pair counts
+    order: torch.Tensor  # int64 [P]: indices of the pairs, sorted by expert
+    offsets: torch.Tensor  # int64 [experts + 1]: the first pair of each expert
+    weights: torch.Tensor  # float32 [T, k]: routing weights
     num_experts: int
 
     @property
     def k(self) -> int:
-        """Choices of a token"""
+        """Return the number of choices per token."""
         return self.weights.shape[1]
 
 
@@ -89,7 +89,7 @@ def _gather_tokens(x, order, out, num_columns, K: tl.constexpr, BLOCK: tl.conste
 
 
 def gather_tokens(x: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
-    """x [T, H] → the token of each sorted pair [P, H], for a copying unit that follows no pointers"""
+    """x [T, H] → the token of each sorted pair [P, H], for TMA, which can't gather"""
     out = x.new_empty(len(pairs.order), x.shape[1])
     _gather_tokens[(len(pairs.order),)](
         x, pairs.order, out, x.shape[1], pairs.k, next_power_of_2(x.shape[1]), num_warps=4

@@ -1,10 +1,10 @@
 """Selection of the kernels for routed experts: one ordered table, by the number of tokens and the form of the matrices.
 
-    a few tokens   each (token, expert) pair streams its expert's matrices, as a GEMV does
+    a few tokens   each (token, expert) pair streams its expert's matrices: a GEMV
     more tokens    pairs are sorted by expert and multiplied in tiles: a grouped GEMM
     very many      packed matrices are expanded, some experts at a time, before the grouped GEMM
 
-The kernels ask the functions here; `tokenmill doctor --kernels` prints the table. Needs no Triton.
+The kernels' callers use the functions here; `tokenmill doctor --kernels` prints the table. Needs no Triton.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tokenmill.arch.packed_formats import EXPANDED_BYTES
 from tokenmill.ops.triton.launch.capabilities import Capabilities
 
 ExpertsKind = Literal["plain", "int", "fp4", "fp8_blocks", "mixed"]
-"""All matrices plain, all packed integers, all MXFP4 or NVFP4, all fp8 with scales of columns, or some of either"""
+"""All matrices unquantised; all packed integers; all MXFP4 or NVFP4; all fp8 with group scales; or a mixture"""
 
 
 class ExpertsProduct(NamedTuple):
-    """The experts of a step, as their selection sees them."""
+    """The properties of a step's experts that kernel selection uses."""
 
     num_tokens: int
-    num_active: int  # experts of a token
+    num_active: int  # experts per token
     num_experts: int
     kind: ExpertsKind
     expert_bytes: int  # of one expert's matrix, expanded
-    is_fused: bool  # with the norm and the router before them
+    is_fused: bool  # together with the preceding norm and router
     capabilities: Capabilities
 
 
@@ -38,16 +38,16 @@ class ExpertsRow(NamedTuple):
 
 
 def streams_experts(num_tokens: int, kind: ExpertsKind, gpu: Capabilities, *, is_fused: bool) -> bool:
-    """Return whether each pair streams its expert's matrices; packed ones only if norm and router are fused too. Of
-    fp8 half as many tokens: tiles multiply it without expanding."""
+    """Return whether each pair streams its expert's matrices; packed ones only if norm and router are fused too. For
+    fp8 up to half as many tokens, since tiles multiply it without expanding."""
     has_kernel = kind in ("plain", "fp4", "fp8_blocks") or (is_fused and kind == "int")
     most = gpu.tuning.moe_gemv_max_tokens // (2 if kind == "fp8_blocks" else 1)
     return 0 < num_tokens <= most and has_kernel
 
 
 def num_expanded(num_pairs: int, num_experts: int, expert_bytes: int, gpu: Capabilities, *, is_fp4: bool) -> int:
-    """How many experts' packed matrices are expanded at a time, an even number; 0: they are multiplied as they are, as
-    4-bit floats always are where Hopper's own kernel does it"""
+    """Return how many experts' packed matrices are expanded at a time, an even number; 0: they are multiplied without
+    expanding, as 4-bit floats always are by the Hopper kernel."""
     if num_pairs <= gpu.tuning.moe_expand_min_pairs * num_experts or (is_fp4 and gpu.has_gluon):
         return 0
     return min(num_experts, EXPANDED_BYTES // expert_bytes) // 2 * 2

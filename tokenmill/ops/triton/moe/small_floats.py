@@ -1,15 +1,15 @@
-"""Routed experts whose matrices are floats of 4 or 8 bits, multiplied as they are: MXFP4 and NVFP4 (`quant/fp4.py`),
-whose weights are expanded in registers, and fp8 with a scale for 128 columns (`quant/quantized.py`).
+"""Routed experts with matrices of 4-bit or 8-bit floats: MXFP4 and NVFP4 (`quant/fp4.py`), expanded in registers, and
+fp8 with a scale per 128 columns (`quant/quantized.py`).
 
     a few tokens    each (token, expert) pair streams rows of its expert's matrices
-    more tokens     pairs sorted by expert, in tiles; a tile of gates and the ups that belong to them are multiplied by
-                    the same tokens, and what is written is act(gate) * up
+    more tokens     pairs sorted by expert, in tiles; a tile of gate rows and their up rows are multiplied by the same
+                    tokens, and act(gate) * up is stored
 
-Weights are the left factor, as in split-K, so that only the tokens of an expert are padded to a tile. Hopper GPUs have
-a kernel of their own for the second kind of 4 bits (`moe/hopper_fp4.py`). fp8 matrices are multiplied by tokens that
-were rounded to fp8 too, to two numbers each where there are few (`quant/gemm_fp8_split.py`).
+Weights are the left factor, as in split-K, so that only an expert's tokens are padded to a tile. Hopper GPUs have a
+separate kernel for 4 bits and more tokens (`moe/hopper_fp4.py`). fp8 matrices are multiplied by tokens that are
+quantised to fp8 too, as two values each if there are few (`quant/gemm_fp8_split.py`).
 
-Kernels tell the forms apart by GROUP, the columns that share a scale: 32 of MXFP4, 16 of NVFP4, 128 of fp8.
+Kernels distinguish the forms by GROUP, the columns that share a scale: 32 for MXFP4, 16 for NVFP4, 128 for fp8.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tokenmill.ops.triton.quant.gemm_fp8_split import num_planes_for, quantize_r
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix
 
-DOWN_ROWS = 2  # that a program of few tokens computes
-ROWS_TOGETHER = 8  # of gates and ups, of which a program has a multiple: their scales are neighbours
-FP8_LANES = tl.constexpr(FP8_GROUP)  # numbers of a chunk of fp8
+DOWN_ROWS = 2  # rows of down per program, for few tokens
+ROWS_TOGETHER = 8  # a program has a multiple of this many gate and up rows: their scales are neighbours
+FP8_LANES = tl.constexpr(FP8_GROUP)  # values per chunk of fp8
 SmallFloats = Fp4Matrix | Fp8BlockMatrix
 
 
@@ -44,7 +44,7 @@ def _end_of_tile(
     sums, ups, bias, weights, out, rows, own, indices, pairs, is_pair, num_out,
     KIND: tl.constexpr, IS_GATHERED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Biases, gates and the pairs' weights, and the tile's store: [rows, pairs]"""
+    """Epilogue: apply biases, gates and routing weights, and store the tile [rows, pairs]."""
     IS_GATED: tl.constexpr = KIND != ""
     if HAS_BIAS:
         sums += tl.load(bias + rows)[:, None].to(tl.float32)
@@ -67,9 +67,9 @@ def _grouped_fp4(
     K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, IS_GATHERED: tl.constexpr,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ) -> None:  # fmt: skip
-    """KIND: the activation, where a matrix has gates above as many ups. IS_GATHERED: rows of x are tokens, rows of out
-    sorted pairs; else x has sorted pairs, and out pairs times their weights. Rows and pairs beyond the last are read as
-    others, so that no load is masked by them."""
+    """KIND: the activation, if the matrix has gate rows above up rows. IS_GATHERED: rows of x are tokens, rows of out
+    sorted pairs; else x has sorted pairs, and out pairs times their weights. Rows and pairs beyond the last are
+    clamped, so that loads need no mask."""
     expert, first, end = expert_of_tile(offsets, num_experts, TILE)
     if first < end:
         IS_GATED: tl.constexpr = KIND != ""
@@ -90,7 +90,7 @@ def _grouped_fp4(
         found = tl.load(at)
         up_found = tl.load(at + num_out) if IS_GATED else found
         for start in range(0, row_words, LANES):
-            # Scales are on their way one turn ahead, which compilers do for the factors of products only.
+            # Scales are loaded one iteration ahead, which the compiler does for the factors of products only.
             turn = at + tl.minimum(start // LANES + 1, row_words // LANES - 1) * scale_stride
             found_next = tl.load(turn)
             rights = (tl.trans(tl.load(inputs + 4 * start)),)
@@ -121,8 +121,8 @@ def grouped_fp4(
     bias: torch.Tensor | None = None,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """All experts' rows one below the other → [pairs, num_out]; with an activation the rows of an expert are gates
-    above as many ups"""
+    """Multiply pairs by a matrix of all experts' rows, stacked → [pairs, num_out]; with an activation an expert has
+    gate rows above as many up rows."""
     has_gate = activation is None or activation in (*FUSED_KINDS, *LIMITED_KINDS)
     if capabilities_of(x.device).has_gluon and x.dtype == torch.bfloat16 and has_gate:
         from tokenmill.ops.triton.moe.hopper_fp4 import hopper_grouped_fp4  # Gluon takes 0.1 s to import
@@ -144,13 +144,13 @@ def grouped_fp4(
 
 @triton.jit
 def _scaled_product(sums, matrix, rights, scales):
-    """sums plus 128 columns of a tile's fp8 numbers times their inputs, times their scales"""
+    """Add 128 columns of a tile's fp8 values times their inputs, times their scales, to the sums."""
     return sums + tl.dot(tl.load(matrix), rights, tl.zeros_like(sums)) * scales[:, None]
 
 
 @triton.jit
 def _joined_planes(sums, ROWS: tl.constexpr, TILE: tl.constexpr, PLANES: tl.constexpr):
-    """Sums of inputs that are two fp8 numbers each: [ROWS, TILE * PLANES] → [ROWS, TILE]"""
+    """Join the sums of inputs that are two fp8 values each: [ROWS, TILE * PLANES] → [ROWS, TILE]."""
     if PLANES == 2:
         first, second = tl.split(tl.reshape(sums, (ROWS, TILE, PLANES)))
         sums = first + second * 0.0625
@@ -163,7 +163,7 @@ def _grouped_fp8(
     K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, KIND: tl.constexpr,
     IS_GATHERED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """As `_grouped_fp4`; x [rows, PLANES, num_in] in fp8, with a scale for each row"""
+    """See `_grouped_fp4`; x [rows, PLANES, num_in] in fp8, with a scale per row."""
     expert, first, end = expert_of_tile(offsets, num_experts, TILE)
     if first < end:
         IS_GATED: tl.constexpr = KIND != ""
@@ -203,16 +203,16 @@ def _grouped_fp8(
 
 
 class Fp8Tiles(NamedTuple):
-    """How products with fp8 experts are cut into programs."""
+    """The tile configuration for fp8 experts."""
 
     pairs: int
-    rows: int  # of the matrix
+    rows: int  # matrix rows
     warps: int
     stages: int
 
 
 def pick_fp8_tiles(pairs_each: float, num_planes: int) -> Fp8Tiles:
-    """By the pairs of an expert; the fastest on an H200"""
+    """Return the fastest configuration on an H200, by pairs per expert."""
     if num_planes == 2:
         return Fp8Tiles(16 if pairs_each <= 8 else 32 if pairs_each <= 24 else 64, 64, 4, 4)
     if pairs_each <= 8:
@@ -230,7 +230,8 @@ def grouped_fp8(
     activation: Activation | None = None,
     tiles: Fp8Tiles | None = None,
 ) -> torch.Tensor:
-    """See `grouped_fp4`. Few tokens are rounded to two fp8 numbers each, many to one, all of a step alike."""
+    """See `grouped_fp4`. Tokens are quantised to two fp8 values each if there are few, else to one; the same for all of
+    a step."""
     num_experts, num_pairs = pairs.num_experts, len(pairs.order)
     num_out = len(matrix.values) // num_experts // (2 if activation else 1)
     num_planes = num_planes_for(len(pairs.weights), x.device)
@@ -248,8 +249,8 @@ def grouped_fp8(
 
 @triton.jit
 def _row_parts(row, chunks, is_chunk, GROUP: tl.constexpr):
-    """A row's columns as the words of its chunks have them: four float32 tensors [chunks, LANES]; one for fp8, of which
-    each number is a word"""
+    """Load a row's columns in the order of its chunks' words: four float32 tensors [chunks, LANES]; one for fp8, whose
+    words are single values."""
     if GROUP == FP8_LANES:
         each = chunks[:, None] * FP8_LANES + tl.arange(0, FP8_LANES)[None, :]
         found = (tl.load(row + each, mask=is_chunk[:, None], other=0.0).to(tl.float32),)
@@ -264,7 +265,7 @@ def _row_parts(row, chunks, is_chunk, GROUP: tl.constexpr):
 
 @triton.jit
 def _products(words, scales, parts, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Weights times a row's parts, [chunks, LANES]"""
+    """Multiply weights by a row's parts, [chunks, LANES]."""
     if GROUP == FP8_LANES:
         total = words.to(tl.float8e4nv, bitcast=True).to(tl.float32) * parts[0] * scales[:, None]
     else:
@@ -282,7 +283,7 @@ def _gemv_up(
 ) -> None:  # fmt: skip
     """out [T * K, inter] = act(gate x) * up x of the experts `ids` [T, K]"""
     wait_for_previous(OVERLAPS)
-    launch_dependents(OVERLAPS)  # not before the ids are there: the next kernel reads them without waiting
+    launch_dependents(OVERLAPS)  # only when the ids are ready: the next kernel reads them without waiting
     pair = tl.program_id(0)
     chunks = tl.arange(0, CHUNKS)
     WORDS: tl.constexpr = FP8_LANES if GROUP == FP8_LANES else LANES
@@ -325,8 +326,8 @@ def _gemv_down(
     K: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
     HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, hidden], ROWS of one token a program, one after the other in a tile's chunks. The first expert's are on
-    their way before `inner` is known."""
+    """out [T, hidden], ROWS of one token per program, consecutively in a tile's chunks. The first expert's rows are
+    prefetched before `inner` is ready."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
     all_chunks = tl.arange(0, ROWS * CHUNKS)
@@ -366,7 +367,7 @@ def _gemv_down(
 
 
 class _Streamed(NamedTuple):
-    """A matrix as the kernels of a few tokens read it."""
+    """A matrix in the form that the kernels for few tokens read."""
 
     words: torch.Tensor
     scales: torch.Tensor
@@ -376,7 +377,7 @@ class _Streamed(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of a row, as a power of two"""
+        """Return the number of chunks per row, rounded up to a power of two."""
         return next_power_of_2(len(self.scales))
 
 
@@ -410,6 +411,6 @@ def stream_experts(
 
 
 def _warps_for(num_columns: int, group: int) -> int:
-    """So many that a thread's registers hold what it reads; other forms than MXFP4 were never timed"""
+    """Return enough warps that a thread's part fits in registers; forms other than MXFP4 were never timed."""
     each = {MX_GROUP: 2048, NV_GROUP: 1024, FP8_GROUP: 512}[group]
     return max(1, min(8, next_power_of_2(num_columns) // each))

@@ -1,8 +1,8 @@
-"""The router's choice of experts: the k best of a token's logits, in any of the ways of `RoutingSpec`.
+"""Top-k routing: the experts with the k highest scores of a token, for all variants of `RoutingSpec`.
 
-`route` writes weights and ids of all tokens, one program a token. The GEMV kernels of a few tokens need neither: a
-program finds the expert that it works for in its token's logits (`choice_of`), in a few dozen steps of a warp.
-Logits are compared as integers, of which a maximum is two instructions.
+`route` stores weights and ids of all tokens, one program per token. The GEMV kernels for few tokens don't need it: a
+program finds its expert in its token's logits (`choice_of`), in a few dozen steps of a warp. Logits are compared as
+integers, for which a maximum is two instructions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 
 @triton.jit
 def _scores(logits, SCORE: tl.constexpr):
-    """What experts are weighted by, from float32 logits [BLOCK]; -inf where there is no expert"""
+    """Return the scores of float32 logits [BLOCK]; -inf beyond the last expert."""
     if SCORE == "softmax":
         exps = tl.exp(logits - tl.max(logits, axis=0))
         scores = exps / tl.sum(exps, axis=0)
     elif SCORE == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:  # the square root of softplus, which for large numbers is the number itself
+    else:  # the square root of softplus; softplus(x) is x for large x
         scores = tl.sqrt(tl.where(logits > 20.0, logits, tl.log(1.0 + tl.exp(tl.minimum(logits, 20.0)))))
     return scores
 
 
 @triton.jit
 def _best_of(wanted, experts, BLOCK: tl.constexpr):
-    """The highest, and which one it is: the first among equals"""
+    """Return the highest score and its index, of equal ones the first."""
     best = tl.max(wanted, axis=0)
     return best, tl.min(tl.where(wanted == best, experts, BLOCK - 1), axis=0)
 
@@ -40,9 +40,9 @@ def _best_of(wanted, experts, BLOCK: tl.constexpr):
 def _best_groups(
     wanted, experts, group_size, BLOCK: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO_BEST: tl.constexpr
 ):  # fmt: skip
-    """`wanted` with -inf for the experts of groups that are not among the best"""
+    """Return the scores with -inf for experts whose groups are not among the best."""
     numbers = experts // group_size
-    group_scores = tl.full((BLOCK,), float("-inf"), tl.float32)  # at the index that is the group's number
+    group_scores = tl.full((BLOCK,), float("-inf"), tl.float32)  # indexed by group
     for group in tl.static_range(GROUPS):
         members = tl.where(numbers == group, wanted, float("-inf"))
         score, first = _best_of(members, experts, BLOCK)
@@ -64,7 +64,7 @@ def _route(
     RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, TWO_BEST: tl.constexpr, ARE_LOOKED_UP: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`looked_up` int64 [T, K]: the experts, where they are known and only their weights are not"""
+    """`looked_up` int64 [T, K]: given experts, for which only the weights are computed"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
@@ -127,9 +127,9 @@ LOWEST = tl.constexpr(-(2**31))
 
 @triton.jit
 def ordered_logits(logits, token, num_experts, BLOCK: tl.constexpr):
-    """Logits [BLOCK] as integers in the same order; experts that do not exist come after all others"""
+    """Load logits [BLOCK] as integers of the same order; experts that do not exist are lowest."""
     experts = tl.arange(0, BLOCK)
-    # Not by way of the first-level cache, which may know older ones: downs look before they wait.
+    # Bypass the L1 cache, which may hold stale logits: the down kernel reads them before it waits.
     at = logits + token * num_experts + experts
     values = tl.load(at, mask=experts < num_experts, other=0.0, cache_modifier=".cg")
     bits = values.to(tl.float32).to(tl.int32, bitcast=True)
@@ -143,7 +143,7 @@ def logit_of(ordered):
 
 @triton.jit
 def next_choice(left, BLOCK: tl.constexpr):
-    """The best expert of those left, the first among equals; its logit; those left without it"""
+    """Return the best remaining expert, of equal ones the first; its logit; and the remaining ones without it."""
     experts = tl.arange(0, BLOCK)
     best = tl.max(left, axis=0)
     expert = tl.min(tl.where(left == best, experts, BLOCK), axis=0)
@@ -152,9 +152,9 @@ def next_choice(left, BLOCK: tl.constexpr):
 
 @triton.jit
 def choice_of(logits, token, choice, num_experts, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The expert that is a token's first choice, second, ..."""
+    """Return the expert that is a token's `choice`-th best."""
     expert, _, left = next_choice(ordered_logits(logits, token, num_experts, BLOCK), BLOCK)
-    if K == 2:  # ptxas 12.8 makes a loop of one round at most a condition, and that the reduction's mask
+    if K == 2:  # ptxas 12.8 turns a loop of at most one iteration into a condition, which breaks the reduction's mask
         second, _, left = next_choice(left, BLOCK)
         expert = tl.where(choice == 1, second, expert)
     else:

@@ -1,15 +1,15 @@
-"""The regions of a layer on a GPU, chosen when a model is loaded, for each layer and class of batches. Fused are:
+"""The regions of a layer on a GPU, chosen at load for each layer and batch class. Fused regions are:
 
-attend          few rows of one query each: one kernel from the joint projection on; otherwise norms, rotation and the
-                cache write are one kernel, and attention another
-norm_project,   matrices of fp8, or of 4 bits with a single row: the norm and the gate leave their results in the form
-gated_mlp       that the product multiplies (see `quant/fused_norm_quant.py`). All layers of a model, or none
-project_add,    hundreds of rows with plain matrices: cuBLAS adds the residual stream itself (see `gemm/epilogues.py`)
+attend          few rows of one query each: one kernel for norms, RoPE, cache write and attention; otherwise attention
+                is a separate kernel
+norm_project,   fp8 matrices, or 4-bit matrices with a single row: norm and gate also quantise their results for the
+gated_mlp       next product (see `quant/fused_norm_quant.py`), in all layers of a model or in none
+project_add,    hundreds of rows with unquantised matrices: cuBLAS adds the residual stream (see `gemm/epilogues.py`)
 gated_mlp
-norm_project    a single row with a plain matrix of some megabytes: one kernel (see `elementwise/norm.py`)
+norm_project    a single row with an unquantised matrix of a few megabytes: one kernel (see `elementwise/norm.py`)
 experts         a few tokens: addition, norm, router and the chosen experts in three kernels (see `moe/gemv.py`)
 
-The other regions are composed of small ops, with the activation as an epilogue of its product where that is faster.
+Other regions are composed of small ops, with the activation fused in its product if that is faster.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ def choose_regions(ops: Ops, layers: Sequence[LayerWeights], batch: BatchClass) 
 
 
 def choose_deterministic(ops: Ops, layers: Sequence[LayerWeights], batch: BatchClass) -> list[Regions]:
-    """Regions that add up in one order whatever the batch: small ops that do so, one after another. Only what happens
-    before attention is fused, since it works token by token."""
+    """Return deterministic regions, composed of small ops whose order of summation does not depend on the batch. Only
+    the work before attention is fused, since it is done token by token."""
     table = ComposedRegions(ops, batch.mode).table()
     return [replace(table, attend=FusedRegions(ops, batch.mode).write_and_attend)] * len(layers)
 
 
 def adapted_regions(ops: Ops, mode: Mode, adapters: Any) -> Regions:
-    """Regions of a batch in which some tokens use adapters: small ops, so that adapters can add to every product"""
+    """Return the regions of a batch in which some tokens use adapters: small ops, so that every product can be
+    adapted."""
     return FusedRegions(ops, mode, adapters).table()
 
 
@@ -139,7 +140,7 @@ class FusedRegions:
         post_norm: Norm | None,
         scale: float = 1.0,
     ) -> PlainStream:
-        """Writes over the residual stream."""
+        """Add a product to the residual stream in place."""
         assert stream.delta is None and post_norm is None and scale == 1.0
         return PlainStream(add_linear(x, projection.weight, stream.residual, self.composed.mode))
 

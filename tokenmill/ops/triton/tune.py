@@ -1,13 +1,13 @@
-"""Measures the numbers of a `Tuning` row on the GPU at hand, for `tokenmill tune`.
+"""Measures the thresholds of a `Tuning` row on the present GPU, for `tokenmill tune`.
 
-Every number decides between kernels, or how a matrix is split. With each of a few candidate values the products that it
-has a say in are computed, and the fastest value is kept: that with the smallest geometric mean of their times, if it
-wins at least MIN_GAIN over the value before. Numbers are measured one after another, with those before them settled.
+Every threshold decides between kernels, or how a matrix is split. For each of a few candidate values the affected
+products are timed, and the value with the smallest geometric mean is kept, if it gains at least MIN_GAIN over the
+current one. Thresholds are measured one after another, with the results of earlier ones.
 
-A measurement is a CUDA graph of several runs, each with another copy of the weights, so that they come from memory and
-not from the L2 cache. Some numbers are not measured, and a row names those it kept: `fp8_split_max_rows` decides about
-precision; `attention_fused_min_splits` and `moe_gemv_programs` matter only to fused kernels of a whole layer; and this
-program builds no matrix of the 16-entry form that `table_hopper_max_rows` is about.
+A measurement is a CUDA graph of several runs, each with another copy of the weights, so that they are read from memory
+and not from the L2 cache. Some thresholds are not measured, and a row lists those that it kept: `fp8_split_max_rows`
+affects precision; `attention_fused_min_splits` and `moe_gemv_programs` belong to kernels that fuse several regions; and
+no measurement here has a matrix of table codes, as `table_hopper_max_rows` would need.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tokenmill.ops.triton.moe.grouped_gemm import experts
 from tokenmill.ops.triton.quant.quantized import to_fp8, to_int4, to_int8
 
 MIN_GAIN = 0.02
-COPIED_BYTES = 256 << 20  # of weights, several times an L2 cache
+COPIED_BYTES = 256 << 20  # total of all copies of the weights: several times the L2 cache
 NUM_RUNS, NUM_REPLAYS = 6, 7
 SHAPES = ((6144, 4096), (4096, 4096), (4096, 14336), (3072, 2048), (2048, 8192))  # matrices of 8B and 1B models
 PACKERS: dict[str, Callable[[torch.Tensor], Any]] = {"fp8": to_fp8, "int4": to_int4, "int8": to_int8}
 
 Run = Callable[[int], object]
-"""Computes with the given copy of the weights"""
+"""Runs with the copy of the weights of this number"""
 
 
 class MeasurementInputs:
-    """Inputs and weights of measurements, made when they are first needed."""
+    """Inputs and weights of measurements, created when they are first needed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,7 +52,7 @@ class MeasurementInputs:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16) * 0.02
 
     def weights(self, form: str, n: int, k: int) -> list[LinearWeight]:
-        """Copies of a matrix [n, k] of a form: bf16, fp8, int4 or int8"""
+        """Return copies of a matrix [n, k] in a form: bf16, fp8, int4 or int8."""
         found = self._weights.get((form, n, k))
         if found is None:
             matrix = self._random(n, k)
@@ -82,7 +82,7 @@ class MeasurementInputs:
 
     @cached_property
     def _experts(self) -> ExpertsWeight:
-        """64 experts of 1,536 and 2,048: no token meets many of them, so one copy is enough"""
+        """Return 64 experts of 1,536 and 2,048; a token uses few of them, so one copy is enough."""
         return ExpertsWeight(64, (self._random(64, 1536, 2048), self._random(64, 2048, 768)))
 
     @cached_property
@@ -98,7 +98,7 @@ class MeasurementInputs:
         return lambda number: experts(x, weights, chosen[number % NUM_RUNS], packed, "silu")
 
     def attention(self, num_rows: int, context: int, num_queries: int = 1) -> Run:
-        """8 KV heads of 128 for 32 heads, over blocks of 16"""
+        """Return a run of attention with 8 KV heads of 128 for 32 heads, over blocks of 16."""
         width = -(-context // 16)
         shape = (1 + num_rows * width, 8, 16, 128)
         caches = [LayerCache(self._random(*shape), self._random(*shape)) for _ in range(2)]
@@ -119,7 +119,7 @@ class MeasurementInputs:
 
 @dataclass(frozen=True)
 class Tunable:
-    """A number of a row, the values tried for it, and what is computed to tell them apart."""
+    """A threshold of a row, its candidate values, and the runs that are timed."""
 
     field: str
     candidates: tuple[int, ...]
@@ -161,9 +161,9 @@ def tunables(bench: MeasurementInputs, multiprocessors: int) -> Iterator[Tunable
 
 @torch.inference_mode()
 def milliseconds(run: Run) -> float:
-    """The time of one run, the median of several replays of a graph of NUM_RUNS"""
+    """Return the time of one run, the median over replays of a graph of NUM_RUNS runs."""
     for number in range(NUM_RUNS):
-        run(number)  # compiles what it launches
+        run(number)  # compiles its kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -181,7 +181,7 @@ def milliseconds(run: Run) -> float:
 
 
 def measure(device: torch.device, note: Callable[[str], None]) -> Tuning:
-    """The row of this GPU, measured; `note` is told what was tried as it is done."""
+    """Measure the row of this GPU; `note` receives a line per threshold."""
     before = capabilities_of(device)
     properties = torch.cuda.get_device_properties(device)
     multiprocessors = properties.multi_processor_count
@@ -206,7 +206,7 @@ def measure(device: torch.device, note: Callable[[str], None]) -> Tuning:
 
 
 def _settle(tunable: Tunable, current: Tuning, gpu: Capabilities, note: Callable[[str], None]) -> Tuning:
-    """The row with the fastest of the candidates"""
+    """Return the row with the fastest candidate."""
     runs = [make() for make in tunable.runs]
     old = getattr(current, tunable.field)
     means: dict[int, float] = {}
@@ -223,7 +223,7 @@ def _settle(tunable: Tunable, current: Tuning, gpu: Capabilities, note: Callable
 
 
 def format_row(row: Tuning) -> str:
-    """A row as `tuning.toml` has it"""
+    """Format a row for `tuning.toml`."""
     lines = []
     for field in Tuning.__struct_fields__:
         value = getattr(row, field)

@@ -1,12 +1,12 @@
-"""Packed integers times a row in pairs of float16 numbers: each instruction works on two values of a word.
+"""Packed integers times a row in pairs of float16 values (f16x2): each instruction processes two values of a word.
 
-A word of 4 or 8 bits a value (`packed_int.py`) has as many pairs as it has values in its lower half. The two columns of
-a pair lie as far apart as the values they are multiplied by, half a word:
+A word (`packed_int.py`) has as many pairs as it has values in its lower half. The two columns of a pair correspond to
+values that are half a word apart:
 
     pair i of word w:   [ column w + interleave (i + values / 2) | column w + interleave i ]
 
-One instruction puts two values behind the exponent of 1024, one makes them -8 to 7, or -128 to 127, one makes weights
-of them, by pairs of scales and minima, and one multiplies and adds. Two or four products are added up in float16.
+One instruction combines two values with the exponent of 1024, one subtracts to -8 to 7, or -128 to 127, one applies
+pairs of scales and minima, and one multiplies and adds. Two or four products are added in float16.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SMALLER = tl.constexpr(1 / 64)  # where a row's largest value is not known: columns up to 2 ** 17 have room
+SMALLER = tl.constexpr(1 / 64)  # factor if a row's largest magnitude is unknown: columns up to 2 ** 17 don't overflow
 
-# Two float32 numbers as a pair.
+# Converts two float32 values to a pair.
 PAIR = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
-# The lower and the upper halves of two numbers.
+# Joins the lower halves, and the upper halves, of two words.
 PAIRS = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
 
 
@@ -41,7 +41,7 @@ fma.rn.f16x2 d, d, sixteenth, less72;
 
 
 def ptx_times(first: int) -> str:
-    """PTX: a, b, c and d times their halves, which begin at that argument; the sums are `low` and `high`"""
+    """PTX: multiply a, b, c and d by their activations, from argument `first` on; the sums are `low` and `high`"""
     return f"""mul.f16x2 a, a, ${first};
 fma.rn.f16x2 a, b, ${first + 1}, a;
 fma.rn.f16x2 a, c, ${first + 2}, a;
@@ -57,7 +57,7 @@ ADDED = """cvt.f32.f16 first, low;
 cvt.f32.f16 second, high;
 add.f32 $0, first, second;
 }"""
-# The sum of a word's eight values, weighed by pairs of scales and minima, times their halves.
+# The sum of a word's eight values, dequantised by pairs of scales and minima, times their activations.
 TIMES_EIGHT = tl.constexpr(
     "{\n"
     + REGISTERS
@@ -117,7 +117,7 @@ def as_pair(low, high, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def _weights_of(low, high, HAS_PTX: tl.constexpr):
-    """Scales of a pair's two groups, with minima or without → pairs of scales and of minima: int32 [lines, 1] each"""
+    """Return the scales of a pair's two groups as pairs of scales and of minima (or zeros): int32 [lines, 1] each."""
     has_minima: tl.constexpr = low.dtype == tl.int32
     if not has_minima:
         low, high = low.to(tl.int16, bitcast=True).to(tl.int32), high.to(tl.int16, bitcast=True).to(tl.int32)
@@ -134,7 +134,7 @@ def _weights_of(low, high, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def _weighed(words, pair, scales, minima, NUMBER: tl.constexpr, BITS: tl.constexpr):
-    """Two of a word's values, as weights, times their halves, added up"""
+    """Dequantise two of a word's values, multiply them by their activations, and add."""
     low = value_of(words, NUMBER, BITS) * half_of(scales, 0) + half_of(minima, 0)
     high = value_of(words, NUMBER + 16 // BITS, BITS) * half_of(scales, 1) + half_of(minima, 1)
     return low * half_of(pair, 0) + high * half_of(pair, 1)
@@ -144,8 +144,8 @@ def _weighed(words, pair, scales, minima, NUMBER: tl.constexpr, BITS: tl.constex
 def times_weighed(
     words, pairs, found, SPAN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_PTX: tl.constexpr
 ):  # fmt: skip
-    """words [lines, SPAN] times pairs, [1, SPAN] or each line's own, by what was `found` of the groups' scales [lines]
-    → sums of each word's values: float32 [lines, SPAN]"""
+    """Multiply words [lines, SPAN] by pairs, [1, SPAN] or per line, with the groups' scales `found` [lines] → sums over
+    each word's values: float32 [lines, SPAN]."""
     if BITS == 4:
         scales_a, minima_a = _weights_of(found[0], found[4 * SPAN // GROUP], HAS_PTX)
         scales_b, minima_b = _weights_of(found[SPAN // GROUP], found[5 * SPAN // GROUP], HAS_PTX)

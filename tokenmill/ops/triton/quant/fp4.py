@@ -1,26 +1,26 @@
-"""Matrices of MXFP4 and NVFP4 as a file has them: numbers of 4 bits and, for each 32 columns of a row, a power of two,
-or, for each 16 columns, a scale of 8 bits.
+"""MXFP4 and NVFP4 matrices: 4-bit floats (e2m1) with a power of two per 32 columns (MXFP4), or an 8-bit scale per 16
+columns (NVFP4).
 
-A number is a sign, two bits of exponent and one of mantissa (0, 0.5, 1, 1.5, 2, 3, 4, 6). A row is cut into chunks of
-64 columns. Word w of a chunk, 16 bits, has one column of each quarter: w, w + 16, w + 32 and w + 48, so that the i-th
-numbers of all words are neighbours, as the columns they multiply.
+A value has a sign, two exponent bits and one mantissa bit (0, 0.5, 1, 1.5, 2, 3, 4, 6). A row is cut into chunks of 64
+columns. Word w of a chunk, 16 bits, has one column of each quarter: w, w + 16, w + 32 and w + 48, so that the i-th
+values of all words are neighbouring columns.
 
-With its sign in bfloat16's place, its exponent in the lowest bits of bfloat16's and its mantissa in the highest one, a
-number is 2 ** 126 too small, whichever it is; the scale makes up for that. Every weight is a number of bfloat16 then,
-so nothing is rounded. The first three numbers of a word (a, b, c) need one shift for that, or none; the fourth (d) has
-the bits that are left:
+With its sign at bfloat16's sign bit, its exponent in the lowest bits of bfloat16's exponent and its mantissa in the
+highest mantissa bit, every value is 2 ** 126 too small; the scale compensates for that. Every weight is then a bfloat16
+number, so nothing is rounded. The first three values of a word (a, b, c) need at most one shift for that; the fourth
+(d) has the remaining bits:
 
     bit of a word   15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
                     a-  d-  d   b-  d   d   c-  a   a   a   b   b   b   c   c   c       - sign
 
-The two scales of a chunk are one number of 32 bits; those of neighbouring rows are neighbours:
+The two scales of a chunk are one 32-bit word; those of neighbouring rows are neighbours:
 
     scales [chunks, rows]:   [ second | first ], 2 ** 126 * scale in bfloat16 each
 
-NVFP4 has a scale for each quarter of a chunk, which is one of a word's four numbers. Its scales (e4m3, none negative)
-are kept in a byte each, with five bits of exponent, so that none is subnormal, and three of mantissa: shifted to
-bfloat16's place, a constant added to the exponent makes each 2 ** 118 times as large. A weight is a number of bfloat16
-then too, 2 ** 8 times too small, which a factor for each row makes up for, with the file's scale of the whole matrix:
+NVFP4 has a scale per quarter of a chunk, that is for one of a word's four values. Its scales (e4m3, none negative) are
+stored in a byte each, with five exponent bits, so that none is subnormal, and three mantissa bits: shifted to
+bfloat16's place, a constant added to the exponent makes each 2 ** 118 times as large. Weights are then bfloat16 numbers
+too, 2 ** 8 too small, for which a factor per row compensates, together with the file's scale of the whole matrix:
 
     scales [chunks, rows]:   [ fourth | third | second | first ], a byte each        row_factors [rows]
 """
@@ -41,19 +41,19 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import mixed
 
-LANES = tl.constexpr(16)  # words of a chunk
-MAX_EXPONENT = 128  # of a file's scale: times 2 ** 126 it is a number of bfloat16
-RAISED = 126  # what is added to a file's exponent to make it that of such a number
-BLOCK_BYTES = 17  # of a file's block: an exponent, then 16 bytes whose low nibbles are the first half of the group
+LANES = tl.constexpr(16)  # words per chunk
+MAX_EXPONENT = 128  # of a file's scale: times 2 ** 126 it is still a bfloat16 number
+RAISED = 126  # added to the exponent of a file's scale
+BLOCK_BYTES = 17  # per block in a file: an exponent, then 16 bytes whose low nibbles are the first half of the group
 ROWS_AT_ONCE = 8192
-NV_RAISED = 118  # NVFP4's scales are so many powers of two larger in kernels
-NV_EXPONENT = tl.constexpr((NV_RAISED + 127 - 10) * 0x00800080)  # what is added to two of them, 2 ** (exponent - 10)
+NV_RAISED = 118  # NVFP4's scales are 2 ** 118 times as large in kernels
+NV_EXPONENT = tl.constexpr((NV_RAISED + 127 - 10) * 0x00800080)  # added to two of them, 2 ** (exponent - 10)
 GROUPS_OF_16 = tl.constexpr(NV_GROUP)
 
 
 @dataclass(frozen=True)
 class Fp4Words:
-    """Numbers of 4 bits in words of 16, in whatever order, and their scales"""
+    """4-bit floats in 16-bit words, in the order of the subclass, and their scales."""
 
     words: torch.Tensor  # int16 [rows, columns / 4]
     scales: torch.Tensor
@@ -70,7 +70,7 @@ class Fp4Words:
 
     @property
     def factors(self) -> torch.Tensor:
-        """Row factors, or anything for kernels that do not look at them"""
+        """Return the row factors, or a placeholder for kernels that don't read them."""
         return self.scales if self.row_factors is None else self.row_factors
 
     def form(self, dtype: torch.dtype) -> WeightForm:
@@ -79,7 +79,7 @@ class Fp4Words:
 
 
 class Fp4Matrix(Fp4Words):
-    """In chunks of 64 columns; scales int32 [columns / 64, rows]"""
+    """An MXFP4 or NVFP4 matrix in chunks of 64 columns; scales int32 [columns / 64, rows]."""
 
     @property
     def num_chunks(self) -> int:
@@ -87,7 +87,7 @@ class Fp4Matrix(Fp4Words):
 
 
 def fp4_from_blocks(blocks: torch.Tensor, quant: str = "MXFP4") -> Fp4Matrix:
-    """uint8 [rows, bytes] of a file's blocks"""
+    """Pack a file's blocks, uint8 [rows, bytes]."""
     return _from_mxfp4(blocks) if quant == "MXFP4" else _from_nvfp4(blocks, quant)
 
 
@@ -105,7 +105,7 @@ def _from_mxfp4(blocks: torch.Tensor) -> Fp4Matrix:
 
 
 def _from_nvfp4(blocks: torch.Tensor, quant: str) -> Fp4Matrix:
-    """NV4: scales times a scale of the whole matrix; NV4D: divided by it. Blocks of 32 columns have two scales."""
+    """Pack NV4 (scales are multiplied by the matrix's scale) or NV4D (divided by it); two scales per block."""
     block_bytes = BLOCK_TYPES[quant].block_bytes
     num_rows, num_columns = blocks.shape[0], blocks.shape[1] // block_bytes * MX_GROUP
     words = torch.empty(num_rows, num_columns // 4, dtype=torch.int16, device=blocks.device)
@@ -116,7 +116,7 @@ def _from_nvfp4(blocks: torch.Tensor, quant: str) -> Fp4Matrix:
         groups = blocks[part].reshape(-1, num_columns // MX_GROUP, block_bytes)
         found = table[groups[..., 4:6].long() & 127]
         scales[:, part] = found.reshape(len(groups), -1, 4).contiguous().view(torch.int32).squeeze(2).t()
-        # A scale of 0 has no normal number: its weights are made 0 instead.
+        # A scale of 0 can't be represented as a normal number: its weights become 0 instead.
         is_zero = (groups[..., 4:6] & 127 == 0).repeat_interleave(NV_GROUP, dim=2)
         words[part] = _words_of(groups[..., 6:], is_zero)
     whole = blocks.view(num_rows, -1, block_bytes)[:, 0, :4].contiguous().view(torch.float32).squeeze(1)
@@ -125,29 +125,29 @@ def _from_nvfp4(blocks: torch.Tensor, quant: str) -> Fp4Matrix:
 
 
 def normal_scales() -> torch.Tensor:
-    """The 128 numbers of e4m3 that are not negative with five bits of exponent: uint8, 2 ** (exponent - 10) * 1.mmm"""
+    """Return the 128 non-negative e4m3 numbers with five exponent bits: uint8, 2 ** (exponent - 10) * 1.mmm."""
     numbers = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    mantissas, exponents = torch.frexp(numbers)  # of 0.5 to 1
+    mantissas, exponents = torch.frexp(numbers)  # mantissas in [0.5, 1)
     made = ((exponents + 9) << 3) | (mantissas * 16 - 8).int()
     return torch.where(numbers > 0, made, torch.zeros_like(made)).to(torch.uint8)
 
 
 def _words_of(packed: torch.Tensor, is_zero: torch.Tensor | None = None) -> torch.Tensor:
-    """Nibbles of blocks of 32 columns, uint8 [rows, blocks, 16] → int16 [rows, words]"""
+    """Reorder nibbles of blocks of 32 columns, uint8 [rows, blocks, 16] → int16 [rows, words]."""
     codes = torch.cat((packed & 15, packed >> 4), dim=2).to(torch.int16)
     codes = codes if is_zero is None else codes.masked_fill_(is_zero, 0)
     return encoded_words(codes.view(len(packed), -1, 4, MX_CHUNK // 4).unbind(2)).flatten(1)
 
 
 def encoded_words(codes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Four codes of 4 bits each, int16, as words"""
+    """Encode four tensors of 4-bit codes, int16, as words."""
     (a, b, c, d), (a_sign, b_sign, c_sign, d_sign) = [one & 7 for one in codes], [one >> 3 for one in codes]
     signs = (a_sign << 15) | (b_sign << 12) | (c_sign << 9) | (d_sign << 14)
     return signs | (a << 6) | (b << 3) | c | ((d >> 2) << 13) | ((d & 3) << 10)
 
 
 def has_fitting_scales(blocks: torch.Tensor, quant: str = "MXFP4") -> bool:
-    """Return whether the kernels can multiply by all scales of a file's blocks, uint8 [..., bytes]."""
+    """Return whether the kernels can represent all scales of a file's blocks, uint8 [..., bytes]."""
     each = blocks.view(*blocks.shape[:-1], -1, BLOCK_TYPES[quant].block_bytes)
     if quant == "MXFP4":
         return bool((each[..., 0] <= MAX_EXPONENT).all())
@@ -155,7 +155,7 @@ def has_fitting_scales(blocks: torch.Tensor, quant: str = "MXFP4") -> bool:
 
 
 def interleaved_fp4(first: Fp4Matrix, second: Fp4Matrix, num_parts: int) -> Fp4Matrix:
-    """Both in as many parts of rows, one of the first before one of the second: gates and ups of experts"""
+    """Interleave two matrices in parts of rows, alternately: gates and ups of experts."""
     words, scales = mixed(first.words, second.words, num_parts), mixed(first.scales, second.scales, num_parts, dim=1)
     if first.row_factors is None or second.row_factors is None:
         return Fp4Matrix(words, scales)
@@ -163,8 +163,8 @@ def interleaved_fp4(first: Fp4Matrix, second: Fp4Matrix, num_parts: int) -> Fp4M
 
 
 def ptx_fp4(group: int = MX_GROUP) -> str:
-    """PTX: the four numbers of two words ($4), times their scales, in pairs. Of scales the first word has two in $5,
-    the second in $6; or, where 16 columns share one, two more in $7 and $8."""
+    """PTX: the four values of two words ($4) times their scales, in pairs. The scales of the first word are two in $5,
+    those of the second in $6; if 16 columns share a scale, two more are in $7 and $8."""
     scales = {MX_GROUP: ("first", "first", "second", "second"), NV_GROUP: ("first", "second", "third", "fourth")}
     third = "prmt.b32 third, $7, $8, 0x5410;\nprmt.b32 fourth, $7, $8, 0x7632;\n" if group == NV_GROUP else ""
     more = ", third, fourth" if group == NV_GROUP else ""
@@ -176,7 +176,7 @@ prmt.b32 second, $5, $6, 0x7632;
 
 
 def ptx_weights(scales: Sequence[str]) -> str:
-    """PTX: the four numbers of two words ($4), in pairs ($0 to $3), times a pair of scales each"""
+    """PTX: the four values of two words ($4), in pairs ($0 to $3), times a pair of scales each"""
     a, b, c, d = scales
     return f""".reg .b32 t, u, v, zero;
 mov.b32 zero, 0x80008000;
@@ -206,14 +206,14 @@ PTX_NVFP4_TYPES = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
 
 @triton.jit
 def _times_scale(code, sign, scale):
-    """A number of three bits and its sign, in float32's places, times its scale"""
+    """Multiply a 3-bit value and its sign, placed in float32 bits, by its scale."""
     bits = (code << 22) | (sign << 31)
     return (bits.to(tl.float32, bitcast=True) * scale.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
 def _low_of(pairs):
-    """The first of two numbers of bfloat16"""
+    """Return the first of two bfloat16 values."""
     return pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
@@ -224,7 +224,7 @@ def _high_of(pairs):
 
 @triton.jit
 def scale_pairs(scales):
-    """NVFP4's four scales as two pairs of bfloat16"""
+    """Return NVFP4's four scales as two bfloat16 pairs."""
     first = (((scales & 0xFF) << 4) | ((scales & 0xFF00) << 12)) + NV_EXPONENT
     second = (((scales >> 12) & 0xFF0) | ((scales >> 4) & 0x0FF00000)) + NV_EXPONENT
     return first, second
@@ -232,8 +232,8 @@ def scale_pairs(scales):
 
 @triton.jit
 def expand_pairs(words, pairs, more, HAS_PTX: tl.constexpr):
-    """Weights in bfloat16: four tensors of the words' shape, with their first, second ... numbers. `pairs` are the
-    scales of the first two, `more` those of the others: two numbers of bfloat16 in 32 bits each."""
+    """Expand words to bfloat16 weights: four tensors of the words' shape, with their first, second, … values. `pairs`
+    are the scales of the first two, `more` those of the others: bfloat16 pairs in 32 bits each."""
     if HAS_PTX:
         a, b, c, d = tl.inline_asm_elementwise(
             PTX_NVFP4, PTX_NVFP4_TYPES, [words, pairs, more], is_pure=True, pack=2,
@@ -250,8 +250,8 @@ def expand_pairs(words, pairs, more, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def expand_fp4(words, scales, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
-    """The same with `scales` as they were loaded, of a shape that broadcasts to the words'. GROUP columns share one;
-    where these are 16, weights are still to be multiplied by their row's factor."""
+    """The same with `scales` as loaded, of a shape that broadcasts to the words'. GROUP columns share one; if GROUP is
+    16, weights must still be multiplied by their row's factor."""
     if GROUP == GROUPS_OF_16:
         pairs, more = scale_pairs(scales)
         a, b, c, d = expand_pairs(words, pairs, more, HAS_PTX)
@@ -268,7 +268,7 @@ def expand_fp4(words, scales, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def add_chunk(sums, words, scales, rights, GROUP: tl.constexpr, HAS_PTX: tl.constexpr):
-    """sums [rows, inputs] plus a chunk of weights times its inputs, four tensors [LANES, inputs]"""
+    """Add a chunk of weights times its inputs, four tensors [LANES, inputs], to sums [rows, inputs]."""
     values = expand_fp4(words, scales[:, None], GROUP, HAS_PTX)
     for i in tl.static_range(4):
         sums = tl.dot(values[i].to(rights[i].dtype), rights[i], sums)
@@ -280,7 +280,7 @@ def _dequantize_fp4(
     words, scales, factors, out, num_out, num_in, scale_stride,
     ROWS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A chunk of ROWS rows a program"""
+    """One chunk of ROWS rows per program."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chunk, lanes = tl.program_id(1), tl.arange(0, LANES)
     is_row, begins = (rows < num_out)[:, None], rows.to(tl.int64)[:, None] * num_in
@@ -296,7 +296,7 @@ def _dequantize_fp4(
 
 
 def dequantize_fp4(matrix: Fp4Matrix, part: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows of a matrix, [rows, columns] of `dtype`"""
+    """Expand some rows of a matrix to `dtype`, [rows, columns]."""
     words, scales = matrix.words[part], matrix.scales[:, part]
     factors = words if matrix.row_factors is None else matrix.row_factors[part]
     num_out, num_in = len(words), matrix.num_columns

@@ -1,6 +1,5 @@
-"""Norms and gates that leave their results in the form which the product behind them multiplies, for layers whose
-matrices are all quantised alike: rows of fp8 (see `gemm_fp8_split`), or, of a single row for matrices of 4 bits, pairs
-of float16 (see `gemv_int4`).
+"""Norms and gated activations fused with the quantisation of their results, for layers whose matrices all have the same
+form: fp8 rows (see `gemm_fp8_split`), or, for a single row and 4-bit matrices, float16 pairs (see `gemv_int4`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, empty_planes, qua
 from tokenmill.ops.triton.quant.gemv_int4 import Fp16PairRow, empty_fp16_pairs, store_fp16_pairs
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, Fp8Matrix, PackedIntMatrix, has_gemv_int4
 
-FP16_PAIRS = 0  # in the place of a number of fp8 planes
+FP16_PAIRS = 0  # instead of a number of fp8 planes
 FP8_MATRICES = (Fp8Matrix, Fp8BlockMatrix)
 RowKind = Literal["fp8", "fp16_pairs"]
 QuantizedRows = Fp8Rows | Fp16PairRow
@@ -62,7 +61,7 @@ def _norm_and_quantize(
     values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-        # Rounded as the stream is stored, so that the norm sees what the next layer will.
+        # Rounded as the stream is stored, so that the norm sees the same values as the next layer.
         values = values.to(total.dtype.element_ty).to(tl.float32)
         tl.store(total + row * size + columns, values.to(total.dtype.element_ty), mask=inside)
     normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / size + eps) * gains
@@ -87,8 +86,8 @@ def _gate_and_quantize(
 
 
 def quantized_rows_for(layers: Sequence[LayerWeights], batch: BatchClass) -> RowKind | None:
-    """The form of rows in which all layers of a model can compute such batches, or None. A layer that goes on with some
-    of its rows is composed of small ops."""
+    """Return the quantised form in which all layers can compute such batches, or None. The last layer, which continues
+    with some of its rows only, is composed of small ops."""
     if batch.gathers or batch.min_rows == 0:
         return None
     if _all_are(layers, lambda weight: isinstance(weight.packed, FP8_MATRICES)):
@@ -109,7 +108,7 @@ def _all_are(layers: Sequence[LayerWeights], accepts: Callable[[LinearWeight], b
 
 
 def is_plain_layer(layer: LayerWeights) -> bool:
-    """RMS norms before one mixer and its feed, one after the other"""
+    """Return whether a layer has RMS norms before one mixer and an MLP or experts, in sequence."""
     feed = layer.feed
     if feed is None or isinstance(feed, SideBySideWeights) or layer.is_parallel or layer.side_out is not None:
         return False
@@ -124,7 +123,7 @@ def _takes_fp16_pairs(weight: LinearWeight) -> bool:
 
 
 class QuantizedRegions:
-    """Regions of layers for which `quantized_rows_for` has found a form of rows."""
+    """Regions of layers for which `quantized_rows_for` returned a form."""
 
     def __init__(self, composed: ComposedRegions, kind: RowKind) -> None:
         self._composed = composed
@@ -149,7 +148,7 @@ class QuantizedRegions:
         weight = projection.weight
         if isinstance(weight.packed, FP8_MATRICES):
             delta = fp8_linear(x, weight.packed, weight.bias, self._mode)
-        else:  # values weighted by attention are of moderate size: float16 holds them as they are
+        else:  # attention outputs have moderate magnitudes, which fit in float16
             delta = gemv_int4_linear(x, weight.packed, weight.bias, x.dtype)
         return self._composed.added(delta, stream, post_norm, scale)
 
@@ -163,7 +162,7 @@ class QuantizedRegions:
 
 
 def norm_and_quantize(stream: PlainStream, norm: Norm, kind: RowKind) -> tuple[QuantizedRows, PlainStream]:
-    """norm(residual + delta) as quantised rows, and the stream with nothing left to be added"""
+    """Return norm(residual + delta) as quantised rows, and the stream with the addition done."""
     x = stream.residual if stream.delta is None else stream.delta
     num_rows, size = x.shape
     x = x.contiguous()
@@ -179,7 +178,7 @@ def norm_and_quantize(stream: PlainStream, norm: Norm, kind: RowKind) -> tuple[Q
 def gated_rows(
     rows: QuantizedRows, weight: LinearWeight, activation: Activation, dtype: torch.dtype, mode: Mode
 ) -> QuantizedRows:
-    """act(gate) * up of the rows' product with gates above ups, quantised like the rows"""
+    """Multiply rows by a matrix of gate rows above up rows, and return act(gate) * up, quantised like the rows."""
     if isinstance(rows, Fp8Rows):
         gpu = capabilities_of(rows.planes.device)
         choice = choose(len(rows.planes), weight.rows, weight.columns, weight.packed.form(dtype), gpu, mode, "gated")
@@ -189,7 +188,7 @@ def gated_rows(
     num_rows, inter = len(gate_up), gate_up.shape[1] // 2
     kind: RowKind = "fp8" if isinstance(rows, Fp8Rows) else "fp16_pairs"
     gated, num_planes = _empty(num_rows, inter, gate_up.device, kind)
-    # Pairs of float16 have a scale for few columns, so that several programs can share the row.
+    # Float16 pairs have a scale per few columns, so that several programs can share the row.
     block, warps = (1024, 4) if kind == "fp16_pairs" else (next_power_of_2(inter), 16)
     _gate_and_quantize[(num_rows, cdiv(inter, block))](
         gate_up, *gated, inter, activation, num_planes, block, num_warps=warps, **launch_options()

@@ -1,6 +1,6 @@
-"""Products of a few rows with matrices of MXFP4 or NVFP4 (`packed_fp4.py`), where Hopper's own kernel
-(`hopper_gemm_fp4.py`) does not do it: as in split-K the matrix is the left factor, its numbers are expanded in
-registers, and columns are split until every multiprocessor has work."""
+"""Split-K products of a few rows with MXFP4 or NVFP4 matrices (`packed_fp4.py`), where the Hopper kernel
+(`hopper_gemm_fp4.py`) is not available: the matrix is the left factor, its values are expanded in registers, and
+columns are split until every multiprocessor has work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _splitk_fp4(
     ROWS: tl.constexpr, TILE_N: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr, FETCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A span at a time"""
+    """Multiply one span per iteration."""
     launch_dependents(OVERLAPS)
     row_words = num_in // 4
     matrix_tile, matrix_rows, low, high = split_of_tile(row_words, TILE_N, WORDS, SPLITS)
@@ -58,7 +58,7 @@ def _splitk_fp4(
 
 
 def pick_fp4_config(product: Product) -> SplitKConfig:
-    """As for integers of 4 bits"""
+    """Return the configuration, as for 4-bit integers."""
     tuning, most = product.capabilities.tuning, product.k // FP4_SPAN
     if product.m > tuning.gemm_splitk_max_rows:
         return SplitKConfig(128, FP4_SPAN, splits_for(product.n, most, tuning.int4_splitk_programs), 3, 0, 8)
@@ -76,7 +76,7 @@ def splitk_fp4_linear(
     out = x.new_empty(num_rows, num_out)
     parts, arrived = room_for_splits(matrix_tiles, config.splits, config.tile_n * padded, out)
     split_size = cdiv(num_in, config.splits * FP4_SPAN) * FP4_SPAN
-    shortest = num_in - (config.splits - 1) * split_size  # the last
+    shortest = num_in - (config.splits - 1) * split_size  # the last split
     _splitk_fp4[(matrix_tiles, config.splits)](
         x, matrix.words, matrix.scales, matrix.factors, bias if bias is not None else x, out, parts, arrived,
         num_rows, num_out, num_in, padded, config.tile_n, config.splits, 32 * config.warps,

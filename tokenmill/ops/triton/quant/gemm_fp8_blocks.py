@@ -1,9 +1,9 @@
-"""Products with fp8 matrices that have a scale for each 128 columns of a row, as DeepSeek's and Qwen's checkpoints have
-them (`Fp8BlockMatrix`). Rows are rounded to fp8 too (`gemm_fp8_split.py`): 128 columns are multiplied in fp8, and their
-sums, in float32, by the scales of the matrix; a row's own scale comes last.
+"""Products with fp8 matrices that have a scale per 128 columns of a row, as in DeepSeek's and Qwen's checkpoints
+(`Fp8BlockMatrix`). Rows are quantised to fp8 too (`gemm_fp8_split.py`): 128 columns are multiplied in fp8, and their
+float32 sums by the scales of the matrix; the row's scale is applied last.
 
-    few rows     two fp8 numbers each, the matrix on the left, its columns split until every multiprocessor has work
-    many rows    one fp8 number each, in tiles of rows and matrix rows
+    few rows     two fp8 values each, the matrix on the left, its columns split until every multiprocessor has work
+    many rows    one fp8 value each, in tiles of rows and matrix rows
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows, launch_fp8_split
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix
 
 GROUP = tl.constexpr(FP8_GROUP)
-TALL = 8  # tiles of rows for the same matrix rows, one after the other: both are found in the L2 cache
+TALL = 8  # consecutive tiles of rows for the same matrix rows, so that both stay in the L2 cache
 
 
 @kernel_unspecialized("num_rows")
@@ -39,11 +39,11 @@ def _gemm_fp8_blocks_split(
     ROWS: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
     FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rows of two planes; a group of columns at a time, whose scales are on their way one turn ahead"""
+    """Multiply rows of two planes, one group of columns per iteration; scales are loaded one iteration ahead."""
     launch_dependents(OVERLAPS)
     matrix_tile, matrix_rows, low, high = split_of_tile(num_in, TILE_N, GROUP, SPLITS)
     columns, planes = tl.arange(0, GROUP), tl.arange(0, 2 * ROWS)
-    # Matrix rows beyond the last are read as others, so that no load of the matrix is masked by them.
+    # Matrix rows beyond the last are clamped, so that loads of the matrix need no mask.
     matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + planes[:, None] * num_in + columns[None, :]
     is_plane = (planes < 2 * num_rows)[:, None]
@@ -70,7 +70,7 @@ def _gemm_fp8_blocks_split(
 
 
 def pick_split_config(product: Product) -> SplitKConfig:
-    """As for matrices with one scale a row, in groups of columns; never timed"""
+    """Return the configuration, as for matrices with one scale per row; never timed."""
     programs = product.capabilities.tuning.fp8_split_programs
     splits = splits_for(product.n, product.k // (2 * FP8_GROUP), programs if product.m <= 16 else programs // 2)
     return SplitKConfig(64, FP8_GROUP, max(1, splits), 6, 512)
@@ -79,8 +79,8 @@ def pick_split_config(product: Product) -> SplitKConfig:
 def gemm_fp8_blocks_split(
     rows: Fp8Rows, matrix: Fp8BlockMatrix, bias: torch.Tensor | None, config: SplitKConfig, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows in two planes times matrix [num_out, num_in] → [R, num_out]"""
-    assert config.stride == FP8_GROUP, "columns that share a scale are multiplied together"
+    """Multiply rows of two planes by a matrix [num_out, num_in] → [R, num_out]."""
+    assert config.stride == FP8_GROUP, "the stride must be the columns that share a scale"
     return launch_fp8_split(_gemm_fp8_blocks_split, rows, matrix.values, matrix.scales, bias, config, dtype)
 
 
@@ -93,7 +93,7 @@ class TileConfig(NamedTuple):
 
 @triton.jit
 def _tile_of(num_high, num_wide, TALL: tl.constexpr):
-    """This program's tile: TALL tiles of rows for the same matrix rows before the next ones"""
+    """Return this program's tile: TALL tiles of rows for the same matrix rows before the next ones."""
     tile = tl.program_id(0)
     first = tile // (TALL * num_wide) * TALL
     tall = tl.minimum(num_high - first, TALL)
@@ -106,7 +106,7 @@ def _gemm_fp8_blocks(
     x, weight, row_scales, scales, bias, out, num_rows, num_out, num_in,
     ROWS: tl.constexpr, TILE_N: tl.constexpr, TALL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rows and matrix rows beyond the last are read as others."""
+    """Rows and matrix rows beyond the last are clamped."""
     high, wide = _tile_of(tl.cdiv(num_rows, ROWS), tl.cdiv(num_out, TILE_N), TALL)
     rows, matrix_rows = high * ROWS + tl.arange(0, ROWS), wide * TILE_N + tl.arange(0, TILE_N)
     columns = tl.arange(0, GROUP)
@@ -129,14 +129,14 @@ def _gemm_fp8_blocks(
 
 
 def pick_tile_config(product: Product) -> TileConfig:
-    """The fastest on an H200 of six, from 256 rows on"""
+    """Return the fastest of six configurations on an H200, from 256 rows on."""
     return TileConfig(64, 128, 4, 4)
 
 
 def gemm_fp8_blocks(
     rows: Fp8Rows, matrix: Fp8BlockMatrix, bias: torch.Tensor | None, config: TileConfig, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows in one plane times matrix [num_out, num_in] → [R, num_out]"""
+    """Multiply rows of one plane by a matrix [num_out, num_in] → [R, num_out]."""
     num_rows, num_planes, num_in = rows.planes.shape
     assert num_planes == 1, "two planes are for few rows"
     num_out = len(matrix.values)

@@ -1,12 +1,11 @@
-"""fp8 matrices times rows that are split into planes of fp8 numbers, so that nothing is expanded on its way to the
-matrix units.
+"""fp8 matrices times rows that are split into two planes of fp8 values, so that tensor cores multiply fp8 directly.
 
-What the first plane rounds off is the second one's, 16 times as large: together they have the precision of bfloat16.
-Planes are further columns of the right factor, which the matrix units would pad anyway:
+The second plane is the rounding error of the first one, times 16: together they have the precision of bfloat16. Planes
+are additional columns of the right factor, which the tensor cores would pad anyway:
 
     x / scale = a + b / 16        tile [TILE_N, columns] · [a | b] of each row → sums [TILE_N, 2 * ROWS]
 
-Many rows are rounded to one plane. As in split-K, a matrix with few tiles is split by columns too.
+Many rows are quantised to one plane. As in split-K, a matrix with few tiles is split by columns too.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, r
 from tokenmill.ops.triton.quant.quantized import FP8, Fp8Matrix
 
 FP8_MAX = tl.constexpr(448.0)
-ROWS_TOGETHER = 4  # which cuBLAS wants a multiple of, where rows have scales of columns
+ROWS_TOGETHER = 4  # cuBLAS requires a multiple of this many rows with group scales
 
 
 class Fp8Rows(NamedTuple):
-    """Rows as planes."""
+    """Rows quantised to one or two planes of fp8."""
 
     planes: torch.Tensor  # fp8 [R, 1 or 2, columns]
     scales: torch.Tensor  # float32 [R, 1]
@@ -37,7 +36,7 @@ class Fp8Rows(NamedTuple):
 
 @triton.jit
 def store_fp8_rows(values, planes, scales, row, size, PLANES: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of float32 [BLOCK]"""
+    """Quantise and store a row of float32 [BLOCK]."""
     scale = tl.maximum(tl.max(tl.abs(values), axis=0) / FP8_MAX, 1e-12)
     tl.store(scales + row, scale)
     columns = tl.arange(0, BLOCK)
@@ -45,7 +44,7 @@ def store_fp8_rows(values, planes, scales, row, size, PLANES: tl.constexpr, BLOC
     for plane in tl.static_range(PLANES):
         rounded = rest
         if plane + 1 < PLANES:
-            # To four bits by hand: ptxas 12.8 takes the wrong register when a number is turned to fp8 and back.
+            # Round to four bits by hand: ptxas 12.8 uses the wrong register when a number is converted to fp8 and back.
             rounded = ((rest.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
             rest = (rest - rounded) * 16
         target = planes + (row * PLANES + plane) * size + columns
@@ -69,7 +68,7 @@ def num_planes_for(num_rows: int, device: torch.device) -> int:
 
 
 def empty_planes(num_rows: int, size: int, device: torch.device, num_planes: int | None = None) -> Fp8Rows:
-    """With room for rows behind the last, up to a multiple of ROWS_TOGETHER"""
+    """Allocate planes, padded to a multiple of ROWS_TOGETHER rows."""
     num_planes = num_planes_for(num_rows, device) if num_planes is None else num_planes
     padded = cdiv(num_rows, ROWS_TOGETHER) * ROWS_TOGETHER
     planes = torch.empty(padded, num_planes, size, dtype=FP8, device=device)[:num_rows]
@@ -77,7 +76,7 @@ def empty_planes(num_rows: int, size: int, device: torch.device, num_planes: int
 
 
 def padded_plane(rows: Fp8Rows) -> torch.Tensor:
-    """Rows of one plane, and whatever lies behind them up to a multiple of ROWS_TOGETHER: [padded, columns]"""
+    """Return rows of one plane with their padding to a multiple of ROWS_TOGETHER, undefined: [padded, columns]."""
     num_rows, _, size = rows.planes.shape
     padded = cdiv(num_rows, ROWS_TOGETHER) * ROWS_TOGETHER
     assert rows.planes.untyped_storage().nbytes() >= rows.planes.storage_offset() + padded * size, "see `empty_planes`"
@@ -85,7 +84,7 @@ def padded_plane(rows: Fp8Rows) -> torch.Tensor:
 
 
 def quantize_rows(x: torch.Tensor, num_planes: int | None = None) -> Fp8Rows:
-    """In as many planes as products of so many rows take, unless it is said"""
+    """Quantise rows, by default to as many planes as products of so many rows use."""
     num_rows, size = x.shape
     rounded = empty_planes(num_rows, size, x.device, num_planes)
     _quantize_rows[(num_rows,)](
@@ -101,11 +100,11 @@ def _gemm_fp8_split(
     ROWS: tl.constexpr, TILE_N: tl.constexpr, STRIDE: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr,
     FETCHED: tl.constexpr, HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """STRIDE columns at a time; IS_EVEN: which a row is a number of"""
+    """Multiply STRIDE columns per iteration; IS_EVEN: the number of columns is a multiple of STRIDE."""
     launch_dependents(OVERLAPS)
     matrix_tile, matrix_rows, low, high = split_of_tile(num_in, TILE_N, STRIDE, SPLITS)
     columns, planes = tl.arange(0, STRIDE), tl.arange(0, 2 * ROWS)
-    # Matrix rows beyond the last are read as others, so that no load of the matrix is masked by them.
+    # Matrix rows beyond the last are clamped, so that loads of the matrix need no mask.
     matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * num_in + columns[None, :]
     inputs = x + planes[:, None] * num_in + columns[None, :]
     is_plane = (planes < 2 * num_rows)[:, None]
@@ -150,7 +149,7 @@ def pick_fp8_split_config(product: Product) -> SplitKConfig:
 def gemm_fp8_split(
     rows: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, config: SplitKConfig, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows in two planes times matrix [num_out, num_in] → [R, num_out]"""
+    """Multiply rows of two planes by a matrix [num_out, num_in] → [R, num_out]."""
     is_even = rows.planes.shape[2] % config.stride == 0
     return launch_fp8_split(_gemm_fp8_split, rows, matrix.values, matrix.scales, bias, config, dtype, is_even)
 

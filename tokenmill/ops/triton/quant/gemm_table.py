@@ -1,6 +1,6 @@
-"""Products of a few rows with matrices of table codes (`packed_table.py`), where Hopper's own kernel
-(`hopper_gemm_fp4.py`) does not do it: as in split-K the matrix is the left factor, its values are looked up on their
-way to the product, and columns are split until every multiprocessor has work."""
+"""Split-K products of a few rows with matrices of table codes (`packed_table.py`), where the Hopper kernel
+(`hopper_gemm_fp4.py`) is not available: the matrix is the left factor, its values are looked up in registers, and
+columns are split until every multiprocessor has work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _splitk_table(
     ROWS: tl.constexpr, TILE_N: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A span at a time"""
+    """Multiply one span per iteration."""
     launch_dependents(OVERLAPS)
     row_words = num_in // 8
     matrix_tile, matrix_rows, low, high = split_of_tile(row_words, TILE_N, SPAN_WORDS, SPLITS)

@@ -1,14 +1,14 @@
-"""A single row times a 4-bit matrix, without the matrix units: the time is what reading the matrix once takes, if a
-value costs few instructions.
+"""GEMV: a single row times a 4-bit matrix without tensor cores, bound by reading the matrix once if each value takes
+few instructions.
 
-The row's columns are divided by a scale, one for 256 columns (32 interleaved words), rounded to float16, and kept in
-pairs that lie as the values of a word do (`packed_int.py`):
+The row's columns are divided by a scale, one per 256 columns (32 interleaved words), rounded to float16, and stored in
+pairs in the order of a word's values (`packed_int.py`):
 
     pair i of word w:   [ column w + 32 (i + 4) | column w + 32 i ]        i = 0 to 3
 
-So one instruction works on two values (`fp16x2.py`). Four products at a time are added up in float16, in
-groups of 128 columns that share a scale; then in float32. Where groups are smaller or have minima, one instruction more
-makes two weights of two values.
+So one instruction processes two values (`fp16x2.py`). Four products at a time are added in float16, within groups of
+128 columns that share a scale; then in float32. If groups are smaller or have minima, one more instruction dequantises
+two values.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tokenmill.ops.triton.quant.fp16x2 import (
 from tokenmill.ops.triton.quant.packed_int import has_ptx
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
-LARGEST = tl.constexpr(1024.0)  # 32 times as much is a float16 number too
+LARGEST = tl.constexpr(1024.0)  # 32 times as much still fits in float16
 
-# Sums of the lower and of the upper four values of a word times their halves.
+# Sums of the lower and of the upper four values of a word times their activations.
 DOT_FP16_PAIRS = tl.constexpr(
     "{\n"
     + REGISTERS
@@ -58,7 +58,7 @@ class Fp16PairRow(NamedTuple):
 
 @triton.jit
 def store_fp16_pairs(values, pairs, scales, first, size, BLOCK: tl.constexpr):
-    """Columns [first, first + BLOCK) of a row, float32 [BLOCK]"""
+    """Store columns [first, first + BLOCK) of a row, float32 [BLOCK], as pairs."""
     spans = tl.reshape(values, (BLOCK // 256, 256))
     factors = tl.maximum(tl.max(tl.abs(spans), axis=1) / LARGEST, 1e-30)
     numbers = tl.arange(0, BLOCK // 256)
@@ -77,7 +77,7 @@ def empty_fp16_pairs(size: int, device: torch.device) -> Fp16PairRow:
 
 @triton.jit
 def _dot_fp16_pairs(words, a, b, c, d, HAS_PTX: tl.constexpr):
-    """words [TILE_N, SPAN], pairs [SPAN] → sums of the first group of columns and of the second, [TILE_N, SPAN] each"""
+    """words [TILE_N, SPAN], pairs [SPAN] → sums over the first and the second group of columns, [TILE_N, SPAN] each"""
     if HAS_PTX:
         first, second = tl.inline_asm_elementwise(
             DOT_FP16_PAIRS, "=f,=f,r,r,r,r,r", [words, a[None, :], b[None, :], c[None, :], d[None, :]],
@@ -93,7 +93,7 @@ def _dot_fp16_pairs(words, a, b, c, d, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def _pair(x, word_ids, NUMBER: tl.constexpr, SPAN: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Pair NUMBER of each word, made of the row itself"""
+    """Load pair NUMBER of each word from an unconverted row."""
     low, high = tl.load(x + NUMBER * SPAN + word_ids), tl.load(x + (NUMBER + 4) * SPAN + word_ids)
     return as_pair(low, high, HAS_PTX)
 
@@ -104,15 +104,15 @@ def _one_row(
     TILE_N: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, IS_HALVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr, HAS_PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A span at a time: so little of x that every thread reads what it needs itself, and the loop has no barrier.
-    IS_HALVED: x are pairs; else the row itself, whose halves every program makes anew with a fixed scale.
-    GROUP columns share a scale; where they are 128 without minima, scales lie as the matrix does: [rows, groups]."""
+    """Multiply one span per iteration: so little of x that every thread reads its own part, and the loop has no
+    barrier. IS_HALVED: x are pairs; else the row itself, which every program converts with a fixed scale. GROUP columns
+    share a scale; for groups of 128 without minima, scales are in the order of the matrix: [rows, groups]."""
     launch_dependents(OVERLAPS)
     word_ids = tl.arange(0, SPAN)
     weighs: tl.constexpr = GROUP < 128 or scales.dtype.element_ty == tl.int32
     groups: tl.constexpr = 8 * SPAN // GROUP
     row_words = num_in // 8
-    if weighs:  # then a thread should have many words of few matrix rows
+    if weighs:  # then a thread should have many words of few matrix rows, to reuse their scales
         row_words = tl.multiple_of(row_words, SPAN)
     matrix_tile, matrix_rows, low, high = split_of_tile(row_words, TILE_N, SPAN, SPLITS)
     matrix = weight + (matrix_rows % num_out).to(tl.int64)[:, None] * row_words + word_ids[None, :]
@@ -159,7 +159,7 @@ def _one_row(
 
 @dataclass(frozen=True)
 class GemvInt4Config:
-    """How a product is cut into programs."""
+    """The tile configuration of a product."""
 
     tile_n: int
     splits: int
@@ -178,7 +178,7 @@ def gemv_int4(
     config: GemvInt4Config,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A row in pairs, or a plain one [1, columns] of moderate size, times a 4-bit matrix → [1, num_out]"""
+    """Multiply a row, as pairs or as it is [1, columns] (of moderate magnitude), by a 4-bit matrix → [1, num_out]."""
     scales = matrix.scales if matrix.row_scales is None else matrix.row_scales
     num_out, num_in, device = len(matrix.words), matrix.num_columns, matrix.words.device
     matrix_tiles = cdiv(num_out, config.tile_n)

@@ -1,14 +1,14 @@
-"""Products of up to some hundred rows with matrices of 4 bits, on Hopper: MXFP4 and NVFP4 (`packed_fp4.py`), and codes
-of a table (`packed_table.py`).
+"""Products of up to some hundred rows with 4-bit matrices, on Hopper: MXFP4 and NVFP4 (`packed_fp4.py`), and table
+codes (`packed_table.py`).
 
-As in split-K a program owns a tile of the matrix, which is the left factor, and a range of its columns:
+As in split-K a program computes a tile of the matrix, which is the left factor, and a range of its columns:
 
     tile [TILE_N, columns] · inputs [columns, ROWS] → sums [TILE_N, ROWS]
 
-As in `hopper_gemm_int.py` three things go on at once: inputs are copied into a ring of tiles in shared memory by the
-copying unit (TMA), words and scales of the next spans are on their way into registers, and while the matrix units
-multiply one chunk of columns, the others turn words into the next chunk's weights. Words lie in memory in the order in
-which the matrix units want weights: a thread reads 16 bytes of a matrix row, all of whose numbers it then multiplies.
+As in `hopper_gemm_int.py` three things overlap: TMA copies inputs to a ring of tiles in shared memory; words and scales
+of the next spans are loaded into registers; and while the tensor cores multiply one chunk of columns, the next chunk's
+weights are expanded. Words are stored in the order in which the tensor cores expect weights: a thread reads 16 bytes of
+a matrix row, and multiplies exactly these values.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from tokenmill.ops.triton.quant.packed_fp4 import MX_SCALE, NV_SCALE, PackedFp4M
 from tokenmill.ops.triton.quant.packed_table import BYTE_PLANES, FACTOR, TableMatrix
 
 SPAN = gl.constexpr(FP4_SPAN)  # columns
-WORDS = gl.constexpr(FP4_SPAN // 4)  # of a span, 16 bits each
-CHUNK = gl.constexpr(FP4_SPAN // 2)  # columns that are multiplied at a time, as many as `copy_tile` copies
+WORDS = gl.constexpr(FP4_SPAN // 4)  # per span, 16 bits each
+CHUNK = gl.constexpr(FP4_SPAN // 2)  # columns per iteration, as many as `copy_tile` copies
 GROUPS_OF_16 = gl.constexpr(NV_GROUP)
 MX_SHIFT, MX_ADDED = gl.constexpr(MX_SCALE.shift), gl.constexpr(MX_SCALE.added)
 NV_SHIFT, NV_ADDED = gl.constexpr(NV_SCALE.shift), gl.constexpr(NV_SCALE.added)
 TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
-# The four numbers of two neighbouring words ($4), in pairs, times the scale of the first two ($5) and of the others
-# ($7), each given twice in 32 bits; as `ptx_fp4` of `fp4.py`.
+# The four values of two neighbouring words ($4), in pairs, times the scale of the first two ($5) and of the others
+# ($7), each twice in 32 bits; see `ptx_fp4` of `fp4.py`.
 EXPAND = gl.constexpr("{\n" + ptx_weights(("$5", "$5", "$7", "$7")) + "}")
 EXPAND_TYPES = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
 
 
 def _picked(number: int) -> str:
-    """PTX: values of four codes as two pairs, times a pair of scales. `sel` has the lower three bits of the codes, by
-    which a byte is picked of each half of the table; `pick` for each code the byte of the half that its fourth bit
-    says. Table: $9, $11 ... the lower bytes, $17, $19 ... the upper ones."""
+    """PTX: the values of four codes as two pairs, times a pair of scales. `sel` has the lower three bits of the codes,
+    which select a byte from each half of the table; `pick` selects one of both by the code's fourth bit. Table: lower
+    bytes in $9, $11, …, upper ones in $17, $19, …"""
     scale = ("$5", "$7")[number // 2]
     return f"""prmt.b32 below, $9, $11, sel;
 prmt.b32 above, $13, $15, sel;
@@ -70,7 +70,7 @@ fma.rn.bf16x2 ${number + 1}, above, {scale}, zero;
 """
 
 
-# The values of the eight codes of two words ($4), as they lie there: the same four pairs.
+# The values of the eight codes of two words ($4), in their order: the same four pairs.
 PICK = gl.constexpr(
     f"""{{
 .reg .b32 sel, pick, below, above, low, high, zero;
@@ -88,11 +88,11 @@ FACTOR_PLACE = gl.constexpr(FACTOR)
 
 @gluon.constexpr_function
 def _bases(warps, tile_n, own, quarters, numbers):
-    """A layout whose threads have what the matrix units want of them: each eighth matrix row, and of such a row the
-    part of one quarter of the lanes. `own`: bases of the registers; `quarters`: of the two lanes' bits that differ in
-    their part of a row; `numbers`: dimensions behind that of the matrix rows."""
+    """Return a layout in which threads hold the values that the tensor cores expect of them: every eighth matrix row,
+    and of such a row the part of one quarter of the lanes. `own`: bases of the registers; `quarters`: bases of the two
+    lane bits that select the part of a row; `numbers`: number of dimensions after the matrix rows."""
     rows = [[1 << i, *[0] * numbers] for i in range(12)]
-    below = [rows[i] for i in range(6, 12) if 1 << i < tile_n]  # tiles of 64 matrix rows, one for each group of warps
+    below = [rows[i] for i in range(6, 12) if 1 << i < tile_n]  # tiles of 64 matrix rows, one per warp group
     groups = warps // 4
     spread, kept = below[: groups.bit_length() - 1], below[groups.bit_length() - 1 :]
     return [*own, rows[3], *kept], [*quarters, *rows[:3]], [rows[4], rows[5], *spread]
@@ -100,14 +100,14 @@ def _bases(warps, tile_n, own, quarters, numbers):
 
 @gluon.constexpr_function
 def _word_layout(warps, tile_n):
-    """[TILE_N, WORDS]: 16 bytes of a matrix row a thread"""
+    """[TILE_N, WORDS]: 16 bytes of a matrix row per thread"""
     regs, lanes, of_warps = _bases(warps, tile_n, [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], 1)
     return gl.DistributedLinearLayout(regs, lanes, of_warps, [], [tile_n, FP4_SPAN // 4])
 
 
 @gluon.constexpr_function
 def _scale_layout(warps, tile_n, count):
-    """[TILE_N, count]: all scales of a matrix row a thread"""
+    """[TILE_N, count]: all scales of a matrix row per thread"""
     own = [[0, 1 << i] for i in range(count.bit_length() - 1)]
     regs, lanes, of_warps = _bases(warps, tile_n, own, [[0, 0], [0, 0]], 1)
     return gl.DistributedLinearLayout(regs, lanes, of_warps, [], [tile_n, count])
@@ -123,7 +123,7 @@ def _chunk_layout(warps, tile_n):
 
 @gluon.jit
 def _pair(scales, GROUP: gl.constexpr):
-    """Scales as numbers of bfloat16, twice in 32 bits"""
+    """Convert scales to bfloat16, twice in 32 bits."""
     if scales.dtype != gl.uint8:
         rounded = scales.to(gl.float32).to(gl.bfloat16).to(gl.int16, bitcast=True)
         return (rounded.to(gl.int32) & 0xFFFF) * 0x10001
@@ -134,7 +134,7 @@ def _pair(scales, GROUP: gl.constexpr):
 
 @gluon.jit
 def _of_groups(pairs, CHUNKS: gl.constexpr):
-    """[TILE_N, 2] → as the words of a chunk have them, [TILE_N, 1, 2, 1]"""
+    """[TILE_N, 2] → in the layout of a chunk's words, [TILE_N, 1, 2, 1]"""
     own: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, CHUNKS))
     return gl.expand_dims(gl.expand_dims(gl.convert_layout(pairs, own, assert_trivial=True), 1), 3)
 
@@ -149,7 +149,7 @@ def _of_chunk(pairs, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def _halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.constexpr):
-    """Scales of a span → for its two chunks: those of the first two numbers of each word, and of the others"""
+    """Split the scales of a span for its two chunks: those of the first two values of each word, and of the others."""
     pairs = _pair(scales, GROUP)
     if GROUP == GROUPS_OF_16:
         low, high = gl.split(gl.permute(gl.reshape(pairs, (TILE_N, 2, 2, 2)), (0, 2, 3, 1)))
@@ -174,7 +174,7 @@ def _halves(scales, TILE_N: gl.constexpr, GROUP: gl.constexpr, CHUNKS: gl.conste
 def _weights(
     words, scales, planes, TILE_N: gl.constexpr, CHUNKS: gl.constexpr, LEFT: gl.constexpr, HAS_TABLE: gl.constexpr
 ):
-    """A chunk's weights: [TILE_N, CHUNK]"""
+    """Expand a chunk's weights: [TILE_N, CHUNK]."""
     own = gl.convert_layout(words, CHUNKS, assert_trivial=True)
     if HAS_TABLE:
         a, b, c, d = gl.inline_asm_elementwise(
@@ -196,7 +196,7 @@ def _weights(
 
 @gluon.jit
 def _load_spans(matrix, scales, first, last, GROUP: gl.constexpr, AHEAD: gl.constexpr):
-    """Words and scales of AHEAD spans from span `first` on; of the last one where there are no more"""
+    """Load words and scales of AHEAD spans from span `first` on; beyond the last span, that of the last."""
     EACH: gl.constexpr = SPAN // GROUP
     at = gl.minimum(first, last)
     words, found = (gl.load(matrix + at * WORDS),), (gl.load(scales + at * EACH),)
@@ -209,7 +209,7 @@ def _load_spans(matrix, scales, first, last, GROUP: gl.constexpr, AHEAD: gl.cons
 
 @gluon.jit
 def _load_planes(table):
-    """A table's values as 16 lower bytes and 16 upper ones, in eight numbers"""
+    """Load a table's values as 16 lower and 16 upper bytes, in eight words."""
     found = (gl.load(table),)
     for i in gl.static_range(1, 8):
         found = found + (gl.load(table + i),)  # type: ignore[assignment]
@@ -222,8 +222,8 @@ def _hopper_gemm_fp4(
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
     HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, HAS_TABLE: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Matrix rows beyond the last are read as others; inputs beyond the last row or column are zeros, as the copying
-    unit has it. A split is a number of whole turns of AHEAD spans. `factors`: of rows, or a table."""
+    """Matrix rows beyond the last are clamped; TMA fills zeros beyond the last input row or column. A split is a
+    multiple of AHEAD spans. `factors`: of rows, or a table."""
     launch_dependents(OVERLAPS)
     planes = _load_planes(factors) if HAS_TABLE else ()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -265,7 +265,7 @@ def _hopper_gemm_fp4(
                 mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
                 sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
                 sums = warpgroup_mma_wait(1, deps=[sums])
-                barrier()  # all have multiplied the chunk before, whose tile is free now
+                barrier()  # all threads have multiplied the previous chunk, whose tile can be reused
                 copy_tile(x, tiles, copied, number + RING - 1, row, column, total, ROWS, RING)
                 number += 1
         words, found = words_then, found_then
@@ -306,7 +306,7 @@ def pick_dense_fp4_config(product: Product) -> DenseFp4Config:
     each = 2 if rows == 128 else 4.5 if rows <= 32 and is_light else 3
     spans = product.k // FP4_SPAN
     splits = max(1, min(int(each * multiprocessors) // cdiv(n, 64), spans // 4))
-    turns = cdiv(spans, 2 * splits)  # of a program, two spans each
+    turns = cdiv(spans, 2 * splits)  # iterations per program, two spans each
     return DenseFp4Config(rows, cdiv(spans, 2 * turns))
 
 

@@ -1,15 +1,14 @@
 """Products of dozens to hundreds of rows with packed integers (`packed_int.py`), on Hopper: enough rows to keep the
-matrix units busy, too few to expand the matrix into memory first.
+tensor cores busy, too few to expand the matrix in memory first.
 
-As in split-K a program owns a tile of the matrix, which is the left factor, and a range of its columns:
+As in split-K a program computes a tile of the matrix, which is the left factor, and a range of its columns:
 
     tile [TILE_N, columns] · inputs [columns, ROWS] → sums [TILE_N, ROWS]
 
-Three things go on at once. Inputs are copied into a ring of tiles in shared memory by the copying unit (TMA);
-words and scales of the next span are on their way into registers; and while the matrix units multiply one chunk of
-columns, the others turn words into the next chunk's weights, in the very registers where the matrix units take them
-from. No compiler arranges that by itself, so this is written in Gluon, Triton's lower language, in which layouts,
-copies and waits are spelled out.
+Three things overlap. TMA copies inputs to a ring of tiles in shared memory; words and scales of the next span are
+loaded into registers; and while the tensor cores multiply one chunk of columns, the next chunk's weights are expanded,
+in the registers from which the tensor cores read them. The Triton compiler does not schedule that by itself, so this is
+written in Gluon, Triton's lower-level language, in which layouts, copies and waits are explicit.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
 from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
 from tokenmill.ops.triton.quant.quantized import PackedIntMatrix
 
-SPAN = gl.constexpr(32)  # words, as in all matrices that come here
-COLUMNS = gl.constexpr(64)  # of a chunk: two values of each word of a span
+SPAN = gl.constexpr(32)  # words per span, as in all matrices that use this kernel
+COLUMNS = gl.constexpr(64)  # per chunk: two values of each word of a span
 TILES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.constexpr_function
 def _bit_offset(bits, number):
-    """Where value `number` stands in its word, shifted by how much: 4 bits at 8, 12 or 16, 8 bits at 8 always"""
+    """Return the bit offset of value `number` in its shifted word, and the shift: 8, 12 or 16 for 4 bits, 8 for 8."""
     if bits == 8:
         return 8, 0
     return (8 + 4 * number, -8) if number < 2 else (4 * number, 0) if number < 5 else (4 * number - 12, 12)
@@ -55,14 +54,15 @@ def _bit_offset(bits, number):
 
 @gluon.constexpr_function
 def _excess(bits, number):
-    """What a value is too large by, after `_weigh` made a float32 number of it"""
+    """Return the excess of a value after `_weigh` has turned it into a float32 number."""
     return 2.0 ** (23 - _bit_offset(bits, number)[0]) + 2.0 ** (bits - 1)
 
 
 @gluon.constexpr_function
 def _weigh(bits, number, kind):
-    """PTX: value `number` of two neighbouring words, times scale plus rest, as a pair of 16-bit numbers. Bits at
-    `offset` behind the upper bits of 2 ** (23 - offset) are a float32 number, and the rest is one without rounding."""
+    """PTX: value `number` of two neighbouring words, times scale plus rest, as a pair of 16-bit floats. Bits at
+    `offset` combined with the upper bits of 2 ** (23 - offset) are a float32 number; scale and rest remove the excess
+    exactly."""
     offset, shift = _bit_offset(bits, number)
     made = ""
     for word, value in (("$1", "t"), ("$2", "u")):
@@ -101,7 +101,7 @@ def _scale_and_rest(found, BITS: gl.constexpr, NUMBER: gl.constexpr):
 def _weights(
     words, found, word_ids, NUMBER: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, DTYPE: gl.constexpr
 ):
-    """Value NUMBER of each word, as weights: [TILE_N, SPAN]"""
+    """Dequantise value NUMBER of each word: [TILE_N, SPAN]."""
     first: gl.constexpr = NUMBER * SPAN // GROUP
     scale, rest = _scale_and_rest(found[first], BITS, NUMBER)
     if GROUP < SPAN:  # two groups
@@ -124,7 +124,7 @@ def _chunk(
     words, found, word_ids, FIRST: gl.constexpr, TILE_N: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Values FIRST of all words, and behind them those that follow: [TILE_N, COLUMNS]"""
+    """Dequantise values FIRST and FIRST + 1 of all words: [TILE_N, COLUMNS]."""
     a = _weights(words, found, word_ids, FIRST, GROUP, BITS, DTYPE)
     b = _weights(words, found, word_ids, FIRST + 1, GROUP, BITS, DTYPE)
     return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (TILE_N, COLUMNS))
@@ -132,7 +132,7 @@ def _chunk(
 
 @gluon.jit
 def _span(matrix, scales, start, num_out, GROUPS: gl.constexpr):
-    """A span's words, which begin at word `start` of each matrix row, and their scales"""
+    """Load a span's words, from word `start` of each matrix row, and their scales."""
     pointers = scales + start // SPAN * GROUPS * num_out
     found = (gl.load(pointers),)
     for i in gl.static_range(1, GROUPS):
@@ -142,7 +142,7 @@ def _span(matrix, scales, start, num_out, GROUPS: gl.constexpr):
 
 @gluon.jit
 def copy_tile(x, tiles, copied, number, row, column, total, ROWS: gl.constexpr, RING: gl.constexpr):
-    """Chunk `number` of the inputs, if there is one, is asked for into the tile that is its."""
+    """Start to copy chunk `number` of the inputs, if it exists, to its tile of the ring."""
     slot = number % RING
     mbarrier.expect(copied.index(slot), ROWS * COLUMNS * 2, pred=number < total)
     copy_to_shared(x, [row, column + number * COLUMNS], copied.index(slot), tiles.index(slot), pred=number < total)
@@ -166,7 +166,7 @@ def _hopper_gemm_int(
     ROWS: gl.constexpr, TILE_N: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
     AHEAD: gl.constexpr, HAS_BIAS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Matrix rows beyond the last are read as others; rows beyond the last are zeros, as the copying unit has it."""
+    """Matrix rows beyond the last are clamped; TMA fills zeros beyond the last input row."""
     launch_dependents(OVERLAPS)
     EACH: gl.constexpr = 32 // BITS
     GROUPS: gl.constexpr = SPAN * EACH // GROUP
@@ -199,11 +199,11 @@ def _hopper_gemm_int(
         words_then, found_then = _span(matrix, scales + matrix_rows, following, num_out, GROUPS)
         for i in gl.static_range(0, EACH, 2):
             chunk = _chunk(words, found, word_ids, i, TILE_N, GROUP, BITS, x.dtype)
-            left = gl.convert_layout(chunk, LEFT, assert_trivial=True)  # nothing moves
+            left = gl.convert_layout(chunk, LEFT, assert_trivial=True)  # no data moves
             mbarrier.wait(copied.index(number % RING), (number // RING) & 1)
             sums = warpgroup_mma(left, tiles.index(number % RING).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, deps=[sums])
-            barrier()  # all have multiplied the chunk before, whose tile is free now
+            barrier()  # all threads have multiplied the previous chunk, whose tile can be reused
             copy_tile(x, tiles, copied, number + RING - 1, row, column, total, ROWS, RING)
             number += 1
         if AHEAD == 2:
@@ -222,20 +222,20 @@ def _hopper_gemm_int(
 
 @dataclass(frozen=True)
 class HopperIntConfig:
-    """How a product is cut into programs."""
+    """The tile configuration of a product."""
 
     rows: int
     splits: int
     tile_n: int = 64
     warps: int = 4
-    ahead: int = 1  # spans on their way
+    ahead: int = 1  # spans loaded ahead
     ring: int = 6  # tiles of inputs
 
 
-# What 256 columns cost a program, in about microseconds, with one program on its multiprocessor, two, or three: as
-# measured on an H200.
+# Time of 256 columns per program, roughly in microseconds, with one, two or three programs per multiprocessor, measured
+# on an H200.
 COSTS = {64: (1.5, 2.0, 2.6), 128: (1.5, 2.0), 256: (2.6,)}
-BEGINNING, JOINING = 1.5, 1.5  # of a program, in such columns
+BEGINNING, JOINING = 1.5, 1.5  # start and reduction of a program, in multiples of 256 columns
 
 
 def _cost(config: HopperIntConfig, product: Product) -> float:
@@ -248,8 +248,8 @@ def _cost(config: HopperIntConfig, product: Product) -> float:
 
 
 def pick_hopper_int_config(product: Product) -> HopperIntConfig:
-    """The cheapest. A matrix with few tiles is split by columns, but not for 256 rows, whose sums are too many; spans
-    of 8 bits are short, and two of them have to be on their way unless many programs are."""
+    """Return the cheapest configuration. A matrix with few tiles is split by columns, but not for 256 rows, which have
+    too many sums; spans of 8 bits are short, so two are loaded ahead unless there are many programs."""
     rows, ahead = (64, 1) if product.m <= 64 else (128, product.form.bits // 4)
     splits = range(1, min(8, cdiv(product.k, 256)) + 1)
     configs = [HopperIntConfig(rows, number, ahead=ahead) for number in splits]

@@ -1,16 +1,15 @@
-"""Matrices of MXFP4 and NVFP4 outside of experts: the numbers and scales of a file, in the order in which the matrix
-units of a GPU want them.
+"""MXFP4 and NVFP4 matrices other than experts': the file's values and scales, in the order that tensor cores expect.
 
-A row is cut into spans of 128 columns: 32 words of 16 bits, four numbers each, whose bits lie as `fp4.py` draws it.
-The words of a span are those of four lanes, one after the other, and a lane's words those of four groups of 32 columns,
-two neighbours of each:
+A row is cut into spans of 128 columns: 32 words of 16 bits, four values each, with the bits as drawn in `fp4.py`. The
+words of a span are ordered by lane (four), then by group of 32 columns, then by neighbour (two):
 
     word 8 lane + 2 group + neighbour:   columns 32 group + 2 lane + neighbour + (0, 8, 16, 24)
 
-A lane reads its 16 bytes at once and has just the numbers that it passes to the matrix units. All numbers of a word
-are of the same group of 32 columns, which has one scale in MXFP4; in NVFP4 its first two numbers have one and its last
-two another. Scales are bytes as in a file, [rows, groups]: a shift and an addition make each a number of bfloat16, 2 **
-126 times as large in MXFP4, 2 ** 118 times in NVFP4, where a factor for each row makes up for the difference.
+A lane reads its 16 bytes at once and has exactly the values that it passes to the tensor cores. All values of a word
+belong to one group of 32 columns, which has one scale in MXFP4; in NVFP4 the first two values have one scale and the
+last two another. Scales are bytes as in the file, [rows, groups]: a shift and an addition turn each into a bfloat16
+number, 2 ** 126 times as large for MXFP4, 2 ** 118 times for NVFP4, where a factor per row compensates for the
+difference.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ WORDS = tl.constexpr(FP4_SPAN // 4)
 
 
 class ScaleBits(NamedTuple):
-    """How a scale of a byte becomes a number of bfloat16: shifted, then added to."""
+    """How a one-byte scale becomes a bfloat16 number: a shift, then an addition."""
 
     shift: int
     added: int
@@ -54,11 +53,12 @@ NV_SHIFT, NV_ADDED = tl.constexpr(NV_SCALE.shift), tl.constexpr(NV_SCALE.added)
 
 
 class PackedFp4Matrix(Fp4Words):
-    """In spans of 128 columns; scales uint8 [rows, columns / group]"""
+    """An MXFP4 or NVFP4 matrix in spans of 128 columns; scales uint8 [rows, columns / group]."""
 
 
 def packed_fp4_from_blocks(blocks: torch.Tensor, quant: str) -> PackedFp4Matrix:
-    """uint8 [rows, bytes] of a file's blocks. NV4: scales times a scale of the whole matrix; NV4D: divided by it."""
+    """Pack a file's blocks, uint8 [rows, bytes]. NV4: scales are multiplied by the matrix's scale; NV4D: divided by
+    it."""
     block_bytes, is_mx = BLOCK_TYPES[quant].block_bytes, quant == "MXFP4"
     num_rows, num_columns = blocks.shape[0], blocks.shape[1] // block_bytes * MX_GROUP
     words = torch.empty(num_rows, num_columns // 4, dtype=torch.int16, device=blocks.device)
@@ -74,7 +74,7 @@ def packed_fp4_from_blocks(blocks: torch.Tensor, quant: str) -> PackedFp4Matrix:
         else:
             found = groups[..., 4:6] & 127
             scales[part] = table[found.long()].flatten(1)
-            # A scale of 0 has no normal number: its weights are made 0 instead.
+            # A scale of 0 can't be represented as a normal number: its weights become 0 instead.
             words[part] = _words_of(groups[..., 6:], (found == 0).repeat_interleave(NV_GROUP, dim=2))
     if is_mx:
         return PackedFp4Matrix(words, scales)
@@ -84,7 +84,7 @@ def packed_fp4_from_blocks(blocks: torch.Tensor, quant: str) -> PackedFp4Matrix:
 
 
 def _words_of(packed: torch.Tensor, is_zero: torch.Tensor | None = None) -> torch.Tensor:
-    """Nibbles of blocks of 32 columns, uint8 [rows, blocks, 16] → int16 [rows, words]"""
+    """Reorder nibbles of blocks of 32 columns, uint8 [rows, blocks, 16] → int16 [rows, words]."""
     codes = torch.cat((packed & 15, packed >> 4), dim=2).to(torch.int16)
     codes = codes if is_zero is None else codes.masked_fill_(is_zero, 0)
     codes = codes.view(len(packed), -1, 4, 4, 4, 2)  # [rows, spans, group, i, lane, neighbour]
@@ -92,7 +92,7 @@ def _words_of(packed: torch.Tensor, is_zero: torch.Tensor | None = None) -> torc
 
 
 def stacked_packed_fp4(matrices: Sequence[PackedFp4Matrix]) -> PackedFp4Matrix:
-    """Matrices of one kind, one below the other"""
+    """Stack matrices of one kind by rows."""
     factors = [one.row_factors for one in matrices if one.row_factors is not None]
     words, scales = [one.words for one in matrices], [one.scales for one in matrices]
     return PackedFp4Matrix(torch.cat(words), torch.cat(scales), torch.cat(factors) if factors else None)
@@ -100,15 +100,15 @@ def stacked_packed_fp4(matrices: Sequence[PackedFp4Matrix]) -> PackedFp4Matrix:
 
 @triton.jit
 def span_columns():
-    """Columns of a span that the first numbers of its words are; the others are 8, 16 and 24 behind"""
+    """Return the columns of the first values of a span's words; the other values are 8, 16 and 24 columns later."""
     words = tl.arange(0, WORDS)
     return words // 2 % 4 * 32 + words // 8 * 2 + words % 2
 
 
 @triton.jit
 def load_scales(scales, GROUP: tl.constexpr):
-    """The scales of a span, `scales` [rows, 1] pointing at the first of each row, as each word has them: of its first
-    two numbers and of the others, twice in 32 bits each: [rows, WORDS]"""
+    """Load the scales of a span's words, [rows, WORDS]: for their first two values and for the others, each twice in 32
+    bits; `scales` [rows, 1] points at the first scale of each row."""
     groups = (tl.arange(0, WORDS) // 2 % 4)[None, :]
     if GROUP == GROUPS_OF_16:
         first = ((tl.load(scales + 2 * groups).to(tl.int32) << NV_SHIFT) + NV_ADDED) * 0x10001
@@ -123,7 +123,7 @@ def load_scales(scales, GROUP: tl.constexpr):
 def _dequantize_packed_fp4(
     words, scales, factors, out, num_out, num_spans, ROWS: tl.constexpr, GROUP: tl.constexpr, HAS_PTX: tl.constexpr
 ) -> None:
-    """A span of ROWS rows a program; rows beyond the last are read as others"""
+    """One span of ROWS rows per program; rows beyond the last are clamped."""
     rows, span = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     read = (rows % num_out).to(tl.int64)[:, None]
     found = tl.load(words + (read * num_spans + span) * WORDS + tl.arange(0, WORDS)[None, :])
@@ -138,7 +138,7 @@ def _dequantize_packed_fp4(
 
 
 def dequantize_packed_fp4(matrix: PackedFp4Matrix, part: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows of a matrix, [rows, columns] of `dtype`"""
+    """Expand some rows of a matrix to `dtype`, [rows, columns]."""
     words, scales = matrix.words[part], matrix.scales[part]
     factors = words if matrix.row_factors is None else matrix.row_factors[part]
     out = torch.empty(len(words), matrix.num_columns, dtype=dtype, device=words.device)

@@ -1,16 +1,15 @@
-"""Matrices of 4 or 8 bits a value, as words of 32 bits, and how the values come out of them.
+"""Matrices of 4-bit or 8-bit integers packed in 32-bit words, and their expansion in kernels.
 
 A matrix row is cut into spans of `interleave` words, s for short. The i-th value of word w of a span, counted from the
-lowest bits, is its column i * s + w, so that the i-th values of all its words are neighbours, as the columns they
-multiply:
+lowest bits, is column i * s + w of the span, so that the i-th values of all words are neighbouring columns:
 
-    word w of 4 bits a value:   [ column w + 7 s | ... | w + 2 s | w + s | w ]
+    word w, 4 bits per value:   [ column w + 7 s | ... | w + 2 s | w + s | w ]
 
 Values are -8 to 7, stored as 0 to 15, or -128 to 127, stored as 0 to 255. A weight is its value times the scale of its
-group of columns; where groups have a minimum too, which is added to that, both are a pair in one number of 32 bits.
-Those of neighbouring rows are neighbours, because it is for many rows that a program needs them together:
+group of columns, plus the group's minimum if there is one; scale and minimum are then a pair in a 32-bit word. Scales
+of neighbouring rows are neighbours, since a program loads them for many rows at a time:
 
-    scales [groups, rows]    float numbers; or int32:  [ minimum | scale ], float16 each
+    scales [groups, rows]    floats; or int32:  [ minimum | scale ], float16 each
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ lop3.b32 $7, t, 0x000F000F, 0x43004300, 0xEA;
 }""")
 
 
-# A byte behind the upper bits of 2^23 in float32 is a value 2^23 + 128 too large; the difference has at most 8 bits, so
-# its upper half is the same number in bfloat16.
-# Of two words: the i-th bytes of both become output i.
+# A byte combined with the upper bits of 2^23 in float32 is a value that is 2^23 + 128 too large; the difference has at
+# most 8 significant bits, so its upper half is the same number in bfloat16. The i-th bytes of two words become output
+# i.
 EIGHT_BITS = tl.constexpr(
     "{ .reg .b32 s, t;"
     + "".join(
@@ -64,8 +63,8 @@ def _nibble(words, NUMBER: tl.constexpr):
 
 @triton.jit
 def expand_4_bits(words, COMPUTE: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Tensors of the words' shape with their first, second ... values; two words at a time where PTX is understood.
-    Four bits behind the upper bits of 128 in bfloat16 are a value 136 too large."""
+    """Return tensors of the words' shape with their first, second, … values; two words at a time if PTX is available.
+    Four bits combined with the upper bits of 128 in bfloat16 are a value that is 136 too large."""
     if HAS_PTX:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             FOUR_BITS, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], is_pure=True, pack=2,
@@ -106,7 +105,7 @@ def expand_values(words, BITS: tl.constexpr, COMPUTE: tl.constexpr, HAS_PTX: tl.
 
 @triton.jit
 def scale_of(found):
-    """float32, of scales as they were loaded"""
+    """Return scales as loaded in float32."""
     if found.dtype == tl.int32:
         found = found.to(tl.int16).to(tl.float16, bitcast=True)
     return found.to(tl.float32)
@@ -118,12 +117,12 @@ def minimum_of(found):
 
 
 def paired(scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
-    """float32 [..., groups] of both → int32 [..., groups]"""
+    """Join scales and minima, float32 [..., groups] each, to pairs, int32 [..., groups]."""
     return torch.stack((scales, minima), dim=-1).to(torch.float16).view(torch.int32).squeeze(-1)
 
 
 def unpaired(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The inverse: scales, and minima where there are any"""
+    """Return the scales, and the minima if there are any: the inverse of `paired`."""
     if scales.dtype != torch.int32:
         return scales, None
     low, high = scales.contiguous().unsqueeze(-1).view(torch.float16).unbind(-1)
@@ -135,7 +134,7 @@ def has_ptx() -> bool:
 
 
 def pack_ints(values: torch.Tensor, interleave: int, bits: int) -> torch.Tensor:
-    """values uint8 [rows, columns] as they are stored → int32 [rows, columns * bits / 32]"""
+    """Pack stored values uint8 [rows, columns] → int32 [rows, columns * bits / 32]."""
     spans = values.view(len(values), -1, 32 // bits, interleave).transpose(2, 3)  # [rows, spans, word, i]
     if bits == 4:
         spans = spans[..., 0::2] | (spans[..., 1::2] << 4)
@@ -143,7 +142,7 @@ def pack_ints(values: torch.Tensor, interleave: int, bits: int) -> torch.Tensor:
 
 
 def unpack_ints(words: torch.Tensor, interleave: int, bits: int) -> torch.Tensor:
-    """The inverse: uint8 [rows, columns]"""
+    """Unpack words to stored values, uint8 [rows, columns]: the inverse of `pack_ints`."""
     values = words.view(torch.uint8).view(len(words), -1, interleave, 4)
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), dim=4).flatten(3)
@@ -155,7 +154,7 @@ def _dequantize_packed(
     words, scales, out, num_out, num_in, scale_stride,
     ROWS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A span of ROWS rows a program"""
+    """One span of ROWS rows per program."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     span, indices = tl.program_id(1), tl.arange(0, WORDS)
     values_each: tl.constexpr = 32 // BITS
@@ -178,7 +177,8 @@ def _dequantize_packed(
 def dequantize_packed(
     words: torch.Tensor, scales: torch.Tensor, interleave: int, bits: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[num_out, num_in], for products of many rows; of `scales` [groups, num_out] rows may lie apart"""
+    """Expand a matrix to [num_out, num_in], for products of many rows; rows of `scales` [groups, num_out] may be
+    strided."""
     num_out, num_in = words.shape[0], words.shape[1] * 32 // bits
     out = torch.empty(num_out, num_in, dtype=dtype, device=words.device)
     group = num_in // scales.shape[0]

@@ -1,19 +1,19 @@
-"""Matrices whose values are codes of 4 bits in a table of 16, times a scale for each group of columns: bitsandbytes'
-nf4 and fp4, GGUF's IQ4_NL and IQ4_XS. One form for all of them; what tells them apart are the 16 values.
+"""Matrices of 4-bit codes that index a table of 16 values, with a scale per group of columns: bitsandbytes' nf4 and
+fp4, GGUF's IQ4_NL and IQ4_XS. All have the same form and differ in the 16 values only.
 
-A row is cut into spans of 128 columns: 16 words of 32 bits, eight codes each, those of four lanes one after the other,
-as `packed_fp4.py` has them. Word 4 lane + group has columns of one group of 32, in two neighbouring columns the codes
-whose values a thread passes to the matrix units together:
+A row is cut into spans of 128 columns: 16 words of 32 bits, eight codes each, ordered by lane as in `packed_fp4.py`.
+Word 4 lane + group has columns of one group of 32, in pairs of neighbouring columns, whose values a thread passes to
+the tensor cores together:
 
     word 4 lane + group:   columns 32 group + 2 lane + (0, 1, 8, 9, 16, 17, 24, 25), from the lowest bits on
 
-A scale is what the file has, [rows, groups], in float32, or in float16 where its own are.
+Scales are the file's, [rows, groups], in float32 or float16.
 
-On Hopper a value is found without memory: an instruction picks four bytes out of eight by the lower three bits of four
-codes, so the lower and the upper half of the table are two of them, and a third one picks by the fourth bit; likewise
-for the upper bytes of the values, which are numbers of bfloat16 there. fp4's and IQ4's values are such numbers, fp4's
-as multiples of 1/12; nf4's are rounded, as multiples of a number by which they are rounded least. Where a matrix is
-expanded, and in the plain Triton kernel, values are the table's own numbers in float32.
+On Hopper values are looked up without memory: one instruction selects four of eight bytes by the lower three bits of
+four codes, for the lower and for the upper half of the table, and a third one selects between both by the fourth bit;
+the same is done for the upper bytes of the values, which are bfloat16 there. fp4's (as multiples of 1/12) and IQ4's
+values are bfloat16 numbers; nf4's are rounded, as multiples of the factor with the smallest rounding error. When a
+matrix is expanded, and in the plain Triton kernel, values are the table's float32 numbers.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from tokenmill.ops.triton.gemm.product import TABLE_FORMS, WeightForm
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel
 
 SPAN_WORDS = tl.constexpr(FP4_SPAN // 8)
-BYTE_PLANES = 8  # numbers of a table: lower bytes of codes 0 to 3, 4 to 7 ..., then the upper ones
-FLOATS = tl.constexpr(8)  # behind them the 16 values as float32, and what sums are multiplied by
+BYTE_PLANES = 8  # words of a table: lower bytes of codes 0 to 3, 4 to 7, …, then the upper ones
+FLOATS = tl.constexpr(8)  # index of the 16 values as float32, which are followed by the factor of sums
 FACTOR = 24
 ROWS_AT_ONCE = 8192
 FACTORS = {"NF4": 1.43701171875, "FP4": 12.0, "IQ4_NL": 1.0, "IQ4_XS": 1.0}
-"""The values times these are numbers of bfloat16, or (nf4) of all such factors nearest to one: 0.06 % instead of
-0.11 %, as a root of mean squares."""
+"""The values times these factors are bfloat16 numbers, or (nf4) closest to them: 0.06 % root mean square error instead
+of 0.11 %."""
 
 
 @dataclass(frozen=True)
 class TableMatrix:
-    """Codes in words of 32 bits, their scales, and whose table it is (a key of `TABLES`)"""
+    """Codes in 32-bit words, their scales, and the name of the table (a key of `TABLES`)."""
 
     words: torch.Tensor  # int32 [rows, columns / 8]
     scales: torch.Tensor  # float32 or float16 [rows, groups]
@@ -61,7 +61,8 @@ class TableMatrix:
 
     @property
     def table(self) -> torch.Tensor:
-        """int32 [25]: bytes of the values for Hopper's kernel, the values, and a factor of sums"""
+        """Return the table, int32 [25]: bytes of the values for the Hopper kernel, the values, and the factor of
+        sums."""
         return table_of(self.quant, self.words.device)
 
     def form(self, dtype: torch.dtype) -> WeightForm:
@@ -79,7 +80,7 @@ def table_of(quant: str, device: torch.device) -> torch.Tensor:
 
 
 def table_from_blocks(blocks: torch.Tensor, form: PackedIntFormat) -> TableMatrix:
-    """uint8 [rows, bytes] of a file's blocks"""
+    """Pack a file's blocks, uint8 [rows, bytes]."""
     quant, block_bytes = form.table, BLOCK_TYPES[form.table].block_bytes
     num_rows, num_columns = len(blocks), blocks.shape[1] // block_bytes * BLOCK_TYPES[quant].block_size
     dtype = torch.float16 if TABLE_SCALE_BYTES[quant] == 2 else torch.float32
@@ -88,13 +89,15 @@ def table_from_blocks(blocks: torch.Tensor, form: PackedIntFormat) -> TableMatri
     for first in range(0, num_rows, ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
         codes, found = table_parts(quant, blocks[part].reshape(-1, block_bytes))
-        scales[part] = found.reshape(-1, num_columns // BLOCK)[:, :: form.group // BLOCK]  # neighbours are alike
+        scales[part] = found.reshape(-1, num_columns // BLOCK)[
+            :, :: form.group // BLOCK
+        ]  # blocks of a group share their scale
         words[part] = _words_of(codes.reshape(len(words[part]), num_columns))
     return TableMatrix(words, scales, quant)
 
 
 def _words_of(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, columns] → int32 [rows, columns / 8]"""
+    """Pack codes: uint8 [rows, columns] → int32 [rows, columns / 8]."""
     spans = codes.view(len(codes), -1, 4, 4, 4, 2)  # [rows, spans, group, i, lane, neighbour]
     ordered = spans.permute(0, 1, 4, 2, 3, 5)  # [rows, spans, lane, group, i, neighbour]
     packed = ordered[..., 0] | (ordered[..., 1] << 4)
@@ -102,34 +105,34 @@ def _words_of(codes: torch.Tensor) -> torch.Tensor:
 
 
 def stacked_tables(matrices: Sequence[TableMatrix]) -> TableMatrix:
-    """Matrices of one kind, one below the other"""
+    """Stack matrices of one kind by rows."""
     words, scales = [one.words for one in matrices], [one.scales for one in matrices]
     return TableMatrix(torch.cat(words), torch.cat(scales), matrices[0].quant)
 
 
 @triton.jit
 def code_columns():
-    """Columns of a span that the first codes of its words are; code i is i % 2 + i // 2 * 8 behind"""
+    """Return the columns of the first codes of a span's words; code i is i % 2 + i // 2 * 8 columns later."""
     words = tl.arange(0, SPAN_WORDS)
     return words % 4 * 32 + words // 4 * 2
 
 
 @triton.jit
 def scale_columns(GROUP: tl.constexpr):
-    """The scale of a span's words among its own"""
+    """Return the index of the scale of each of a span's words, within the span."""
     return tl.arange(0, SPAN_WORDS) % 4 * 32 // GROUP
 
 
 @triton.jit
 def value_of(words, table, NUMBER: tl.constexpr):
-    """Value NUMBER of each word in float32, before its scale"""
+    """Look up value NUMBER of each word, float32, unscaled."""
     found = tl.load(table + FLOATS + ((words >> (4 * NUMBER)) & 15))
     return found.to(tl.float32, bitcast=True)
 
 
 @kernel
 def _dequantize_table(words, scales, table, out, num_out, num_spans, ROWS: tl.constexpr, GROUP: tl.constexpr) -> None:
-    """A span of ROWS rows a program; rows beyond the last are read as others"""
+    """One span of ROWS rows per program; rows beyond the last are clamped."""
     each: tl.constexpr = 8 * SPAN_WORDS
     rows, span = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     read = (rows % num_out).to(tl.int64)[:, None] * num_spans + span
@@ -150,7 +153,7 @@ def _dequantize_table(words, scales, table, out, num_out, num_spans, ROWS: tl.co
 
 
 def dequantize_table(matrix: TableMatrix, part: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows of a matrix, [rows, columns] of `dtype`"""
+    """Expand some rows of a matrix to `dtype`, [rows, columns]."""
     words, scales = matrix.words[part], matrix.scales[part]
     out = torch.empty(len(words), matrix.num_columns, dtype=dtype, device=words.device)
     num_spans = matrix.num_columns // FP4_SPAN

@@ -1,15 +1,14 @@
-"""Quantised weight matrices: how they are stored and how they are made. Kernels that multiply with them are listed in
-`gemm/select.py`.
+"""Quantised weight matrices: their storage formats and how they are made. `gemm/select.py` lists the kernels that
+multiply by them.
 
-Made of plain matrices while a model is loaded:
+Made from unquantised matrices at load:
 
-fp8     e4m3 values, one float32 scale a row; half the bytes of bfloat16
+fp8     e4m3 values, one float32 scale per row; half the bytes of bfloat16
 int4    values of -8 to 7 in groups of 128 columns with a scale each; a quarter of the bytes
 int8    values of -127 to 127 in groups of 32 columns, which is Q8_0; half the bytes
 
-A checkpoint's own quantised blocks become packed integers without being rounded again (`packed_from_blocks`), and its
-fp8 numbers stay what they are (`fp8_from_blocks`, `fp8_blocks_from_blocks`); `arch/packed_formats.py` says which
-formats are kept.
+A checkpoint's quantised blocks become packed integers without requantisation (`packed_from_blocks`), and its fp8 values
+are kept (`fp8_from_blocks`, `fp8_blocks_from_blocks`); `arch/packed_formats.py` lists the formats that are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +28,14 @@ from tokenmill.ops.triton.quant.packed_int import dequantize_packed, pack_ints, 
 
 FP8 = torch.float8_e4m3fn
 INT4_INTERLEAVES = (INTERLEAVE, 16)
-NUM_CODES = {"Q4_1": 16, "Q4_K": 16, "Q5_1": 32, "Q5_K": 32, "G4": 16, "G8": 256}  # of formats with minima or zeros
+NUM_CODES = {
+    "Q4_1": 16,
+    "Q4_K": 16,
+    "Q5_1": 32,
+    "Q5_K": 32,
+    "G4": 16,
+    "G8": 256,
+}  # number of codes of formats with minima or zero points
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,12 @@ class Fp8Matrix:
 
 @dataclass(frozen=True)
 class Fp8BlockMatrix:
-    """A matrix, or those of all experts, one below the other. What a file has one scale for, 128 x 128 numbers, has one
-    in each row here: 3 % more bytes, and any rows can be stacked."""
+    """A matrix, or the stacked matrices of all experts, with a scale per row and 128 columns. A file's scale per 128 x
+    128 block is repeated for each row: 3 % more bytes, but any rows can be stacked."""
 
     values: torch.Tensor  # fp8 [rows, columns]
     scales: torch.Tensor  # float32 [columns / 128, rows]
-    has_squares: bool = False  # each 128 rows have the same scales
+    has_squares: bool = False  # the scales are those of 128 x 128 blocks
 
     @property
     def num_columns(self) -> int:
@@ -62,14 +68,14 @@ class Fp8BlockMatrix:
 
 @dataclass(frozen=True)
 class PackedIntMatrix:
-    """Integers of 4 or 8 bits in 32-bit words, and their scales, with minima or without (see `packed_int`)."""
+    """4-bit or 8-bit integers in 32-bit words, and their scales, with or without minima (see `packed_int`)."""
 
     words: torch.Tensor  # int32 [rows, columns * bits / 32]
     scales: torch.Tensor  # [groups, rows]
     interleave: int  # words whose i-th values are neighbouring columns
     bits: int
-    dtype: torch.dtype = torch.bfloat16  # of rows that are looked up in it
-    row_scales: torch.Tensor | None = None  # [rows, groups]: once more in the order that the GEMV for one row reads
+    dtype: torch.dtype = torch.bfloat16  # of looked-up rows
+    row_scales: torch.Tensor | None = None  # [rows, groups]: a copy of the scales in the order that the GEMV reads
 
     @property
     def num_columns(self) -> int:
@@ -87,11 +93,11 @@ class PackedIntMatrix:
 
 @dataclass(frozen=True)
 class OrderedMatrix:
-    """A matrix whose columns were put into another order, so that those of a group lie together (act order). Products
-    put the columns of their inputs into the same."""
+    """A matrix with reordered columns, so that those of a quantisation group are neighbours (act order). Products
+    reorder the columns of their inputs in the same way."""
 
     matrix: PackedIntMatrix
-    order: torch.Tensor  # int32 [columns]: of the matrix as it was, by columns as they are
+    order: torch.Tensor  # int32 [columns]: the original column of each stored column
 
 
 def to_fp8(matrix: torch.Tensor) -> Fp8Matrix:
@@ -103,13 +109,13 @@ def to_fp8(matrix: torch.Tensor) -> Fp8Matrix:
 
 
 def fp8_from_blocks(blocks: torch.Tensor) -> Fp8Matrix:
-    """uint8 [rows, bytes] of F8 blocks, whose scales are the same along a row"""
+    """Convert F8 blocks, uint8 [rows, bytes], with one scale per row."""
     each = blocks.view(len(blocks), -1, BLOCK_TYPES["F8"].block_bytes)
     return Fp8Matrix(each[:, :, 4:].flatten(1).view(FP8), each[:, 0, :4].contiguous().view(torch.float32).view(-1))
 
 
 def fp8_blocks_from_blocks(blocks: torch.Tensor) -> Fp8BlockMatrix:
-    """uint8 [rows, bytes] of F8 blocks, whose scales are the same for 128 columns"""
+    """Convert F8 blocks, uint8 [rows, bytes], with one scale per 128 columns."""
     each = blocks.view(len(blocks), -1, BLOCK_TYPES["F8"].block_bytes)
     every = FP8_GROUP // BLOCK
     scales = each[:, ::every, :4].contiguous().view(torch.float32).squeeze(2).t().contiguous()
@@ -136,7 +142,7 @@ def to_int4(matrix: torch.Tensor) -> PackedIntMatrix:
     scales = torch.empty(num_rows, num_columns // INT4_GROUP, dtype=matrix.dtype, device=matrix.device)
     for part in _parts(num_rows):
         groups = matrix[part].float().view(-1, num_columns // INT4_GROUP, INT4_GROUP)
-        # The value of largest magnitude becomes -8: that end of the range reaches one further.
+        # The value of largest magnitude becomes -8, since the negative end of the range is larger.
         extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
         scale = (extreme / -8.0).to(matrix.dtype)
         safe = torch.where(scale == 0, torch.ones_like(scale), scale).float()
@@ -155,7 +161,7 @@ def to_int8(matrix: torch.Tensor) -> PackedIntMatrix:
 def packed_from_blocks(
     blocks: torch.Tensor, quant: str, form: PackedIntFormat, dtype: torch.dtype = torch.bfloat16
 ) -> PackedIntMatrix:
-    """uint8 [rows, bytes] of a file's blocks as they are"""
+    """Pack a file's blocks, uint8 [rows, bytes], without requantisation."""
     made = [_pack_rows(blocks[part], quant, form) for part in _parts(len(blocks))]
     matrix = joined([PackedIntMatrix(words, scales, form.span, form.bits, dtype) for words, scales in made])
     return matrix if form.is_of_experts else _with_row_scales(matrix)
@@ -167,7 +173,7 @@ def _with_row_scales(matrix: PackedIntMatrix) -> PackedIntMatrix:
 
 
 def joined(matrices: Sequence[PackedIntMatrix]) -> PackedIntMatrix:
-    """Matrices of one form, stacked by rows"""
+    """Stack matrices of one form by rows."""
     if len(matrices) == 1:
         return matrices[0]
     words, scales = [one.words for one in matrices], [one.scales for one in matrices]
@@ -186,28 +192,29 @@ def is_of_one_form(one: PackedIntMatrix, other: PackedIntMatrix) -> bool:
 
 
 def interleaved(first: PackedIntMatrix, second: PackedIntMatrix, num_parts: int) -> PackedIntMatrix:
-    """Both in as many parts of rows, one of the first before one of the second: gates and ups of experts"""
+    """Interleave two matrices in parts of rows, alternately: gates and ups of experts."""
     words, scales = mixed(first.words, second.words, num_parts), mixed(first.scales, second.scales, num_parts, dim=1)
     return replace(first, words=words, scales=scales)
 
 
 def interleaved_fp8(first: Fp8BlockMatrix, second: Fp8BlockMatrix, num_parts: int) -> Fp8BlockMatrix:
-    """The same"""
+    """Interleave two fp8 matrices as `interleaved` does."""
     values = mixed(first.values.view(torch.uint8), second.values.view(torch.uint8), num_parts).view(FP8)
     return Fp8BlockMatrix(values, mixed(first.scales, second.scales, num_parts, dim=1))
 
 
 def mixed(one: torch.Tensor, other: torch.Tensor, num_parts: int, dim: int = 0) -> torch.Tensor:
-    """Rows (or columns) in as many parts each, one part of the first before one of the second"""
+    """Interleave two tensors in `num_parts` parts of rows (or columns), alternately."""
     parts = (one.unflatten(dim, (num_parts, -1)), other.unflatten(dim, (num_parts, -1)))
     return torch.cat(parts, dim=dim + 1).flatten(dim, dim + 1)
 
 
 def _pack_rows(blocks: torch.Tensor, quant: str, form: PackedIntFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and scales. Values are -8 to 7 of 4 bits also where codes began at 0: the minimum is the middle's then."""
+    """Return words and scales. 4-bit values are -8 to 7 also for unsigned codes, whose minimum is shifted
+    accordingly."""
     parts = BLOCK_FORMATS[quant](blocks.reshape(-1, BLOCK_TYPES[quant].block_bytes))
     codes = parts.codes.reshape(len(blocks), -1)
-    every = form.group // parts.codes.shape[2]  # neighbouring groups are alike
+    every = form.group // parts.codes.shape[2]  # neighbouring groups share their scales
     scales = parts.scales.view(len(blocks), -1)[:, ::every]
     zero = parts.zero
     minima = parts.minima if parts.zeros is None else -parts.scales * parts.zeros
@@ -224,12 +231,12 @@ def _int4_interleave(num_columns: int) -> int:
 
 
 def _parts(num_rows: int) -> list[slice]:
-    """float32 copies are made of some rows at a time."""
+    """Return slices of rows, to limit the size of float32 copies."""
     return [slice(start, start + 8192) for start in range(0, num_rows, 8192)]
 
 
 def expanded(matrix: Fp8Matrix | Fp8BlockMatrix | PackedIntMatrix) -> torch.Tensor:
-    """[rows, columns] in the scales' dtype, in plain torch: what the kernels are held against"""
+    """Expand a matrix to the scales' dtype [rows, columns], in plain torch: the reference for the kernels."""
     if isinstance(matrix, Fp8BlockMatrix):
         return matrix.values.float() * matrix.scales.t().repeat_interleave(FP8_GROUP, dim=1)
     if isinstance(matrix, Fp8Matrix):
@@ -241,7 +248,7 @@ def expanded(matrix: Fp8Matrix | Fp8BlockMatrix | PackedIntMatrix) -> torch.Tens
 
 
 def has_gemv_int4(matrix: PackedIntMatrix) -> bool:
-    """Return whether the GEMV for 4-bit matrices takes this one."""
+    """Return whether the GEMV for 4-bit matrices supports this one."""
     return matrix.bits == 4 and matrix.interleave == INTERLEAVE
 
 
@@ -250,6 +257,6 @@ def dequantized_rows(matrix: PackedIntMatrix, part: slice, dtype: torch.dtype) -
 
 
 def rows_of(matrix: PackedIntMatrix, row_ids: torch.Tensor) -> torch.Tensor:
-    """Those rows, expanded: [row_ids, columns]"""
+    """Look up and expand rows: [row_ids, columns]."""
     words, scales = matrix.words[row_ids], matrix.scales[:, row_ids]
     return dequantize_packed(words, scales, matrix.interleave, matrix.bits, matrix.dtype)

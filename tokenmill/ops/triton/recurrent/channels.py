@@ -1,11 +1,10 @@
-"""What a chunk's tokens have to do with each other where each channel of a key has a decay of its own, all segments
-side by side (see `chunks.py`):
+"""The solve step of `chunks.py` for decays per key channel, for all segments in parallel:
 
     A_tj = β_t Σ_c e^{G_tc - G_jc} k_tc k_jc, j < t            P_tj = Σ_c e^{G_tc - G_jc} q_tc k_jc, j <= t
 
-Between the halves of a chunk these are products of matrices: with R, the decays where the second half begins,
-(e^{G_t - R} ∘ k_t)·(e^{R - G_j} ∘ k_j), in which no factor grows; likewise between the quarters of a half. Within a
-quarter each column is summed up by itself.
+Between the halves of a chunk these are matrix products: with R, the decays at the start of the second half,
+(e^{G_t - R} ∘ k_t)·(e^{R - G_j} ∘ k_j), in which no factor exceeds 1; likewise between the quarters of a half. Within a
+quarter each column is summed separately.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ def _keep_decays(
     part, before, projected, numbers, decays, step_decays, strengths, head, VALUE_HEADS: tl.constexpr,
     WIDTH: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Decays G [32, channels] of a half whose channels have faded by `before` [channels] where its first own token
-    comes, what its last one leaves, and strengths [32]; all are kept for later tokens and kernels"""
+    """Compute and store the cumulative decays G [32, channels] of a half, given those `before` it [channels]; return
+    them with the last token's decays and the strengths [32]."""
     _, is_before, is_own, in_block, block, tokens = part
     channels = tl.arange(0, DECAYS)[None, :]
     rates, step_bias, step_scale, min_step, max_step = numbers
@@ -60,7 +59,7 @@ def _load_tokens(
     numbers, segment, table, fields, head, key_head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and decays [N, KEY_DIM] of tokens of the segment's chunk, zeros behind the last one"""
+    """Load keys and decays [N, KEY_DIM] of tokens of the segment's chunk, zeros after the last one."""
     position, count, first = segment
     keys, convolved, decays, step_decays = fields
     at, columns = position % CHUNK, tl.arange(0, KEY_DIM)[None, :]
@@ -87,8 +86,8 @@ def _within(
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products of a half's keys and queries [32, KEY_DIM], float32, with its keys: [32, 32] each. Its quarters of 16
-    are like halves of a chunk: between them there are products of matrices; within both, a column at a time"""
+    """Multiply a half's keys and queries [32, KEY_DIM], float32, by its keys: [32, 32] each. Between its quarters these
+    are matrix products, within a quarter they are computed by column."""
     number = tl.arange(0, HALF)
     border = _row_of(decay, QUARTER)
     faded = tl.trans(key * tl.exp(tl.minimum(border - decay, 0.0)))
@@ -116,7 +115,7 @@ def solve_channels(
     HAS_BIAS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     IS_TILED: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A chunk in halves of 32 tokens"""
+    """Solve a chunk in halves of 32 tokens."""
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * (VALUE_DIM + DECAYS + 1)
     launch_dependents(OVERLAPS)
@@ -137,7 +136,7 @@ def solve_channels(
     decay1, _, strength1 = _keep_decays(
         lower, before, projected, numbers, decays, step_decays, strengths, head, VALUE_HEADS, WIDTH, DECAYS, BLOCK_SIZE
     )
-    tl.debug_barrier()  # each thread reads what others have stored
+    tl.debug_barrier()  # threads read what others have stored
     fields = (keys, convolved, decays, step_decays)
 
     key0 = load_keys(at, upper, keys, convolved, key_head, KEY_HEADS, KEY_DIM, CHANNELS, BLOCK_SIZE).to(tl.float32)

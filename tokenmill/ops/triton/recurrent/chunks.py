@@ -1,14 +1,14 @@
-"""The recurrence of prompts by chunks of 64 tokens, as products of matrices (`arch/recurrent.py` has the sums).
+"""The recurrence of prompts in chunks of 64 tokens, as matrix products (formulas in `arch/recurrent.py`).
 
-    solve   all segments side by side: decays G, per head T = (1 + A)⁻¹ with A_tj = β_t e^{G_t - G_j} k_t·k_j, j < t,
+    solve   all segments in parallel: decays G, per head T = (1 + A)⁻¹ with A_tj = β_t e^{G_t - G_j} k_t·k_j, j < t,
             and P_tj = e^{G_t - G_j} q_t·k_j, j <= t. Row t belongs to a token: [T, heads, 64] each
-    scan    a row's segments one after another, some values of a head a program: with the state S before the chunk
+    scan    a row's segments sequentially, some values of a head per program: with the state S before the chunk
 
             U = T β (V - e^G K S)        O = e^G Q S + P U        S' = e^{G_64} S + (e^{G_64 - G} K)ᵀ U
 
-Where a row begins within a chunk, the tokens before it are cells: their keys and updates are known, so their rows of T
-are those of 1, and what T multiplies are their updates. Mamba-2 has no T: its updates are dt · v. Where channels have
-decays of their own, e^G belongs to keys and queries: e^G ∘ K, and their products are made in `channels.py`.
+If a row begins within a chunk, the tokens before it are cells: their keys and updates are known, so their rows of T are
+those of the identity, and T is multiplied by their updates. Mamba-2 has no T: its updates are dt · v. With decays per
+key channel, e^G is applied to keys and queries, e^G ∘ K, and `channels.py` computes their products.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 from tokenmill.ops.triton.recurrent.solve import solve
 
 SCAN, SCAN_CHANNELS = {"num_warps": 4, "num_stages": 1}, {"num_warps": 8, "num_stages": 1}
-MAX_VALUES, MAX_CHANNEL_VALUES = 16, 32  # of a head that a program of `scan` computes
+MAX_VALUES, MAX_CHANNEL_VALUES = 16, 32  # values of a head per program of `scan`
 
 
 @triton.jit
 def _product(x, matrix, acc, PRECISION: tl.constexpr):
-    """x [M, K] float32 times a matrix [K, N], as activations are kept, added to acc; x in two parts of 16 bits each
-    where activations have 16"""
+    """Add x [M, K] float32 times a matrix [K, N] in the dtype of activations to acc; with 16-bit activations, x is
+    split in two 16-bit parts."""
     if matrix.dtype == tl.float32:
         return tl.dot(x, matrix, acc, input_precision=PRECISION)
     high = x.to(matrix.dtype)
@@ -44,7 +44,7 @@ def _product(x, matrix, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load_decays(part, step_decays, cell_decays, head, HEADS: tl.constexpr, DECAYS: tl.constexpr, SIZE: tl.constexpr):
-    """Decays of a chunk's tokens, [64], or [64, DECAYS] where channels have their own; zeros behind the last one"""
+    """Load the decays of a chunk's tokens, [64], or [64, DECAYS] with decays per channel; zeros after the last one."""
     _, is_before, is_own, in_block, block, tokens = part
     before = decays_in_cell(cell_decays, block, in_block, head, HEADS, DECAYS, SIZE)
     found = tl.where(is_own, step_decays + (tokens * HEADS + head) * DECAYS, before)
@@ -58,7 +58,7 @@ def _load_decays(part, step_decays, cell_decays, head, HEADS: tl.constexpr, DECA
 
 @triton.jit
 def _recalled(state, vectors, decay, DECAYS: tl.constexpr, PRECISION: tl.constexpr):
-    """What vectors [64, KEY_DIM] read of a state [OWN, KEY_DIM] that has faded since its chunk began: [OWN, 64]"""
+    """Multiply a state [OWN, KEY_DIM], decayed up to each token, by vectors [64, KEY_DIM]: [OWN, 64]."""
     nothing = tl.zeros((state.shape[0], vectors.shape[0]), tl.float32)
     if DECAYS > 1:
         found = _product(state, tl.trans(vectors.to(tl.float32) * tl.exp(decay)), nothing, PRECISION)
@@ -88,8 +88,8 @@ def _scan(
     KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, OWN: tl.constexpr,
     PRECISION: tl.constexpr, IS_TILED: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Everything transposed: a state is [own values, key dim], so that it and what is computed from it is the factor
-    that products take from registers."""
+    """All matrices are transposed: a state is [own values, key dim], so that it and its products are the factors that
+    tensor cores read from registers."""
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     PARTS: tl.constexpr = VALUE_DIM // OWN
     STATE: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
@@ -131,7 +131,7 @@ def _scan(
         if IS_DELTA:
             fresh -= _recalled(state, key, decay, DECAYS, PRECISION)
         fresh *= strength[None, :]
-        if position > chunk_start:  # of tokens before the row, updates are known
+        if position > chunk_start:  # the updates of tokens before the row are known
             fresh += tl.load(updates + cells_at, mask=is_before[None, :], other=0.0).to(tl.float32)
         update = fresh
         if IS_DELTA:
@@ -162,7 +162,7 @@ def recur_chunks(
     args: RecurrentArgs,
     out: torch.Tensor,
 ) -> None:
-    """Compute the rows of several tokens; out: float32 [T, values], neither gated nor normed"""
+    """Compute the rows of several tokens; out: float32 [T, values], before gate and norm."""
     spec, sizes, segments, weights = args.spec, Sizes.of(args), plan.segments, args.weights
     assert segments is not None
     precision, heads, num_tokens = precision_of(projected), spec.value_heads, len(projected)

@@ -1,6 +1,7 @@
-"""The convolution before the recurrence of prompts: q, k and v of all tokens of a step, one program a segment and head.
+"""The convolution before the recurrence of prompts: q, k and v of all tokens of a step, one program per segment and
+head.
 
-With them it leaves what later steps read: inputs and keys in cells, and the last inputs before a state in its tail.
+It also caches what later steps read: inputs and keys in cells, and the last inputs before a state in its tail.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def _convolve_head(
     KERNEL: tl.constexpr, TAPS_PADDED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IS_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """q, k or v of a head, rounded as it is kept, [64, D]; the tokens' positions and blocks of cells, which are 0 where
-    nothing is kept."""
+    """Compute q, k or v of a head, rounded as in the cache, [64, D]; also return the tokens' positions and blocks of
+    cells, 0 if nothing is cached."""
     position, count, _ = segment
     weight, bias = taps
     conv_inputs, tails, table, state_table = target
@@ -40,7 +41,7 @@ def _convolve_head(
         back = KERNEL - 1 - tap
         in_step = inside & (at - back >= start)
         value = tl.load(projected + (offsets - back * WIDTH), mask=in_step[:, None], other=0.0)
-        if position - back < start:  # the first tokens of a row also look at earlier steps
+        if position - back < start:  # the first tokens of a row also read inputs of earlier steps
             before, exists = input_rows(at - back, row, sources, WIDTH, CHANNELS, KERNEL, BLOCK_SIZE)
             is_earlier = inside & exists & (at - back < start)
             value += tl.load(before[:, None] + channels[None, :], mask=is_earlier[:, None], other=0.0)
@@ -119,7 +120,7 @@ def _convolve_segments(
 def convolve_segments(
     projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentBatch, args: RecurrentArgs
 ) -> torch.Tensor:
-    """q, k and v [T, channels] of the tokens in segments; those of other tokens are not written"""
+    """Compute q, k and v [T, channels] of the tokens in segments; those of other tokens are not written."""
     spec, sizes, segments = args.spec, Sizes.of(args), plan.segments
     assert segments is not None
     convolved = projected.new_empty(len(projected), spec.conv_size)

@@ -1,5 +1,5 @@
-"""The gate and norm behind a recurrent mixer: norm(o) * silu(z), norm(o * silu(z)) or norm(o) * sigmoid(z), by groups
-of values."""
+"""The gate and norm after a recurrent mixer: norm(o) * silu(z), norm(o * silu(z)) or norm(o) * sigmoid(z), per group of
+values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 from tokenmill.ops.triton.recurrent.parts import GATE_FIRST, NO_NORM, silu
 from tokenmill.ops.triton.recurrent.sizes import Sizes, gate_numbers
 
-MAX_TILE = 1024  # values of a program
+MAX_TILE = 1024  # values per program
 
 
 @kernel_unspecialized("num_tokens")
@@ -21,7 +21,7 @@ def _gate_and_norm(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, NORM_IS_SHARED: tl.constexpr,
     IS_SIGMOID: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program takes some groups, of one token or of several."""
+    """Each program computes some groups, of one token or several."""
     launch_dependents(OVERLAPS)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, group = (number // GROUPS).to(tl.int64), number % GROUPS
@@ -44,7 +44,7 @@ def _gate_and_norm(
 
 
 def gate_and_norm(mixed: torch.Tensor, projected: torch.Tensor, args: RecurrentArgs) -> torch.Tensor:
-    """Outputs of the recurrence [T, values], float32, and the joint projections → [T, values]"""
+    """Outputs of the recurrence [T, values], float32, and the stacked projections → [T, values]"""
     out = torch.empty_like(mixed, dtype=projected.dtype)
     spec, sizes = args.spec, Sizes.of(args)
     groups = spec.value_heads if spec.norm is None else spec.norm.groups

@@ -1,7 +1,7 @@
-"""Recurrent mixers of a step: tokens one by one where rows have one each, chunks of 64 for prompts.
+"""Recurrent mixers of a step: token by token for rows of one token, in chunks of 64 for prompts.
 
-`deterministic_recurrent` computes prompts token by token too, so that a token's bits do not depend on how steps cut its
-sequence; chunks add up in another order.
+`deterministic_recurrent` also computes prompts token by token, so that a token's bits do not depend on how its sequence
+is split into steps; chunks have another order of summation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmill.ops.triton.recurrent.tokens import recur_tokens
 def recurrent(
     projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentBatch, args: RecurrentArgs
 ) -> torch.Tensor:
-    """Joint projections [T, q k v z (b) a] → normed and gated outputs [T, values]"""
+    """Stacked projections [T, q k v z (b) a] → normed and gated outputs [T, values]"""
     projected = projected.contiguous()
     mixed = torch.empty(len(projected), args.spec.values_size, dtype=torch.float32, device=projected.device)
     if plan.num_single:

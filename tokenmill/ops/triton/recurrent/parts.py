@@ -1,11 +1,11 @@
-"""What both ways through a recurrent mixer are made of: inputs of the convolution, decay and step, gate and norm.
+"""Functions shared by both forms of a recurrent mixer: inputs of the convolution, decay and step, gate and norm.
 
-The inputs of a row's convolution lie in three places: those of this step in the projections, those before it in cells
-of its chunk, and those before the chunk in the tail of its state:
+The inputs of a row's convolution are in three places: those of this step in the projections, earlier ones of its chunk
+in cells, and those before the chunk in the tail of its state:
 
     tail of state 1 | cells of 64 .. 99 | projections of 100 .. 120          a row of 21 tokens from position 100 on
 
-Functions here take tuples, which cost nothing once compiled: `row` is (first token, first position, table of cells,
+Functions here take tuples, which have no cost in compiled code: `row` is (first token, first position, table of cells,
 slot of the state before the row's chunk), `sources` is (projections, inputs in cells, tails).
 """
 
@@ -20,13 +20,14 @@ NO_NORM, NORM_FIRST, GATE_FIRST = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 
 @triton.jit
 def everywhere(condition, like):
-    """A mask of the shape of the integers `like`: one condition for all of them"""
+    """Broadcast a condition to a mask of the shape of the integers `like`."""
     return like * 0 + condition.to(tl.int32) > 0
 
 
 @triton.jit
 def key_head_of(head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, IS_TILED: tl.constexpr):
-    """The key head that a value head reads: neighbours share one, or (IS_TILED) value heads take turns over them"""
+    """Return the key head of a value head: neighbouring value heads share one, or (IS_TILED) value heads cycle over
+    them."""
     return head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
 
 
@@ -37,27 +38,27 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), exact for small results too"""
+    """Return log(1 + e^x), accurate for small results too."""
     small = tl.exp(-tl.abs(x))
     return tl.maximum(x, 0.0) + tl.where(small < 1e-4, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
 
 
 @triton.jit
 def decays_of(head, DECAYS: tl.constexpr):
-    """The numbers of a value head's decays: one, or one for each channel of a key"""
+    """Return the indices of a value head's decays: one, or one per key channel."""
     return head if DECAYS == 1 else head * DECAYS + tl.arange(0, DECAYS)
 
 
 @triton.jit
 def decays_in_cell(decays, block, at, head, HEADS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the first decay of a value head is that a token has left in its cell"""
+    """Return the offset of a value head's first decay in a token's cell."""
     number = (block * BLOCK_SIZE + at) * HEADS + head if DECAYS == 1 else (block * HEADS + head) * BLOCK_SIZE + at
     return decays + number * DECAYS
 
 
 @triton.jit
 def step_of(a, head, numbers, rates, step_bias, step_scale, min_step, max_step):
-    """(g, dt) of projected a"""
+    """Return (g, dt) of projected a."""
     dt = softplus(a.to(tl.float32) * step_scale + tl.load(step_bias + numbers))
     dt = tl.minimum(tl.maximum(dt, min_step), max_step)
     return tl.load(rates + head) * dt, dt
@@ -67,7 +68,7 @@ def step_of(a, head, numbers, rates, step_bias, step_scale, min_step, max_step):
 def input_rows(
     at, row, sources, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Where the inputs at positions `at` of a row begin, and whether there are any"""
+    """Return pointers to the inputs at positions `at` of a row, and whether they exist."""
     first, start, table, slot = row
     projected, conv_inputs, tails = sources
     chunk_start = start // CHUNK * CHUNK
@@ -83,5 +84,5 @@ def input_rows(
 
 @triton.jit
 def unit(x, axis: tl.constexpr):
-    """Vectors of length one"""
+    """Normalise vectors to length one."""
     return x * tl.expand_dims(tl.rsqrt(tl.sum(x * x, axis=axis) + 1e-6), axis)

@@ -1,7 +1,7 @@
-"""What the recurrent layers of a step need to know of its rows, worked out once for all of them.
+"""The plan of a step for all recurrent layers of a cache group.
 
 Rows of one token each come first and are computed token by token. The others are cut at multiples of 64 positions into
-segments, most of which are computed side by side:
+segments, which the parallel kernels process independently:
 
     row of 150 tokens from position 40 on      segment 40 .. 63 | segment 64 .. 127 | segment 128 .. 189
 """
@@ -20,13 +20,13 @@ from tokenmill.ops.batch import ForwardBatch
 @dataclass(frozen=True)
 class RecurrentBatch:
     cells: torch.Tensor  # int32 [R, max_blocks], block tables
-    states: torch.Tensor  # int32 [R, max_blocks]: entry e is the state behind 64 * (e + 1) tokens
+    states: torch.Tensor  # int32 [R, max_blocks]: entry e is the state after 64 * (e + 1) tokens
     query_starts: torch.Tensor  # int32 [R + 1]
     contexts: torch.Tensor  # int32 [R]
-    num_single: int  # the first so many rows have one token each
-    segments: torch.Tensor | None  # int32 [N, 4] of the others: row, first position, tokens, first token in the step
+    num_single: int  # rows [0, num_single) have one token each
+    segments: torch.Tensor | None  # int32 [N, 4] of other rows: row, first position, tokens, first token in the step
     block_size: int
-    owners: torch.Tensor | None = None  # int32 [T]: the row of each token, where rows are computed token by token
+    owners: torch.Tensor | None = None  # int32 [T]: the row of each token, if all rows are computed token by token
 
 
 def plan_recurrent(batch: ForwardBatch, cells: int, states: int) -> RecurrentBatch:
@@ -34,7 +34,7 @@ def plan_recurrent(batch: ForwardBatch, cells: int, states: int) -> RecurrentBat
 
 
 def plan_token_by_token(batch: ForwardBatch, cells: int, states: int) -> RecurrentBatch:
-    """The same for kernels that compute every row token by token"""
+    """Return the plan for kernels that compute every row token by token."""
     plan = _plan(batch, cells, states, cuts_segments=False)
     if plan.num_single == len(plan.contexts):
         return plan
@@ -68,7 +68,7 @@ def _segments(batch: ForwardBatch, num_single: int) -> torch.Tensor:
 
 
 def _sent(values: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    """int32, without the host's waiting for the device"""
+    """Copy values to the device as int32 without synchronising."""
     tensor = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 

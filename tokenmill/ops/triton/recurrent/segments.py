@@ -1,5 +1,4 @@
-"""What the recurrence of chunks is computed from, segment by segment: tokens of a chunk by halves of 32, and the
-matrices that are solved for them side by side."""
+"""Inputs and results of the solve step, per segment: tokens of a chunk in halves of 32, and the solved matrices."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ HALF = tl.constexpr(32)
 
 @triton.jit
 def tokens_of(begin, segment, table, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """A part of a segment's chunk, tokens `begin` to `begin + COUNT`: their numbers, which are before the segment (in
-    cells), which in it; indices in blocks of cells, blocks, and tokens of the step"""
+    """Return a part of a segment's chunk, tokens `begin` to `begin + COUNT`: their indices, masks of those before the
+    segment (in cells) and in it, their offsets in blocks of cells, blocks, and tokens of the step."""
     position, count, token = segment
     at = position % CHUNK
     numbers = begin + tl.arange(0, COUNT)
@@ -29,7 +28,7 @@ def load_keys(
     at, part, keys, convolved, key_head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Keys of a chunk's tokens [N, D], zeros behind the last one"""
+    """Load the keys of a chunk's tokens [N, D], zeros after the last one."""
     _, is_before, is_own, in_block, block, tokens = part
     columns = tl.arange(0, KEY_DIM)[None, :]
     own = tokens * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM
@@ -49,7 +48,7 @@ def load_queries(part, convolved, key_head, KEY_DIM: tl.constexpr, CHANNELS: tl.
 
 @triton.jit
 def _inverse(matrix):
-    """(1 + matrix)⁻¹ of a matrix [32, 32] with numbers below its diagonal only, row by row"""
+    """Return (1 + matrix)⁻¹ of a strictly lower triangular matrix [32, 32], row by row."""
     number = tl.arange(0, HALF)
     inverse = tl.where(number[:, None] == number[None, :], 1.0, 0.0)
     for row in range(1, HALF):
@@ -62,7 +61,7 @@ def _inverse(matrix):
 
 @triton.jit
 def store_tile(matrix, tile, part, begin, head, VALUE_HEADS: tl.constexpr):
-    """Rows of a head's matrix that belong to tokens, columns `begin` to `begin + 32`"""
+    """Store the rows of a head's matrix that belong to tokens, columns `begin` to `begin + 32`."""
     _, _, is_own, _, _, tokens = part
     offsets = ((tokens * VALUE_HEADS + head) * CHUNK + begin)[:, None] + tl.arange(0, HALF)[None, :]
     tl.store(matrix + offsets, tile.to(matrix.dtype.element_ty), mask=is_own[:, None])
@@ -72,8 +71,8 @@ def store_tile(matrix, tile, part, begin, head, VALUE_HEADS: tl.constexpr):
 def store_solution(
     solved, alike, strengths, parts, head, VALUE_HEADS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """T = (1 + A)⁻¹ of a segment, A being β_t times what halves have in common: k_t·k_j, as far as it has faded. Rows
-    of tokens before the segment are those of 1."""
+    """Compute and store T = (1 + A)⁻¹ of a segment, where A is β_t times the decayed products k_t·k_j of its halves.
+    Rows of tokens before the segment are those of the identity."""
     upper, lower = parts
     alike00, alike10, alike11 = alike
     i, j = upper[0], lower[0]

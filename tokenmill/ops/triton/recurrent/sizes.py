@@ -1,4 +1,4 @@
-"""A recurrent mixer's sizes and numbers as kernels take them."""
+"""A recurrent mixer's sizes and parameters as kernel arguments."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Sizes:
         )  # fmt: skip
 
     def or_any(self, weight: torch.Tensor | None) -> torch.Tensor:
-        """A weight, or something in its place that is not read"""
+        """Return a weight, or a placeholder that is not read."""
         return self.anything if weight is None else weight
 
 
 def step_numbers(spec: Recurrent) -> tuple[float, float, float]:
-    """Scale of a, smallest and largest step"""
+    """Return the scale of a, and the smallest and largest step."""
     return spec.step_scale, *(spec.step_limits or (0.0, inf))
 
 
 def gate_numbers(spec: Recurrent) -> tuple[float, float]:
-    """Scales of the gate and of the output"""
+    """Return the scales of the gate and of the output."""
     return spec.gate_scale, spec.out_scale

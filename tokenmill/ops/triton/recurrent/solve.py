@@ -1,5 +1,4 @@
-"""What a chunk's tokens have to do with each other, all segments side by side; a decay for each value head (see
-`chunks.py`)."""
+"""The solve step of `chunks.py` for one decay per value head, for all segments in parallel."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def _steps_of(
     part, projected, numbers, decays, head, VALUE_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Tokens' own decays g (0 where they are of an earlier step), strengths, and decays in cells"""
+    """Return the tokens' decays g (0 for tokens of earlier steps), strengths, and decays from cells."""
     _, is_before, is_own, in_block, block, tokens = part
     rates, step_bias, step_scale, min_step, max_step = numbers
     step_inputs = projected + tokens * WIDTH + WIDTH - VALUE_HEADS + head
@@ -49,7 +48,7 @@ def _keep_steps(
 
 @triton.jit
 def _faded(rows, decay_of_rows, columns, decay_of_columns):
-    """e^{G_t - G_j} for j <= t, else 0"""
+    """Return e^{G_t - G_j} for j <= t, else 0."""
     since = decay_of_rows[:, None] - decay_of_columns[None, :]
     return tl.where(rows[:, None] >= columns[None, :], tl.exp(tl.minimum(since, 0.0)), 0.0)
 
@@ -62,7 +61,7 @@ def solve(
     HAS_BIAS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     IS_TILED: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A chunk in halves of 32 tokens, by one warp: what its threads sum up needs no shared memory."""
+    """Solve a chunk in halves of 32 tokens, by one warp, whose reductions need no shared memory."""
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     WIDTH: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + (2 * VALUE_HEADS if IS_DELTA else VALUE_HEADS)
     launch_dependents(OVERLAPS)

@@ -1,10 +1,10 @@
-"""Recurrent mixers token by token: decoding steps, and prompts of deterministic ones.
+"""Recurrent mixers token by token: decode steps, and prompts with --deterministic.
 
-    prepare   a program a token and head: convolution, q, k, v, decay and step; inputs and keys for later steps
-    recur     a program some values of a head of a row: its tokens one after another, the state in registers
+    prepare   one program per token and head: convolution, q, k, v, decay and step; caches inputs and keys
+    recur     one program per row and some values of a head: its tokens sequentially, with the state in registers
 
-Of the tokens since the last multiple of 64 cells are read; of those that are of this step, what was left beside the
-cache, in the precision of the cells. So the result of a token is computed in the same order whatever step it is in.
+Tokens since the last multiple of 64 are read from cells, or, if they belong to this step, from buffers with the cells'
+precision. So a token's result is computed in the same order whatever step it belongs to.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tokenmill.ops.triton.recurrent.plan import RecurrentBatch
 from tokenmill.ops.triton.recurrent.sizes import Sizes, step_numbers
 
 RECUR = {"num_warps": 4}
-MAX_VALUES = 64  # of a head that a program of `recur` computes
-TILE = tl.constexpr(32)  # tokens of the chunk that are looked at together
+MAX_VALUES = 64  # values of a head per program of `recur`
+TILE = tl.constexpr(32)  # tokens of the chunk per iteration
 AT_ONCE = tl.constexpr(4)  # tokens that are added to a state before the next ones are loaded
 
 
@@ -43,8 +43,8 @@ def _convolve_token(
     position, row, sources, taps, channels, target, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """silu of the convolution at a position, float32. Its input goes to its cell, and, where a state is written behind
-    it, the last inputs to that state's tail."""
+    """Compute silu of the convolution at a position, float32. Cache its input in its cell, and, if a state is written
+    after it, the last inputs in that state's tail."""
     weight, bias = taps
     conv_inputs, tails, block, slot = target
     total = tl.zeros(channels.shape, tl.float32)
@@ -80,7 +80,7 @@ def _prepare_tokens(
     row_number = tl.load(owners + number) if HAS_PROMPTS else number
     first, context = tl.load(query_starts + row_number), tl.load(contexts + row_number)
     start = context - (tl.load(query_starts + row_number + 1) - first)
-    if context > 0:  # others fill up a graph
+    if context > 0:  # other rows are padding
         cell_table, state_table = cell_tables + row_number * cell_stride, state_tables + row_number * state_stride
         position, token = start + number - first, number.to(tl.int64)
         before = tl.load(state_table + tl.maximum(start // CHUNK - 1, 0), mask=start >= CHUNK, other=0).to(tl.int64)
@@ -136,7 +136,7 @@ def _prepare_tokens(
 
 @triton.jit
 def _cells(at, row, BLOCK_SIZE: tl.constexpr):
-    """Positions of a row: whether they are of this step, the step's tokens, blocks of cells and indices in them"""
+    """Return for positions of a row whether they belong to this step, their tokens, blocks of cells, and offsets."""
     first, start, table = row
     in_step = at >= start
     block = tl.load(table + at // BLOCK_SIZE, mask=at < start, other=0).to(tl.int64)
@@ -145,7 +145,7 @@ def _cells(at, row, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _vector(index, fields, head, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where one key or update of a head begins; `fields` are those of this step, and those in cells"""
+    """Return a pointer to a key or update of a head; `fields` are the buffers of this step and of cells."""
     in_step, token, block, at = index
     of_step, in_cells = fields
     cell = in_cells + ((block * HEADS + head) * BLOCK_SIZE + at) * DIM
@@ -157,7 +157,7 @@ def _load_vectors(
     indices, fields, head, seen, columns, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_PROMPTS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or updates of a head, float32, zeros where nothing is seen"""
+    """Load keys or updates of a head, float32, zeros where masked."""
     in_step, token, block, at = indices
     of_step, in_cells = fields
     cells = ((block * HEADS + head) * BLOCK_SIZE + at) * DIM
@@ -170,7 +170,7 @@ def _load_vectors(
 
 @triton.jit
 def _decays(index, fields, head, HEADS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the first decay of a head is"""
+    """Return the offset of a head's first decay."""
     in_step, token, block, at = index
     of_step, in_cells = fields
     cell = decays_in_cell(in_cells, block, at, head, HEADS, DECAYS, BLOCK_SIZE)
@@ -182,7 +182,7 @@ def _load_decays(
     indices, fields, head, seen, HEADS: tl.constexpr, DECAYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_PROMPTS: tl.constexpr,
 ):  # fmt: skip
-    """Decays of a head where tokens were, one each or [TILE, channels]; zeros where nothing is seen"""
+    """Load a head's decays at tokens, one each or [TILE, channels]; zeros where masked."""
     if DECAYS > 1:
         channels = tl.arange(0, DECAYS)
         found = _load_vectors(indices, fields, head, seen, channels, HEADS, DECAYS, BLOCK_SIZE, HAS_PROMPTS)
@@ -193,8 +193,8 @@ def _load_decays(
 
 @triton.jit
 def _recalled(k, vector, decay, there, seen, DECAYS: tl.constexpr):
-    """Products of a query or key with keys [TILE, KEY_DIM], as far as those have decayed since"""
-    if DECAYS > 1:  # keys that are not seen are zeros
+    """Multiply a query or key by keys [TILE, KEY_DIM], with their decay since."""
+    if DECAYS > 1:  # masked keys are zeros
         found = tl.sum(k * tl.exp(decay[None, :] - there) * vector[None, :], axis=1)
     else:
         found = tl.where(seen, tl.exp(decay - there), 0.0) * tl.sum(k * vector[None, :], axis=1)
@@ -203,7 +203,7 @@ def _recalled(k, vector, decay, there, seen, DECAYS: tl.constexpr):
 
 @triton.jit
 def _from_state(vector, state, faded, DECAYS: tl.constexpr):
-    """What a query or key reads of a state that has faded since its chunk began"""
+    """Multiply a query or key by a state, with its decay since the start of the chunk."""
     if DECAYS > 1:
         found = tl.sum((vector * faded)[:, None] * state, axis=0)
     else:
@@ -217,7 +217,7 @@ def _add_cells(
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A state that has decayed over its chunk, and what the chunk's tokens add to it, one after another"""
+    """Return a state after its chunk: decayed, with the chunk's tokens added one after another."""
     key_head, head = heads
     all_keys, all_updates, all_decays = fields
     for begin in range(0, CHUNK, AT_ONCE):
@@ -254,7 +254,7 @@ def _recur_tokens(
     slot = tl.load(state_table + tl.maximum(start // CHUNK - 1, 0), mask=start >= CHUNK, other=0).to(tl.int64)
     state_at = head * KEY_DIM * VALUE_DIM + keys_at[:, None] * VALUE_DIM + values_at[None, :]
     state = tl.load(states + slot * STATE + state_at, mask=everywhere(slot > 0, state_at), other=0.0)
-    if context == 0:  # a row that fills up a graph
+    if context == 0:  # a padding row
         tl.store(out + first * VALUES + head * VALUE_DIM + values_at, tl.zeros((OWN,), tl.float32))
         count = 0
     row, heads, channels = (first, start, cell_table), (key_head, head), decays_of(0, DECAYS)
@@ -272,7 +272,7 @@ def _recur_tokens(
         last = _decays(before, all_decays, head, VALUE_HEADS, DECAYS, BLOCK_SIZE) + channels
         decay = tl.load(steps + own_step) + tl.load(last, mask=everywhere(at > 0, channels), other=0.0)
         by_key, by_query = tl.zeros((OWN,), tl.float32), tl.zeros((OWN,), tl.float32)
-        for tile in range(0, at, TILE):  # the tokens before it in its chunk
+        for tile in range(0, at, TILE):  # earlier tokens of its chunk
             numbers = tile + tl.arange(0, TILE)
             seen = numbers < at
             indices = _cells(chunk_start + numbers, row, BLOCK_SIZE)
@@ -300,7 +300,7 @@ def _recur_tokens(
         tl.store(cell + values_at, kept_update, mask=everywhere(block > 0, values_at))
         kept_decays = decays_in_cell(decays, block, in_block, head, VALUE_HEADS, DECAYS, BLOCK_SIZE) + channels
         tl.store(kept_decays, decay, mask=everywhere(block > 0, channels))
-        is_read = at >= (0 if HAS_PROMPTS else CHUNK - 1)  # by a later token of this step, or by the state's sum
+        is_read = at >= (0 if HAS_PROMPTS else CHUNK - 1)  # by a later token of this step, or by the state's update
         if is_read:
             tl.store(step_updates + own_values, kept_update)
             tl.store(step_decays + own_step, decay)
@@ -322,7 +322,7 @@ def recur_tokens(
     out: torch.Tensor,
     num_rows: int,
 ) -> None:
-    """Compute the tokens of the first rows; out: float32 [T, values], neither gated nor normed"""
+    """Compute the tokens of the first rows; out: float32 [T, values], before gate and norm."""
     spec, sizes, weights = args.spec, Sizes.of(args), args.weights
     has_prompts = num_rows > plan.num_single
     num_tokens = len(projected) if has_prompts else num_rows

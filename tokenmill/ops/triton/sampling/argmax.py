@@ -1,4 +1,4 @@
-"""The most likely token of each row: the id of the highest logit, in two passes over parts of the vocabulary."""
+"""The argmax of each row's logits, in two passes: over parts of the vocabulary, then over the parts' results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _best_of_part(
     ids = part * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab_size
     values = tl.load(logits + row * vocab_size + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    values = tl.where(values == values, values, float("inf"))  # a row with a NaN in it has no best token
+    values = tl.where(values == values, values, float("inf"))  # NaN becomes inf, so the row's result is not finite
     top = tl.max(values, axis=0)
     tl.store(highest + row * num_parts + part, top)
     tl.store(best + row * num_parts + part, tl.min(tl.where(values == top, ids, vocab_size), axis=0))

@@ -1,6 +1,5 @@
-"""Logits processors on the device, before a token is sampled (`sample.py`): penalties for tokens that were seen, masks
-of grammars, and what is added to single tokens. Each row's parameters, edits and counts of seen tokens lie in tables by
-row.
+"""Logits processors on the device, before sampling (`sample.py`): penalties, grammar masks, and biases of single
+tokens. Each row's parameters, biases and token counts are in tables by row.
 
 The same steps in the same order as `sampling/steps.py`.
 """
@@ -22,7 +21,7 @@ BLOCK = 2048
 
 @kernel
 def _penalise(logits, rows, row_params, seen, vocab, BLOCK: tl.constexpr) -> None:
-    """`seen` int16 [max_rows, vocab]: 0 never, else 1 + how often in the output; changes the logits."""
+    """Apply penalties in place. `seen` int16 [max_rows, vocab]: 0 if not seen, else 1 + the count in the output."""
     number = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + number).to(tl.int64)
     if row >= 0:
@@ -43,7 +42,7 @@ def _penalise(logits, rows, row_params, seen, vocab, BLOCK: tl.constexpr) -> Non
 
 @kernel
 def _add_edits(logits, rows, indices, edit_ids, edit_values, edit_ends, vocab, NUM_EDITS: tl.constexpr) -> None:
-    """Adds values to single logits, each as long as the output has fewer tokens than its end."""
+    """Add values to single logits, each while the output has fewer tokens than the value's end."""
     number = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + number).to(tl.int64)
     if row >= 0:
@@ -56,7 +55,7 @@ def _add_edits(logits, rows, indices, edit_ids, edit_values, edit_ends, vocab, N
 
 @kernel
 def _keep_allowed(logits, numbers, masks, vocab, num_words, BLOCK: tl.constexpr) -> None:
-    """Adds minus infinity to tokens whose bit is not set: what was no number stays none."""
+    """Add minus infinity to tokens whose bit is not set; NaN stays NaN."""
     mask = tl.program_id(0)
     row = logits + tl.load(numbers + mask).to(tl.int64) * vocab
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -68,7 +67,7 @@ def _keep_allowed(logits, numbers, masks, vocab, num_words, BLOCK: tl.constexpr)
 
 @kernel
 def _count_fed(rows, indices, token_ids, row_params, seen, counted, vocab) -> None:
-    """The token that a row with n output tokens feeds last is the n-th of them: counted, if it was not yet."""
+    """Count the last fed token of each row, the n-th output token, unless it was counted before."""
     number = tl.program_id(0)
     row = tl.load(rows + number).to(tl.int64)
     if row >= 0:
@@ -102,15 +101,16 @@ def edit_logits(
     seen: torch.Tensor,
     edits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Penalties, then what is added to single tokens: ids, values, ends [max_rows, E]; changes logits [R, vocab]"""
+    """Apply penalties, then biases of single tokens (ids, values, ends [max_rows, E]), to logits [R, vocab] in
+    place."""
     num_rows, vocab = logits.shape
     _penalise[(num_rows, cdiv(vocab, BLOCK))](logits, rows, row_params, seen, vocab, BLOCK, num_warps=8)
     _add_edits[(num_rows,)](logits, rows, indices, *edits, vocab, edits[0].shape[1], num_warps=2)
 
 
 def keep_allowed(logits: torch.Tensor, numbers: torch.Tensor, masks: torch.Tensor) -> None:
-    """Keep the tokens whose bits are set: masks int32 [M, words], lowest bit first, for rows `numbers` int32 [M] of
-    logits [R, vocab], which are changed"""
+    """Mask logits [R, vocab] in place: keep the tokens whose bits are set in masks int32 [M, words], lowest bit first,
+    for rows `numbers` int32 [M]."""
     num_masks, num_words = masks.shape
     vocab = logits.shape[1]
     _keep_allowed[(num_masks, cdiv(vocab, BLOCK))](logits, numbers, masks, vocab, num_words, BLOCK, num_warps=8)

@@ -1,16 +1,16 @@
-"""Token sampling on the device: temperature, top-k, top-p, min-p and the draw, one program a row, from logits that are
-penalised and edited already (`penalties.py`).
+"""Token sampling on the device: temperature, top-k, top-p, min-p and sampling, one program per row, from logits after
+penalties and biases (`penalties.py`).
 
 The same steps in the same order as `sampling/steps.py`: softmax in integers of 2**-50, cuts on these, then the first
 token whose cumulative probability passes u * total. Sums of integers do not depend on their order, so a row's token is
 the same in any batch; against a CPU only the last bit of exp differs.
 
-A cut needs the k-th best value, or the value at which the sum of probabilities reaches a share. Distances below the
-highest logit are floats of one sign, whose bits sort as they do. A pass over the row counts what lies within each of
-eight borders, the next pass looks between the two that matter; once few tokens are left between them these are picked
-out and searched alone:
+Truncation needs the k-th best value, or the value at which the sum of probabilities reaches a share. Distances below
+the highest logit are non-negative floats, whose bits sort like the numbers. A pass over the row sums the weights within
+each of eight borders, and the next pass divides the interval between the two relevant ones; once it contains few
+tokens, they are compacted and searched separately:
 
-    sum within distance    |####|#|.|.|.|.|.|.|      the first of eight borders that holds enough, then eight inside it
+    sum within distance    |####|#|.|.|.|.|.|.|      the first of eight borders with enough weight, then eight within
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import triton.language as tl
 from tokenmill.ops.triton.launch.kernel import kernel
 from tokenmill.ops.triton.sampling.penalties import MIN_P, NUM_PARAMS, TEMPERATURE, TOP_K, TOP_P
 
-NO_NUMBER = tl.constexpr(-1)  # in place of a token: the logits are unusable
-NOTHING_LEFT = tl.constexpr(-2)  # every token was excluded
+NO_NUMBER = tl.constexpr(-1)  # instead of a token: a logit is NaN, or the highest is not finite
+NOTHING_LEFT = tl.constexpr(-2)  # instead of a token: every token was excluded
 BLOCK = 2048
-FEW = 2048  # tokens that are searched in registers
+FEW = 2048  # up to this many tokens are searched in registers
 
 
 @triton.jit
 def _fixed_prob(distance, unit):
-    """Probabilities as integers in units of 2**-50; `distance` below the highest logit, `unit`: what a token at
-    distance 0 has."""
+    """Return probabilities as integers in units of 2**-50; `distance` below the highest logit, `unit`: the probability
+    of a token at distance 0."""
     return (tl.exp(-distance) * unit).to(tl.int64)
 
 
@@ -50,7 +50,7 @@ def _bits(distance):
 
 @triton.jit
 def _weights(distance, unit, limit, COUNTS: tl.constexpr):
-    """Weight of each token: 1 (COUNTS) or its fixed-point probability; 0 beyond `limit`."""
+    """Return the weight of each token: 1 (COUNTS) or its fixed-point probability; 0 beyond `limit`."""
     inside = _bits(distance) <= limit
     if COUNTS:
         return inside.to(tl.int64)
@@ -59,7 +59,8 @@ def _weights(distance, unit, limit, COUNTS: tl.constexpr):
 
 @triton.jit
 def _between(ends, sums, counts, needed, low, before):
-    """The first border that holds `needed`, and the one before it: (low, high, weight before low, tokens between)"""
+    """Return the first border whose weight reaches `needed`, and the one before: (low, high, weight up to low, tokens
+    between)."""
     steps = tl.arange(0, 8)
     index = tl.minimum(8 - tl.sum((sums >= needed).to(tl.int32), axis=0), 7)
     high = tl.sum(tl.where(steps == index, ends, 0), axis=0)
@@ -73,7 +74,7 @@ def _between(ends, sums, counts, needed, low, before):
 
 @triton.jit
 def _ends(low, high):
-    """Eight borders that cut [low, high] into equal parts, the last of them `high` or beyond."""
+    """Return eight borders that divide [low, high] evenly, the last one at `high` or beyond."""
     return low + (tl.arange(0, 8) + 1).to(tl.int64) * ((high - low) // 8 + 1) - 1
 
 
@@ -82,9 +83,9 @@ def _border(
     row_logits, picked, vocab, highest, rate, unit, limit, wanted,
     COUNTS: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the smallest distance within which there are `wanted` tokens (COUNTS), or such a share of probability."""
+    """Return the bits of the smallest distance that includes `wanted` tokens (COUNTS), or this much probability."""
     steps = tl.arange(0, 8)
-    # First by eye: 0, then up to 0.25, 1, 2, 4, 8, 16 and everything.
+    # Fixed first borders: 0, 0.25, 1, 2, 4, 8, 16 and everything.
     ends = tl.where(steps < 3, 0x3F7FFFFF - (2 - steps) * 0x1000000, 0x3F7FFFFF + (steps - 2) * 0x800000).to(tl.int64)
     ends = tl.where(steps == 0, 0, tl.where(steps == 7, 0x7F7FFFFF, ends))
     low, high = tl.zeros((), tl.int64), tl.full((), 0x7F7FFFFF, tl.int64)
@@ -111,7 +112,7 @@ def _border(
         while low < high:
             is_within = few.to(tl.int64)[:, None] <= ends[None, :]
             held = before + tl.sum(tl.where(is_within, weights[:, None], 0), axis=0)
-            # `before` is what lies below all that were picked, so it stays as it is.
+            # `before` is the weight below all compacted tokens, so it does not change.
             low, high, _, inside = _between(ends, held, tl.sum(is_within.to(tl.int32), axis=0), needed, low, before)
             ends = _ends(low, high)
     return low.to(tl.int32)
@@ -119,7 +120,7 @@ def _border(
 
 @triton.jit
 def _picked(row_logits, picked, vocab, highest, rate, low, high, FEW: tl.constexpr, BLOCK: tl.constexpr):
-    """Bits of the distances within [low, high], FEW at most, by way of memory; no number in the rest."""
+    """Compact the bits of the distances within [low, high], at most FEW, through memory; the rest is NaN."""
     count = tl.zeros((), tl.int32)
     for start in range(0, vocab, BLOCK):
         bits = _bits(_distances(row_logits, start, vocab, highest, rate, BLOCK))
@@ -220,9 +221,8 @@ def _kept(row_logits, start, vocab, highest, rate, unit, limit, least, BLOCK: tl
 def draw_tokens(
     logits: torch.Tensor, rows: torch.Tensor, uniforms: torch.Tensor, row_params: torch.Tensor, newest: torch.Tensor
 ) -> torch.Tensor:
-    """logits float32 [R, vocab], rows int32 [R] (negative: none), uniforms float64 [R], parameters float64 [max_rows,
-    8] →
-    tokens int64 [R], negative where there is none; they become the newest of their rows."""
+    """logits float32 [R, vocab], rows int32 [R] (negative: padding), uniforms float64 [R], parameters float64
+    [max_rows, 8] → tokens int64 [R], negative if there is none; they become the newest tokens of their rows."""
     num_rows, vocab = logits.shape
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     picked = torch.empty(num_rows, FEW, dtype=torch.int32, device=logits.device)

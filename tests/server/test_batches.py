@@ -128,7 +128,7 @@ def test_a_wrong_file_fails_as_a_whole_with_line_numbers(client: openai.OpenAI, 
         "duplicate_custom_id", "invalid_method", "invalid_url", "missing_required_parameter", "invalid_value",
         "mismatched_model", "invalid_json_line",
     ]  # fmt: skip
-    assert "line 6: custom_id 'a' is that of line 1 too" in batch.errors.data[4].message
+    assert "line 6: custom_id 'a' is repeated: line 1 has it too" in batch.errors.data[4].message
     assert not server.engine.seen, "nothing has run"
 
 

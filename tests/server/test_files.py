@@ -177,7 +177,7 @@ def test_old_files_and_abandoned_uploads_go(tmp_path: Path, monkeypatch: pytest.
         abandoned._file.close()
         end = ("UPDATE files SET expires_s = 1.0 WHERE id = ?", (row["id"],))
         await files._state.database.write(lambda connection: connection.execute(*end))
-        monkeypatch.setattr(files_module, "ABANDONED_S", -3600.0)  # as if an hour had passed
+        monkeypatch.setattr(files_module, "STALE_S", -3600.0)  # as if an hour had passed
         await files.sweep()
         assert [path.name for path in files.folder.iterdir()] == [kept["id"]]
         await files._state.close()

@@ -146,7 +146,7 @@ def test_infill(native: ScriptedServer) -> None:
     assert native.post("/infill", {"input_prefix": "a"}).status_code == 400
     with scripted_server([{"say": "x"}]) as plain:
         refused = plain.post("/infill", body)
-        assert refused.status_code == 400 and "fill in the middle" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "fill-in-the-middle" in refused.json()["error"]["message"]
 
 
 def test_templates_and_tokens(native: ScriptedServer) -> None:

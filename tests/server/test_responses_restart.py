@@ -100,8 +100,8 @@ def test_another_server_takes_over_what_one_left(tmp_path: Path) -> None:
 def test_servers_with_the_same_state_see_what_is_done_to_a_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "LOOK_S", 0.05)
-    monkeypatch.setattr(routes, "LOOK_S", 0.05)
+    monkeypatch.setattr(background, "POLL_S", 0.05)
+    monkeypatch.setattr(routes, "POLL_S", 0.05)
     config = ServerConfig(state_dir=tmp_path, keep_alive_s=0.1)
     with scripted_server(SCRIPT, config=config) as first, scripted_server(SCRIPT, config=config) as second:
         runs = [asking(first.http, first.url)(input="forever", background=True)["id"] for _ in range(3)]
@@ -123,7 +123,7 @@ def test_servers_with_the_same_state_see_what_is_done_to_a_response(
 
 
 def test_a_server_that_runs_takes_over_what_others_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "LOOK_S", 0.05)
+    monkeypatch.setattr(background, "POLL_S", 0.05)
     monkeypatch.setattr(background, "SWEEP_S", 0.1)
     config = ServerConfig(state_dir=tmp_path)
     with (

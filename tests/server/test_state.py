@@ -136,7 +136,10 @@ def test_a_file_of_an_older_version_is_brought_up_to_date(tmp_path: Path, monkey
     assert ids(new) == ["one"]
     new.close()
     monkeypatch.undo()
-    with pytest.raises(StateFailed, match=f"has version {len(VERSIONS) + 1}, this Tokenmill knows {len(VERSIONS)}"):
+    with pytest.raises(
+        StateFailed,
+        match=f"has version {len(VERSIONS) + 1}, but this Tokenmill supports versions up to {len(VERSIONS)}",
+    ):
         opened(tmp_path / "t.db")
 
 
@@ -166,7 +169,7 @@ def test_where_nothing_can_be_written_the_state_is_in_memory(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
     with caplog.at_level(logging.WARNING, logger="tokenmill"):
         assert ServerState.of(ServerConfig(state_dir=folder)).folder is None
-    assert f"{tmp_path} can't be written" in caplog.text
+    assert f"{tmp_path} is not writable" in caplog.text
 
 
 # ── rows ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -278,12 +278,12 @@ class RowAnswers:
 
     async def answer(self, number: int, data: bytes) -> AnsweredRow:
         """Return the answer of a row; one that is invalid or fails has an answer with an error."""
-        from tokenmill.server.batches.lines import MAX_LINE_BYTES, LineFault, parse_json_line
+        from tokenmill.server.batches.lines import MAX_LINE_BYTES, LineError, parse_json_line
 
         row: dict[str, Any] | None = None
         try:
             if len(data) > MAX_LINE_BYTES:
-                raise LineFault("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+                raise LineError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
             row = parse_json_line(data)
             return await (self._answer_request(number, row) if is_request(row) else self._answer_row(number, row))
         except TokenmillError as error:
@@ -299,7 +299,9 @@ class RowAnswers:
         if isinstance(row.get("body"), dict):
             row["body"].setdefault("model", self._engine.info.name)
         line = parse_line(number, orjson.dumps(row), list(self._jobs))
-        answer = await answer_line(line, "", self._jobs[line.url], self._context, priority=0, patience_s=GIVE_UP_S)
+        answer = await answer_line(
+            line, "", self._jobs[line.url], self._context, priority=0, engine_timeout_s=GIVE_UP_S
+        )
         result = answered_line(line, answer)[:-1] + b',"line":' + str(number).encode() + b"}"
         problem = orjson.loads(answer.body)["error"]["message"] if answer.is_error else None
         num_tokens = 0 if answer.usage is None else answer.usage.completion_tokens

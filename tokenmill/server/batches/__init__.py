@@ -1,10 +1,10 @@
-"""Batches: files of requests that are answered when there is time.
+"""Batches: files of requests that are processed in the background, behind interactive requests.
 
-lines.py     a line of a batch's file, and the check of all of them
-answers.py   one line answered, on the same way as a request over HTTP
-table.py     batches and what came of their lines, in the state file
-runner.py    the service that answers batches, beside interactive requests
-width.py     how many lines are under way at once
+lines.py     a line of a batch's file, and the check of the whole file
+answers.py   processes one line in the same way as a request over HTTP
+table.py     batches and the results of their lines, in the state file
+runner.py    the service that runs batches
+width.py     the number of lines that run concurrently
 
-What a batch looks like to its client is the dialects' affair (openai/batches.py, anthropic/batches.py).
+The form in which clients see a batch depends on the dialect (openai/batches.py, anthropic/batches.py).
 """

@@ -1,4 +1,4 @@
-"""One line of a batch answered: by the parser, engine and rendering of a request over HTTP, behind interactive ones."""
+"""Processes one line of a batch like a request over HTTP (same parser, engine and rendering), at a lower priority."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LineAnswer:
     """The result of a batch line: the body of a reply, or of an error."""
 
     request_id: str
-    status: int  # of HTTP
+    status: int  # HTTP status
     body: bytes
     usage: Usage | None = None
 
@@ -44,20 +44,20 @@ async def answer_line(
     context: RouteContext,
     *,
     priority: int = BACKGROUND_PRIORITY,
-    patience_s: float = math.inf,
+    engine_timeout_s: float = math.inf,
 ) -> LineAnswer:
-    """Answer a line. One that finds the engine full or starting again waits; one that fails is an answer too.
-    `patience_s`: how long a dead engine is waited for; then that is raised."""
-    until = time.monotonic() + patience_s
+    """Process a line; return its reply or its error. While the engine is full or restarting, wait.
+    `engine_timeout_s`: how long to wait for a dead engine before raising EngineDead."""
+    until = time.monotonic() + engine_timeout_s
     while True:
         request_id = new_id("req-")
         try:
             job = with_priority(await make_job(line.body, owner), priority)
             return await _answer(line, request_id, owner, job, context)
-        except (Overloaded, EngineDead) as busy:
-            if isinstance(busy, EngineDead) and time.monotonic() > until:
+        except (Overloaded, EngineDead) as error:
+            if isinstance(error, EngineDead) and time.monotonic() > until:
                 raise
-            await asyncio.sleep(busy.retry_after_s if isinstance(busy, Overloaded) else RETRY_AFTER_S)
+            await asyncio.sleep(error.retry_after_s if isinstance(error, Overloaded) else RETRY_AFTER_S)
         except TokenmillError as error:
             return failed_line(line, request_id, error, context)
         except Exception:
@@ -66,7 +66,7 @@ async def answer_line(
 
 
 def failed_line(line: BatchLine, request_id: str, error: TokenmillError, context: RouteContext) -> LineAnswer:
-    """Return an error in the dialect of the line's endpoint."""
+    """Return the answer for a failed line, with the error in the dialect of the line's endpoint."""
     dialect = context.dialects.of(path_only(line.url))
     return LineAnswer(request_id, dialect.error_status(error), dialect.error_body(error, request_id))
 
@@ -91,7 +91,8 @@ async def _answer(
     return LineAnswer(request_id, reply.status_code, bytes(reply.body), record.usage)
 
 
-def with_priority(job: GenerationJob, least: int) -> GenerationJob:
-    """A job of at least this priority number; lines that have one of their own keep it among each other."""
-    requests = [msgspec.structs.replace(one, priority=least + max(one.priority, 0)) for one in job.requests]
+def with_priority(job: GenerationJob, base: int) -> GenerationJob:
+    """Return the job with its priorities added to `base`, so that lines keep their order among each other. A smaller
+    number runs first; negative priorities count as 0."""
+    requests = [msgspec.structs.replace(one, priority=base + max(one.priority, 0)) for one in job.requests]
     return replace(job, requests=requests)

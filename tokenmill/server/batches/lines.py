@@ -1,9 +1,9 @@
-"""The lines of a batch: each is a request, in the form that OpenAI's Batch API has.
+"""The lines of a batch: each is a request, in the form of OpenAI's Batch API.
 
     {"custom_id": "row-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": …, "messages": …}}
 
-A file is checked whole before any of it runs, and every fault names its line. What a body says is not looked at here:
-it goes through the parser of its endpoint when its turn comes, and a fault there is that line's own error.
+A whole file is checked before any of its lines run, and every error names its line. The bodies are not checked here:
+the parser of the endpoint checks each when the line is run, and an invalid body fails only that line.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BOM = b"\xef\xbb\xbf"
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 16 << 20
 MAX_CUSTOM_ID = 512
-MAX_FAULTS = 100  # that are reported; a file may consist of faulty lines
+MAX_ERRORS = 100  # errors reported for a file
 
 
-class LineFault(InvalidRequest):
-    """A fault of one line of a batch."""
+class LineError(InvalidRequest):
+    """A line of a batch is invalid."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -35,7 +35,7 @@ class LineFault(InvalidRequest):
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request; `body` is JSON, to be parsed again by its endpoint."""
+    """One request of a batch. `body`: JSON, which its endpoint parses."""
 
     number: int  # counted from 1
     custom_id: str
@@ -45,43 +45,43 @@ class BatchLine:
 
 
 def parse_line(number: int, data: bytes, urls: Collection[str]) -> BatchLine:
-    """A line as a request to one of these paths; LineFault says what is wrong with it."""
+    """Parse a line; LineError if it is not a request to one of these paths."""
     if len(data) > MAX_LINE_BYTES:
-        raise LineFault("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+        raise LineError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
     value = parse_json_line(data)
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
         problem = "is required: a string of 1 to 512 characters"
-        raise LineFault("missing_required_parameter", f"custom_id {problem}", param="custom_id")
+        raise LineError("missing_required_parameter", f"custom_id {problem}", param="custom_id")
     if value.get("method", "POST") != "POST":
-        raise LineFault("invalid_method", f"method must be POST, got {shown(value['method'])}", param="method")
+        raise LineError("invalid_method", f"method must be POST, got {shown(value['method'])}", param="method")
     url, body = value.get("url"), value.get("body")
     if not isinstance(url, str) or url not in urls:
-        raise LineFault("invalid_url", f"url must be {' or '.join(urls)}, got {shown(url)}", param="url")
+        raise LineError("invalid_url", f"url must be {' or '.join(urls)}, got {shown(url)}", param="url")
     if not isinstance(body, dict):
-        raise LineFault("missing_required_parameter", "body is required: a JSON object", param="body")
+        raise LineError("missing_required_parameter", "body is required: a JSON object", param="body")
     if body.get("stream"):
-        raise LineFault("invalid_value", "stream is not possible in a batch", param="body.stream")
+        raise LineError("invalid_value", "stream is not possible in a batch", param="body.stream")
     model = body.get("model")
     return BatchLine(number, custom_id, url, orjson.dumps(body), model if isinstance(model, str) else None)
 
 
 def parse_json_line(data: bytes) -> dict[str, Any]:
-    """The JSON object of a line."""
+    """Parse a line that must be a JSON object."""
     if not data.strip():
-        raise LineFault("invalid_json_line", "the line is blank")
+        raise LineError("invalid_json_line", "the line is blank")
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise LineFault("invalid_json_line", f"the line is not valid JSON: {error}") from None
+        raise LineError("invalid_json_line", f"the line is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise LineFault("invalid_json_line", f"the line must be a JSON object, got {kind_of(value)}")
+        raise LineError("invalid_json_line", f"the line must be a JSON object, got {kind_of(value)}")
     return value
 
 
 def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers, from 1, one at a time; without a byte order mark and line ends, and
-    without blank lines at the end."""
+    """Yield the lines of a file with their numbers, from 1, without a byte order mark and line ends. Blank lines at the
+    end of the file are skipped."""
     num_blank = 0
     with path.open("rb") as file:
         for number, data in enumerate(_bounded(file), 1):
@@ -96,7 +96,7 @@ def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _bounded(file: Any) -> Iterator[bytes]:
-    """Lines, one that is too long cut off: it is refused, and need not be in memory for that."""
+    """Yield the lines of a file. A line that is too long is cut, since it is refused and need not be in memory."""
     while line := file.readline(MAX_LINE_BYTES + 2):
         yield line
         while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
@@ -109,38 +109,35 @@ class FileCheck:
 
     num_lines: int = 0
     model: str | None = None
-    faults: list[dict[str, Any]] = field(default_factory=list)  # as clients see them
-    num_faults: int = 0
+    errors: list[dict[str, Any]] = field(default_factory=list)  # in the form that clients see
 
-    def add(self, fault: LineFault, line: int | None) -> None:
-        self.num_faults += 1
-        if len(self.faults) < MAX_FAULTS:
-            where = "" if line is None else f"line {line}: "
-            message = f"{where}{fault.message}"
-            self.faults.append({"code": fault.code, "message": message, "param": fault.param, "line": line})
+    def add(self, error: LineError, line: int | None) -> None:
+        if len(self.errors) < MAX_ERRORS:
+            message = error.message if line is None else f"line {line}: {error.message}"
+            self.errors.append({"code": error.code, "message": message, "param": error.param, "line": line})
 
 
 def check_file(path: Path, url: str) -> FileCheck:
-    """Check every line of a file. Blocks for seconds if the file is large."""
+    """Check every line of a file. This blocks for seconds if the file is large."""
     check = FileCheck()
     seen: dict[str, int] = {}
     for number, data in raw_lines(path):
         check.num_lines += 1
         if check.num_lines > MAX_LINES:
-            check.add(LineFault("too_many_lines", f"a batch has at most {MAX_LINES} lines"), None)
+            check.add(LineError("too_many_lines", f"a batch has at most {MAX_LINES} lines"), None)
             return check
         try:
             line = parse_line(number, data, (url,))
             first = seen.setdefault(line.custom_id, number)
             if first != number:
-                problem = f"custom_id {shown(line.custom_id)} is that of line {first} too"
-                raise LineFault("duplicate_custom_id", problem, param="custom_id")
+                problem = f"custom_id {shown(line.custom_id)} is repeated: line {first} has it too"
+                raise LineError("duplicate_custom_id", problem, param="custom_id")
             check.model = check.model or line.model
             if line.model != check.model:
-                problem = f"a batch has one model: {shown(check.model)}, not {shown(line.model)}"
-                raise LineFault("mismatched_model", problem, param="body.model")
-        except LineFault as fault:
-            check.add(fault, number)
+                problem = f"all lines must have the same model: {shown(check.model)}, not {shown(line.model)}"
+                raise LineError("mismatched_model", problem, param="body.model")
+        except LineError as error:
+            check.add(error, number)
     if not check.num_lines:
-        check.add(LineFault("empty_file", "the file has no lines"), None)
+        check.add(LineError("empty_file", "the file has no lines"), None)
     return check

@@ -1,11 +1,11 @@
-"""The service that answers batches, a few lines at a time, beside interactive requests.
+"""The service that runs batches, a few lines at a time, behind interactive requests.
 
-    check the file ─► answer its lines ─► write the files with the results ─► done
-          each step is in the state file before the next begins; after a restart it goes on there
+    check the file ─► process its lines ─► write the result files ─► done
+          each step is committed to the state file before the next; after a restart the batch continues there
 
-What came of a line is committed before the line counts as answered, several lines in one transaction if they come
-together. A line whose server died before that is answered again by the next one. A server that is told to stop leaves
-its lines at once: others can finish them.
+The result of a line is committed before the line counts as processed; results that arrive together share a
+transaction. If the server dies before that, the next server processes the line again. A server that is stopping
+releases its batches immediately, so that other servers can finish them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenmill.errors import TokenmillError, UnknownModel
 from tokenmill.observe.log import get_log
 from tokenmill.server.batches import table
 from tokenmill.server.batches.answers import LineAnswer, answer_line
-from tokenmill.server.batches.lines import BatchLine, LineFault, check_file, parse_line, raw_lines
+from tokenmill.server.batches.lines import BatchLine, LineError, check_file, parse_line, raw_lines
 from tokenmill.server.batches.table import EndedLine, NewBatch, Outcome
 from tokenmill.server.batches.width import TICK_S, BatchWidth
 from tokenmill.server.body import shown
@@ -30,30 +30,30 @@ from tokenmill.server.state.files import StoredFiles
 from tokenmill.server.variants import gate_of
 
 log = get_log("server")
-LOOK_S = 1.0  # how often is looked whether a batch was cancelled by way of another server
-SWEEP_S = 60.0  # how often files expire, and batches of dead servers are taken over
-LINES_AT_ONCE = 256  # read, or kept, without giving others their turn
+POLL_S = 1.0  # interval of checking whether a batch was cancelled through another server
+SWEEP_S = 60.0  # interval of expiring files and taking over the batches of dead servers
+LINE_CHUNK = 256  # lines read or committed without yielding to other tasks
 
 
 @dataclass(frozen=True)
 class BatchDialect:
-    """A dialect's form of a line's result, and what it does when all lines have ended."""
+    """A dialect's form of the results of lines, and its final step of a batch."""
 
     answered: Callable[[BatchLine, LineAnswer], bytes]
-    left: Callable[[BatchLine, Outcome], bytes]  # of a line that was not answered: canceled or expired
-    finish: Callable[[sqlite3.Row, str], Awaitable[None]]  # bring a batch to its last status: all its lines have ended
+    unanswered: Callable[[BatchLine, Outcome], bytes]  # the result of a line that was canceled or expired
+    finish: Callable[[sqlite3.Row, str], Awaitable[None]]  # all lines have ended: write results, set the final status
 
 
 @dataclass(frozen=True)
 class RunningBatch:
-    """A batch that this server works on."""
+    """A batch that runs on this server."""
 
     task: asyncio.Task[None]
     is_cancelled: asyncio.Event
 
 
 class LineWriter:
-    """Commits what came of lines; lines that come while a transaction runs share the next one."""
+    """Commits the results of lines. Results that arrive while a transaction runs share the next one."""
 
     def __init__(self, database: Database, batch_id: str) -> None:
         self.database = database
@@ -66,15 +66,15 @@ class LineWriter:
         self._pending.append(line)
         async with self._turn:
             lines, self._pending = self._pending, []
-            if lines:  # else the one before took this line along
+            if lines:  # otherwise the previous transaction included this line
                 await self.database.write(lambda connection: table.add_lines(connection, self._batch_id, lines))
 
 
 class BatchRunner:
-    """Runs the batches that this server works on."""
+    """Runs batches on this server."""
 
     def __init__(self, context: RouteContext, files: StoredFiles, jobs: Mapping[str, MakeJob], max_bytes: int) -> None:
-        """`jobs`: by path, how the body of a line becomes a job."""
+        """`jobs`: URL path ─► the function that makes a job from the body of a line."""
         self.files = files
         self.jobs = jobs
         self.dialects: dict[str, BatchDialect] = {}
@@ -85,49 +85,50 @@ class BatchRunner:
         self._widths: dict[str, BatchWidth] = {}  # by model
         self._watch: asyncio.Task[None] | None = None
 
-    # ── life of the service ────────────────────────────────────────────────────────────────────────────
+    # ── the service ────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        """Go on with batches whose server is gone."""
+        """Continue the batches of servers that ended."""
         try:
             await self._sweep()
-        except TokenmillError as error:  # a server without its old batches is better than none
+        except TokenmillError as error:  # the server should start even if its old batches can't continue
             log.error("batches: %s", error)
         self._watch = self._watch or asyncio.create_task(self._watch_all())
 
     async def close(self) -> None:
-        """Leave all batches to the next server."""
+        """Release all batches, for the next server."""
         if self._watch is not None:
             self._watch.cancel()
-        await self._leave_all()
+        await self._release_all()
         self.files.close()
 
-    async def _leave_all(self) -> None:
-        left = list(self._running)
+    async def _release_all(self) -> None:
+        batch_ids = list(self._running)
         tasks = [running.task for running in self._running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if left:
-            await self.database.write(lambda connection: table.give_up(connection, left))
+        if batch_ids:
+            await self.database.write(lambda connection: table.release(connection, batch_ids))
 
     async def _watch_all(self) -> None:
-        """Adapt the widths all the time; now and then look for cancelled batches, old files and batches of the dead."""
-        next_look, next_sweep = time.monotonic(), time.monotonic() + SWEEP_S
+        """Adapt the widths continuously; less often, look for cancelled batches, expired files and the batches of dead
+        servers."""
+        next_poll, next_sweep = time.monotonic(), time.monotonic() + SWEEP_S
         while True:
-            await asyncio.sleep(TICK_S if self._running else LOOK_S)
+            await asyncio.sleep(TICK_S if self._running else POLL_S)
             now = time.monotonic()
             try:
                 self._adapt_widths()
                 if self._running and self._is_stopping():
-                    await self._leave_all()
-                if self._running and now >= next_look:
-                    next_look = now + LOOK_S
-                    await self._look_for_cancelled()
+                    await self._release_all()
+                if self._running and now >= next_poll:
+                    next_poll = now + POLL_S
+                    await self._poll_cancelled()
                 if now >= next_sweep:
                     next_sweep = now + SWEEP_S
                     await self._sweep()
-            except TokenmillError as error:  # the state file can't be used at the moment
+            except TokenmillError as error:  # the state file is temporarily unavailable
                 log.error("batches: %s", error)
 
     def _adapt_widths(self) -> None:
@@ -143,7 +144,7 @@ class BatchRunner:
             return
         await self.files.sweep()
         await self.database.write(self._bound.expire)
-        for row in await self.database.read(table.abandoned):
+        for row in await self.database.read(table.unfinished):
             is_late = row["due_s"] < time.time()
             if not self._is_worked_on(row) and (is_late or await self._can_serve(row["model"])):
                 await self._take_over(row)
@@ -155,7 +156,8 @@ class BatchRunner:
         return server is not None and instance.is_alive(server)
 
     async def _can_serve(self, model: str | None) -> bool:
-        """False for a model of another server with the same state: that server's batches are not ours to fail."""
+        """Return whether this server has the model. A batch for a model of another server with the same state must not
+        fail here."""
         try:
             await self._context.when_read(lambda: self._context.registry.find(model, is_required=False))
         except UnknownModel:
@@ -176,7 +178,7 @@ class BatchRunner:
     # ── batches ────────────────────────────────────────────────────────────────────────────────────────
 
     async def add(self, batch: NewBatch) -> sqlite3.Row:
-        """Keep a batch, and begin with it."""
+        """Store a new batch and start it."""
         instance = self._context.state.instance
 
         def work(connection: sqlite3.Connection) -> sqlite3.Row:
@@ -188,7 +190,7 @@ class BatchRunner:
         return row
 
     async def cancel(self, owner: str, dialect: str, batch_id: str) -> sqlite3.Row:
-        """Have a batch end soon. One that is ending, or has ended, stays as it is."""
+        """Start to cancel a batch. One that is finalizing or has ended is not changed."""
 
         def work(connection: sqlite3.Connection) -> sqlite3.Row:
             row = table.find_batch(connection, owner, dialect, batch_id)
@@ -205,8 +207,8 @@ class BatchRunner:
         if running is not None and row["status"] == "cancelling":
             running.is_cancelled.set()
 
-    async def _look_for_cancelled(self) -> None:
-        for row in await self.database.read(table.abandoned):
+    async def _poll_cancelled(self) -> None:
+        for row in await self.database.read(table.unfinished):
             self._note_cancelled(row)
 
     def _begin(self, batch_id: str) -> None:
@@ -224,7 +226,7 @@ class BatchRunner:
             log.error("batch %s stopped and will be tried again: %s", batch_id, error, exc_info=error)
 
     async def _run(self, batch_id: str, is_cancelled: asyncio.Event) -> None:
-        """Bring a batch to its end, from wherever it is."""
+        """Run a batch from its current status to its end."""
         row = await self._reload(batch_id)
         if row["status"] == "validating":
             row = await self._check(row)
@@ -235,29 +237,29 @@ class BatchRunner:
         else:
             ended = "cancelled" if row["status"] == "cancelling" else ""
         if ended:
-            await self._leave_lines(row, "canceled" if ended == "cancelled" else "expired")
+            await self._end_unanswered(row, "canceled" if ended == "cancelled" else "expired")
             await self.database.write(lambda connection: table.move(connection, batch_id, "finalizing", ends_as=ended))
             await self.dialects[row["dialect"]].finish(await self._reload(batch_id), ended)
             log.info("batch %s: %s", batch_id, ended)
 
     async def _reload(self, batch_id: str) -> sqlite3.Row:
         row = await self.database.read(lambda connection: table.reload(connection, batch_id))
-        assert row is not None, "a batch that runs is not deleted"
+        assert row is not None, "a running batch can't be deleted"
         return row
 
     async def _check(self, row: sqlite3.Row) -> sqlite3.Row:
-        """Check the whole file; it has errors, or its lines are answered next."""
+        """Check the whole file, and set the status to `failed` or `in_progress`."""
         check = await asyncio.to_thread(check_file, self.files.path(row["input"]), row["endpoint"])
-        if not check.faults and not await self._can_serve(check.model):
+        if not check.errors and not await self._can_serve(check.model):
             problem = f"the model {shown(check.model)} does not exist"
-            check.add(LineFault("model_not_found", problem, param="body.model"), None)
+            check.add(LineError("model_not_found", problem, param="body.model"), None)
 
         def work(connection: sqlite3.Connection) -> None:
             current = table.reload(connection, row["id"])
             if current is None or current["status"] != "validating":
                 return  # cancelled meanwhile
-            if check.faults:
-                table.move(connection, row["id"], "failed", errors=check.faults, num_lines=check.num_lines, server=None)
+            if check.errors:
+                table.move(connection, row["id"], "failed", errors=check.errors, num_lines=check.num_lines, server=None)
             else:
                 table.move(connection, row["id"], "in_progress", num_lines=check.num_lines, model=check.model)
 
@@ -267,7 +269,7 @@ class BatchRunner:
     # ── lines ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def _answer_lines(self, row: sqlite3.Row, is_cancelled: asyncio.Event) -> str:
-        """Answer all lines, and return the batch's final status."""
+        """Process all lines; return the batch's final status."""
         if row["due_s"] < time.time():
             return "expired"
         answering = asyncio.create_task(self._answer_all(row))
@@ -302,31 +304,32 @@ class BatchRunner:
         await writer.add(EndedLine(line.number, line.custom_id, outcome, result, answer.usage))
 
     async def _open_lines(self, row: sqlite3.Row) -> AsyncIterator[BatchLine]:
-        """Yield the lines that have no answer yet."""
+        """Yield the lines that have no result yet."""
         ended = await self.database.read(lambda connection: table.ended_lines(connection, row["id"]))
         for number, data in raw_lines(self.files.path(row["input"])):
             if number not in ended:
                 yield parse_line(number, data, (row["endpoint"],))
-            if number % LINES_AT_ONCE == 0:
+            if number % LINE_CHUNK == 0:
                 await asyncio.sleep(0)
 
-    async def _leave_lines(self, row: sqlite3.Row, outcome: Outcome) -> None:
-        """End the lines that were not answered."""
-        write_line = self.dialects[row["dialect"]].left
-        left: list[EndedLine] = []
+    async def _end_unanswered(self, row: sqlite3.Row, outcome: Outcome) -> None:
+        """Commit results for the lines that were not processed."""
+        result_of = self.dialects[row["dialect"]].unanswered
+        pending: list[EndedLine] = []
 
-        async def keep() -> None:
-            lines, left[:] = list(left), []
+        async def commit() -> None:
+            lines, pending[:] = list(pending), []
             await self.database.write(lambda connection: table.add_lines(connection, row["id"], lines))
 
         async for line in self._open_lines(row):
-            left.append(EndedLine(line.number, line.custom_id, outcome, write_line(line, outcome)))
-            if len(left) == LINES_AT_ONCE:
-                await keep()
-        await keep()
+            pending.append(EndedLine(line.number, line.custom_id, outcome, result_of(line, outcome)))
+            if len(pending) == LINE_CHUNK:
+                await commit()
+        await commit()
 
     def _width_of(self, model: str | None) -> BatchWidth:
-        """The places in the engine of a model; a line whose model is not there is refused soon, wherever it waits."""
+        """Return the width for a model's engine. A line with an unknown model uses the default model's: it fails as
+        soon as it is parsed."""
         try:
             gate = gate_of(self._context.registry.find(model))
         except TokenmillError:

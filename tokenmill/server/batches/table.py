@@ -1,12 +1,12 @@
-"""Batches in the state file: their life, and what came of their lines.
+"""Batches in the state file: their status, and the results of their lines.
 
     validating ─► in_progress ─► finalizing ─► completed
          │             ├─► (too late) ────────► expired
          │             └─► cancelling ────────► cancelled
          └─► failed
 
-A line that has ended is a row of `batch_lines`, which has each line once; a line without a row is still to be answered.
-So a batch goes on where it was, whatever ended the server. The functions here run in the database's thread.
+A line that has ended is a row of `batch_lines`, which has each line at most once; a line without a row must still be
+processed. So a batch continues where it was, however the server ended. These functions run in the database's thread.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any, Literal
 import orjson
 
 from tokenmill.engine.request_ids import new_id
-from tokenmill.server.state.rows import Bound, get
+from tokenmill.server.state.rows import Bound, get, unknown
 from tokenmill.types import Usage
 
 Outcome = Literal["succeeded", "errored", "canceled", "expired"]
 OPEN = "('validating', 'in_progress', 'cancelling', 'finalizing')"
 MAX_BATCHES = 10_000
-RESULTS_AT_ONCE = 500  # lines, read from the state file
-KEPT_S = 30 * 86_400.0  # a batch can be asked for so long
+RESULT_CHUNK = 500  # lines read from the state file at a time
+RETENTION_S = 30 * 86_400.0  # how long a batch is kept after its completion window
 
 
 @dataclass(frozen=True)
 class EndedLine:
-    """A line and its result."""
+    """A line that has ended, with its result."""
 
     number: int
     custom_id: str
@@ -43,13 +43,13 @@ class EndedLine:
 
 @dataclass(frozen=True)
 class NewBatch:
-    """A batch as a client asks for it."""
+    """A batch that a client creates."""
 
     owner: str
     dialect: str
     endpoint: str
     input: str
-    life_s: float  # what is not answered by then expires
+    lifetime_s: float  # lines that were not processed by then expire
     status: Literal["validating", "in_progress"] = "validating"
     model: str | None = None
     num_lines: int = 0
@@ -70,8 +70,8 @@ def add_batch(connection: sqlite3.Connection, batch: NewBatch, bound: Bound, ser
         "INSERT INTO batches (id, owner, created_s, used_s, expires_s, dialect, endpoint, input, status, server, due_s,"
         " model, num_lines, facts, num_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            batch_id, batch.owner, now, now, now + batch.life_s + KEPT_S, batch.dialect, batch.endpoint, batch.input,
-            batch.status, server, now + batch.life_s, batch.model, batch.num_lines,
+            batch_id, batch.owner, now, now, now + batch.lifetime_s + RETENTION_S, batch.dialect, batch.endpoint,
+            batch.input, batch.status, server, now + batch.lifetime_s, batch.model, batch.num_lines,
             orjson.dumps(facts), batch.num_bytes,
         ),
     )  # fmt: skip
@@ -79,13 +79,15 @@ def add_batch(connection: sqlite3.Connection, batch: NewBatch, bound: Bound, ser
 
 
 def find_batch(connection: sqlite3.Connection, owner: str, dialect: str, batch_id: str) -> sqlite3.Row:
-    """A batch of an owner, made in this dialect; an error (404) if there is none."""
+    """Return an owner's batch that was created in this dialect; UnknownRow (404) if there is none."""
     row = get(connection, "batches", batch_id, owner)
-    return row if row["dialect"] == dialect else get(connection, "batches", "", owner)
+    if row["dialect"] != dialect:
+        raise unknown("batches", batch_id)
+    return row
 
 
 def list_batches(connection: sqlite3.Connection, owner: str, dialect: str) -> list[sqlite3.Row]:
-    """The batches of an owner, the newest first."""
+    """Return the batches of an owner, the newest first."""
     query = (
         "SELECT * FROM batches WHERE owner = ? AND dialect = ? AND expires_s > ? ORDER BY created_s DESC, rowid DESC"
     )
@@ -98,12 +100,12 @@ def reload(connection: sqlite3.Connection, batch_id: str) -> sqlite3.Row | None:
 
 
 def facts_of(row: sqlite3.Row) -> dict[str, Any]:
-    found: dict[str, Any] = orjson.loads(row["facts"])
-    return found
+    facts: dict[str, Any] = orjson.loads(row["facts"])
+    return facts
 
 
 def move(connection: sqlite3.Connection, batch_id: str, status: str, **facts: Any) -> None:
-    """Bring a batch to a status, and remember when. Other columns may be given by name."""
+    """Set the status of a batch and the time of the change. Further arguments are columns or facts to set."""
     row = reload(connection, batch_id)
     if row is None:
         return
@@ -115,13 +117,13 @@ def move(connection: sqlite3.Connection, batch_id: str, status: str, **facts: An
 
 
 def ended_lines(connection: sqlite3.Connection, batch_id: str) -> set[int]:
-    """The numbers of the lines that need no answer any more."""
+    """Return the numbers of the lines that have ended."""
     rows = connection.execute("SELECT line FROM batch_lines WHERE batch = ?", (batch_id,))
     return {row["line"] for row in rows}
 
 
 def add_lines(connection: sqlite3.Connection, batch_id: str, lines: Sequence[EndedLine]) -> None:
-    """Keep what came of some lines; one that is there already stays as it is."""
+    """Insert the results of lines; a line that has a result already keeps it."""
     for line in lines:
         added = connection.execute(
             "INSERT OR IGNORE INTO batch_lines (batch, line, custom_id, state, result) VALUES (?, ?, ?, ?, ?)",
@@ -143,7 +145,7 @@ def add_lines(connection: sqlite3.Connection, batch_id: str, lines: Sequence[End
 
 @dataclass(frozen=True)
 class Results:
-    """A question for some ended lines of a batch, in order, behind a line."""
+    """A query for the next ended lines of a batch, in order, after line `after`."""
 
     batch_id: str
     after: int
@@ -152,20 +154,20 @@ class Results:
     def __call__(self, connection: sqlite3.Connection) -> list[sqlite3.Row]:
         marks = ", ".join("?" for _ in self.outcomes)
         query = f"SELECT * FROM batch_lines WHERE batch = ? AND line > ? AND state IN ({marks}) ORDER BY line LIMIT ?"
-        return connection.execute(query, (self.batch_id, self.after, *self.outcomes, RESULTS_AT_ONCE)).fetchall()
+        return connection.execute(query, (self.batch_id, self.after, *self.outcomes, RESULT_CHUNK)).fetchall()
 
 
-def abandoned(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+def unfinished(connection: sqlite3.Connection) -> list[sqlite3.Row]:
     """Return the batches that have not ended, of all servers."""
     return connection.execute(f"SELECT * FROM batches WHERE status IN {OPEN} ORDER BY created_s").fetchall()
 
 
 def claim(connection: sqlite3.Connection, row: sqlite3.Row, server: str) -> bool:
-    """Take over a batch that no server works on; False if another server was faster."""
+    """Take over a batch that runs on no server; return False if another server was faster."""
     query = "UPDATE batches SET server = ? WHERE id = ? AND server IS ?"
     return connection.execute(query, (server, row["id"], row["server"])).rowcount == 1
 
 
-def give_up(connection: sqlite3.Connection, batch_ids: Sequence[str]) -> None:
-    """Give up batches, so that another server can take them over."""
+def release(connection: sqlite3.Connection, batch_ids: Sequence[str]) -> None:
+    """Release batches, so that another server can take them over."""
     connection.executemany("UPDATE batches SET server = NULL WHERE id = ?", ((one,) for one in batch_ids))

@@ -1,11 +1,11 @@
-"""The number of batch lines that an engine runs at once: what interactive requests leave free.
+"""The number of batch lines that run concurrently on an engine: the capacity that interactive requests leave free.
 
-    no other requests           more than the engine computes together, so that no row is ever idle
-    others are being answered   a quarter of the rows that they leave
-    others wait                 none is begun; those under way go on, behind the others (`priority`)
+    no interactive requests            more lines than the engine has rows, so that no row is ever idle
+    interactive requests are running   a quarter of the free rows
+    interactive requests are waiting   no new lines; running ones continue at a lower priority
 
-The requests under way are looked at some twenty times a second. A batch begins with a quarter of the rows, and gets all
-of them once there were no other requests for a moment.
+The number of interactive requests is checked 20 times a second. A batch starts with a quarter of the rows, and gets all
+of them after `QUIET_S` without interactive requests.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from collections import deque
 
 TICK_S = 0.05
 QUIET_S = 2.0
-LEAST_ROWS = 8  # of an engine that does not say how many it has
+DEFAULT_ROWS = 8  # for an engine with an unknown number of rows
 
 
 class BatchWidth:
-    """Places for lines of batches in one engine, given out in the order in which they are asked for."""
+    """A semaphore with a variable limit, which limits the batch lines on one engine; granted in order of arrival."""
 
     def __init__(self, max_running: int) -> None:
-        self._num_rows = max_running or LEAST_ROWS
+        self._num_rows = max_running or DEFAULT_ROWS
         self._limit = max(1, self._num_rows // 4)
         self._others_seen = time.monotonic()
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self.num_under_way = 0
+        self.num_running = 0
 
     async def enter(self) -> None:
-        """Wait for a place."""
-        if self.num_under_way < self._limit and not self._waiting:
-            self.num_under_way += 1
+        """Wait until another line may run."""
+        if self.num_running < self._limit and not self._waiting:
+            self.num_running += 1
             return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(granted)
         try:
-            await place
+            await granted
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self.leave()  # it was given in the same moment
+            if granted.done() and not granted.cancelled():
+                self.leave()  # it was granted at the same moment
             raise
 
     def leave(self) -> None:
-        self.num_under_way -= 1
+        self.num_running -= 1
         self._admit()
 
     def adapt(self, num_others: int, num_waiting: int) -> None:
-        """Set the limit by how many interactive requests there are, and how many of them wait for their first token."""
+        """Set the limit. `num_others`: interactive requests; `num_waiting`: those of them without a first token."""
         now = time.monotonic()
         if num_others:
             self._others_seen = now
@@ -61,8 +61,8 @@ class BatchWidth:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self.num_under_way < self._limit:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(None)
-                self.num_under_way += 1
+        while self._waiting and self.num_running < self._limit:
+            granted = self._waiting.popleft()
+            if not granted.done():
+                granted.set_result(None)
+                self.num_running += 1

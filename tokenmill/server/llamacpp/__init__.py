@@ -1,1 +1,1 @@
-"""The native dialect of llama.cpp's server."""
+"""The native API of llama.cpp's server."""

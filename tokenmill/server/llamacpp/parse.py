@@ -1,18 +1,19 @@
-"""llama.cpp's native request bodies into native requests.
+"""Parses the bodies of llama.cpp's native endpoints into engine requests.
 
-Names that llama.cpp shares with OpenAI's and vLLM's bodies are read by the same parser. Its own become:
+Fields that llama.cpp shares with OpenAI and vLLM go through their parser. Its own fields mean:
 
-| field | here |
+| field | meaning here |
 |---|---|
-| n_predict | max_tokens; -1 and -2: up to the end of the context; 0 reads the prompt only |
-| repeat_penalty | repetition_penalty, over the whole context; `repeat_last_n` 0 switches it off, -1 is that |
+| n_predict | max_tokens; -1 and -2: up to the end of the context; 0: only process the prompt |
+| repeat_penalty | repetition_penalty, over the whole context (`repeat_last_n` -1); `repeat_last_n` 0 turns it off |
 | n_probs | logprobs |
-| grammar, json_schema | what the answer must follow |
+| grammar, json_schema | constraint on the answer |
 | logit_bias | a list of pairs (token or text, number or false), or an object |
-| cache_prompt false | a cache salt of its own |
-| n_keep | context_keep, where the context shifts |
+| cache_prompt false | a unique cache salt |
+| n_keep | context_keep, if the context shifts |
 
-Defaults are llama.cpp's: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05. What can't be honoured is refused by name.
+Defaults are llama.cpp's: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05. A field that can't be honoured is refused
+with its name.
 """
 
 from __future__ import annotations
@@ -38,29 +39,29 @@ SHARED = (
     *("mirostat_tau", "presence_penalty", "stop", "stream", "temperature", "top_k", "top_n_sigma", "top_p"),
     *("typical_p", "xtc_probability", "xtc_threshold"),
 )
-OFF = {"n_indent": 0, "min_keep": 0, "t_max_predict_ms": 0, "id_slot": -1, "n_discard": 0}  # no other value is accepted
+ONLY_DEFAULT = {"n_indent": 0, "min_keep": 0, "t_max_predict_ms": 0, "id_slot": -1, "n_discard": 0}
 UNSUPPORTED = ("lora", "post_sampling_probs", "response_fields", "return_progress", "samplers", "timings_per_token")
 MAX_FILES = 256
 
 
 @dataclass(frozen=True)
 class NativeCall:
-    """One call of /completion or /infill, and what its reply has to show."""
+    """A parsed body of /completion or /infill, and what its reply includes."""
 
     requests: list[PromptRequest]
     is_stream: bool
-    is_listed: bool  # several prompts were asked for, so the reply is a list
+    is_listed: bool  # the body had a list of prompts, so the reply is a list
     wants_tokens: bool
 
 
 def parse_native_completion(body: dict[str, Any], engine: ServedEngine, config: ServerConfig) -> NativeCall:
     fields = BodyFields(body)
     params = _params(fields, engine, config)
-    given: Any = body.get("prompt")
-    is_listed = _is_list_of_prompts(given)
-    if is_listed and len(given) > config.max_prompts:
-        refuse("prompt", f"takes at most {config.max_prompts} prompts, got {len(given)}")
-    prompts = [_prompt(one, engine) for one in (given if is_listed else [given])]
+    value: Any = body.get("prompt")
+    is_listed = _is_list_of_prompts(value)
+    if is_listed and len(value) > config.max_prompts:
+        refuse("prompt", f"takes at most {config.max_prompts} prompts, got {len(value)}")
+    prompts = [_prompt(prompt, engine) for prompt in (value if is_listed else [value])]
     salt = _cache_salt(fields)
     requests = [PromptRequest(prompt=prompt, params=params, cache_salt=salt) for prompt in prompts]
     return NativeCall(requests, fields.boolean("stream"), is_listed, fields.boolean("return_tokens"))
@@ -71,7 +72,7 @@ def parse_infill(body: dict[str, Any], engine: ServedEngine, config: ServerConfi
     fields, info = BodyFields(body), engine.info
     params = _params(fields, engine, config)
     if not info.can_fill_in:
-        refuse("input_prefix", "needs a model that can fill in the middle; this one has no tokens for it")
+        refuse("input_prefix", "needs a model with fill-in-the-middle tokens, which this one does not have")
     prefix = fields.required_text("input_prefix") + (fields.text("prompt") or "")
     suffix = fields.required_text("input_suffix")
     files = _files(fields)
@@ -84,7 +85,7 @@ def parse_infill(body: dict[str, Any], engine: ServedEngine, config: ServerConfi
 
 
 def _cache_salt(fields: BodyFields) -> str:
-    """Return a unique salt where the cache must not be used."""
+    """Return a unique salt if the prefix cache must not be used."""
     return "" if fields.boolean("cache_prompt", True) else new_id()
 
 
@@ -101,26 +102,26 @@ def _files(fields: BodyFields) -> list[tuple[str, str]]:
 # ── prompts ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _is_list_of_prompts(given: Any) -> bool:
-    """Tell whether a list is several prompts; it is one prompt if it holds token ids, alone or between texts."""
-    return isinstance(given, list) and bool(given) and not any(type(item) is int for item in given)
+def _is_list_of_prompts(value: Any) -> bool:
+    """Return whether a list holds several prompts. A list with token ids (and perhaps texts) is one prompt."""
+    return isinstance(value, list) and bool(value) and not any(type(item) is int for item in value)
 
 
-def _prompt(given: Any, engine: ServedEngine) -> str | list[int]:
-    """A text, token ids, or a mixture of both, of which only a text at the beginning gets a begin token."""
+def _prompt(value: Any, engine: ServedEngine) -> str | list[int]:
+    """Parse a text, token ids, or a mixture of both, in which only a text at the beginning gets special tokens."""
     info = engine.info
-    if isinstance(given, dict):
-        given = BodyFields(given, "prompt.").required_text("prompt_string")
-    if isinstance(given, str):
-        require_plausible_length(len(given), info.max_context, "prompt")
-        return given
-    if not isinstance(given, list) or not given:
+    if isinstance(value, dict):
+        value = BodyFields(value, "prompt.").required_text("prompt_string")
+    if isinstance(value, str):
+        require_plausible_length(len(value), info.max_context, "prompt")
+        return value
+    if not isinstance(value, list) or not value:
         refuse("prompt", "is required: a text, token ids, a mixture of both, or a list of these")
     ids: list[int] = []
-    for place, item in enumerate(given):
+    for number, item in enumerate(value):
         if isinstance(item, str):
             require_plausible_length(len(item), info.max_context, "prompt")
-            ids += engine.tokenize(item, add_special_tokens=place == 0)
+            ids += engine.tokenize(item, add_special_tokens=number == 0)
         else:
             require_token_ids([item], "prompt", info.vocab_size)
             ids.append(item)
@@ -132,12 +133,12 @@ def _prompt(given: Any, engine: ServedEngine) -> str | list[int]:
 
 def _params(fields: BodyFields, engine: ServedEngine, config: ServerConfig) -> SamplingParams:
     fields.refuse_any(UNSUPPORTED)
-    for name, off in OFF.items():
-        if fields.get(name) not in (None, off):
-            refuse(name, f"other than {off} is not supported by this server")
+    for name, default in ONLY_DEFAULT.items():
+        if fields.get(name) not in (None, default):
+            refuse(name, f"other than {default} is not supported by this server")
     info = engine.info
-    given = {name: fields.get(name) for name in SHARED if fields.get(name) is not None}
-    shared = {**DEFAULTS, **given, **_biases(fields, engine), **_form(fields)}
+    present = {name: fields.get(name) for name in SHARED if fields.get(name) is not None}
+    shared = {**DEFAULTS, **present, **_biases(fields, engine), **_constraint(fields)}
     params = parse_completion_params(BodyFields(shared), info, config)
     count = fields.integer("n_predict", -2, MAX_COUNT)
     count = fields.integer("max_tokens", -2, MAX_COUNT) if count is None else count
@@ -162,32 +163,32 @@ def _repetition_penalty(fields: BodyFields) -> float:
         refuse(
             "repeat_last_n",
             f"must be -1 (the whole context) or 0 (no penalty), got {window}",
-            hint="repeat_penalty looks at the whole context here",
+            hint="repeat_penalty applies to the whole context here",
         )
     return penalty
 
 
-def _form(fields: BodyFields) -> dict[str, Any]:
-    """Read the grammar or schema of the answer; an empty grammar is none."""
+def _constraint(fields: BodyFields) -> dict[str, Any]:
+    """Parse the grammar or schema of the answer; an empty grammar counts as absent."""
     grammar, schema = fields.text("grammar") or None, fields.get("json_schema")
     if schema is not None and not isinstance(schema, dict):
         refuse("json_schema", f"must be an object, got {shown(schema)}")
     if grammar is not None and schema is not None:
-        refuse("json_schema", "does not combine with grammar: an answer follows one of them")
+        refuse("json_schema", "does not combine with grammar: an answer can follow only one of them")
     return {name: value for name, value in (("guided_grammar", grammar), ("guided_json", schema)) if value is not None}
 
 
 def _biases(fields: BodyFields, engine: ServedEngine) -> dict[str, Any]:
-    given = fields.get("logit_bias")
-    if given is None:
+    value = fields.get("logit_bias")
+    if value is None:
         return {}
-    pairs = list(given.items()) if isinstance(given, dict) else fields.items("logit_bias", engine.info.vocab_size) or []
+    pairs = list(value.items()) if isinstance(value, dict) else fields.items("logit_bias", engine.info.vocab_size) or []
     biases: dict[str, Any] = {}
     banned: list[int] = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             refuse("logit_bias", f"must hold pairs of a token or text and a number or false, got {shown(pair)}")
-        ids = _bias_ids(pair[0], engine, is_key=isinstance(given, dict))
+        ids = _bias_ids(pair[0], engine, is_key=isinstance(value, dict))
         if pair[1] is False:
             banned += ids
         else:

@@ -3,7 +3,7 @@
     whole     {"content": text, "stop": true, "stop_type": "eos", "tokens_predicted": n, "timings": {…}, …}
     streamed  data: {"index": 0, "content": "Hel", "tokens": [9906], "stop": false, …}   …  the last one as above
 
-llama.cpp's server has slots; here there are rows that any request may take, so `id_slot` is always -1.
+llama.cpp's server assigns requests to slots; here any request may use any row, so `id_slot` is always -1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LLAMACPP = Dialect(
 
 
 class NativeRendering:
-    """Replies of /completion and /infill. `prompts`: as the reply shows them again."""
+    """Replies of /completion and /infill. `prompts`: the texts of the prompts, which replies repeat."""
 
     stream_headers: Sequence[tuple[bytes, bytes]] = SSE_HEADERS
     ping = SSE_PING
@@ -85,7 +85,7 @@ class NativeRendering:
         return sse_frame(orjson.dumps(chunk))
 
     def end(self, facts: GenerationFacts) -> bytes:
-        """The last chunks, one a prompt, together: they say what the request took."""
+        """Return the last chunks, one per prompt, with the counts and times of the request."""
         finals = [self._final(choice, "", [], last, facts) for choice, last in sorted(self._lasts.items())]
         return b"".join(sse_frame(orjson.dumps(final)) for final in finals)
 
@@ -132,7 +132,7 @@ def _ending(last: Event) -> dict[str, str]:
 
 
 def timings(usage: Usage, facts: GenerationFacts) -> dict[str, Any]:
-    """Return the milliseconds of prompt and answer; time spent waiting belongs to neither."""
+    """Return the times of prompt and answer in milliseconds; waiting time is part of neither."""
     num_read = usage.prompt_tokens - usage.cached_tokens
     prompt_ms = max(0.001, (facts.begun_s - facts.waited_s) * 1000)
     answer_ms = max(0.001, (facts.elapsed_s - facts.begun_s) * 1000)
@@ -171,7 +171,7 @@ SETTINGS = (
 
 
 def generation_settings(params: SamplingParams, *, is_stream: bool) -> dict[str, Any]:
-    """The parameters of a call by llama.cpp's names."""
+    """Return the parameters of a call under llama.cpp's names."""
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
         "seed": -1 if params.seed is None else params.seed,

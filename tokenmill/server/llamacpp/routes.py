@@ -1,8 +1,8 @@
 """llama.cpp's native endpoints: /completion, /infill, /apply-template, /props and /slots.
 
-/tokenize and /detokenize are in `server/tokens.py`; /health and /metrics are no dialect's. A slot is a row of the
-scheduler: any request may take any of them, so /slots says how many are taken, not by whom; of several keys, one that
-sees all may ask.
+/tokenize and /detokenize are in `server/tokens.py`, /health and /metrics in `server/admin.py`. A slot is a row of the
+scheduler, and any request may use any row, so /slots shows only how many are in use. With several API keys, it needs
+one with `sees_all`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ParseCall = Callable[[dict[str, Any], ServedEngine, ServerConfig], NativeCall]
 
 
 class NoFreeSlot(Overloaded):
-    """All rows are taken, and the client wanted to know (`fail_on_no_slot`)."""
+    """All slots are in use, and the client set `fail_on_no_slot`."""
 
     http_status = 503
 
@@ -60,7 +60,7 @@ def llamacpp_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: native_job(body, context, parse_infill))
 
     async def apply_template(request: Request) -> Response:
-        model, conversation = await context.parsed(request, lambda body: templated(body, context))
+        model, conversation = await context.parsed(request, lambda body: parse_template_body(body, context))
         text = await context.workers.run(text_size(conversation), lambda: model.engine.chat_text(conversation))
         return json_response({"prompt": text})
 
@@ -69,10 +69,10 @@ def llamacpp_endpoints(context: RouteContext) -> list[Endpoint]:
 
     async def slots(request: Request) -> Response:
         require_operator(request)
-        found = await context.when_read(lambda: slots_of(context.registry.default))
-        if "fail_on_no_slot" in request.query_params and all(slot["is_processing"] for slot in found):
+        rows = await context.when_read(lambda: slots_of(context.registry.default))
+        if "fail_on_no_slot" in request.query_params and all(slot["is_processing"] for slot in rows):
             raise NoFreeSlot("no slot is free")
-        return json_response(found)
+        return json_response(rows)
 
     return [
         Endpoint("POST", "/completion", native_completion, TAG, REPLY, READING, COMPLETION_BODY, stream=STREAM),
@@ -91,13 +91,13 @@ def native_job(body: dict[str, Any], context: RouteContext, parse: ParseCall) ->
     model = context.registry.find(BodyFields(body).text("model"), is_required=False)
     engine = model.engine
     call = parse(body, engine, context.config)
-    shown = [one.prompt if isinstance(one.prompt, str) else engine.detokenize(one.prompt) for one in call.requests]
-    rendering = NativeRendering(call, model.info, shown)
+    prompts = [one.prompt if isinstance(one.prompt, str) else engine.detokenize(one.prompt) for one in call.requests]
+    rendering = NativeRendering(call, model.info, prompts)
     param = "prompt" if call.requests[0].suffix is None else "input_prefix"
     return GenerationJob(engine, call.requests, rendering, call.is_stream, prompt_param=param)
 
 
-def templated(body: dict[str, Any], context: RouteContext) -> tuple[FoundModel, ChatRequest]:
+def parse_template_body(body: dict[str, Any], context: RouteContext) -> tuple[FoundModel, ChatRequest]:
     fields = BodyFields(body)
     model = context.registry.find(fields.text("model"), is_required=False)
     conversation = parse_tokenize(fields, model.info) if fields.get("messages") is not None else None

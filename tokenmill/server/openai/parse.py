@@ -225,10 +225,10 @@ def _tool_call(value: object, path: str) -> ToolCall:
 
 
 def _function_call(call_id: str, fields: BodyFields) -> ToolCall:
-    return ToolCall(id=call_id, name=fields.required_text("name"), arguments=_arguments(fields))
+    return ToolCall(id=call_id, name=fields.required_text("name"), arguments=arguments_text(fields))
 
 
-def _arguments(fields: BodyFields) -> str:
+def arguments_text(fields: BodyFields) -> str:
     """Return the arguments of a call as JSON text, which is OpenAI's form; some clients send the object itself."""
     arguments = fields.get("arguments")
     if isinstance(arguments, dict):

@@ -2,7 +2,9 @@
 
 database.py    the file, its thread, transactions
 schema.py      the tables, by version
-rows.py        whose a row is, expiry, bounds
-instance.py    which server process works on a row, and whether it still lives
+rows.py        ownership and expiry of rows, and limits of tables
+instance.py    the server process that works on a row, and whether it is still alive
 responses.py   stored responses and conversations
+files.py       stored files
+server_state.py  the state of one server, and its services
 """

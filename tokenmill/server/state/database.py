@@ -1,11 +1,11 @@
-"""The SQLite file and the thread that alone touches it, so that the event loop never waits for a disk.
+"""The SQLite file, and the one thread that uses it, so that the event loop never waits for the disk.
 
-    await database.write(work)     work(connection) in one transaction: all of it is kept, or nothing
-    await database.read(work)      the same without changes
+    await database.write(work)     run work(connection) in one transaction
+    await database.read(work)      the same, for work that changes nothing
 
-A call that was begun is finished even if its caller is cancelled. The file is in WAL mode, so several servers with one
-TOKENMILL_HOME share it; what was committed survives kill -9. It is made, readable by its owner alone, when something is
-first kept. Without a path everything is in memory and gone with the process.
+A call continues even if its caller is cancelled. The file is in WAL mode, so several servers with one TOKENMILL_HOME
+can share it; committed data survives kill -9. The file is created on the first write or read, readable by its owner
+alone. Without a path the database is in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tokenmill.server.state.schema import VERSIONS
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
-BUSY_S = 20.0  # for other servers with the same file to finish their transactions
+BUSY_S = 20.0  # longest wait for transactions of other servers with the same file
 MOUNTS = Path("/proc/self/mountinfo")
-REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "glusterfs", "fuse.")  # WAL needs memory shared by all users
+REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "glusterfs", "fuse.")  # without shared memory, which WAL needs
 
 
 class StateFailed(TokenmillError):
@@ -36,7 +36,7 @@ class StateFailed(TokenmillError):
 
 
 class Database:
-    """One file of state (or memory, without a path), used by one thread."""
+    """The state database, a file or (without a path) in memory, which one thread uses."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class Database:
 
     @property
     def is_new(self) -> bool:
-        """Nothing was ever kept."""
+        """Return whether nothing was stored so far."""
         return self._connection is None and (self.path is None or not self.path.exists())
 
     async def write(self, work: Work[T]) -> T:
@@ -55,7 +55,7 @@ class Database:
         return await asyncio.wrap_future(self._thread.submit(self._in_transaction, work, "BEGIN"))
 
     async def close(self) -> None:
-        """Finish what was begun, and close the file."""
+        """Finish the calls so far, and close the file."""
         await asyncio.wrap_future(self._thread.submit(self._close))
         self._thread.shutdown(wait=False)
 
@@ -69,7 +69,7 @@ class Database:
                 return work(self._connection)
         except (sqlite3.Error, OSError) as error:
             where = "in memory" if self.path is None else f"file {self.path}"
-            raise StateFailed(f"the state {where} can't be used: {error}", hint="--no-state keeps none") from error
+            raise StateFailed(f"the state {where} can't be used: {error}", hint="--no-state stores nothing") from error
 
     def _close(self) -> None:
         if self._connection is not None:
@@ -78,20 +78,20 @@ class Database:
 
 
 def opened(path: Path | None) -> sqlite3.Connection:
-    """Open a connection to a file, and bring its tables up to date."""
+    """Open a connection to a file and migrate its tables to the newest version."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite gives the files beside it the same mode
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite creates its WAL files with the same mode
         path.chmod(0o600)
     connection = sqlite3.connect(path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
     try:
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a new file only
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only for a new file
         if path is not None and not is_remote(path):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA trusted_schema = OFF")
-        connection.execute("PRAGMA secure_delete = ON")  # what a client deletes is overwritten
+        connection.execute("PRAGMA secure_delete = ON")  # overwrite deleted data
         with transaction(connection, "BEGIN IMMEDIATE"):
             migrate(connection)
     except (sqlite3.Error, StateFailed):
@@ -103,17 +103,17 @@ def opened(path: Path | None) -> sqlite3.Connection:
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, begin: str) -> Iterator[None]:
     connection.execute(begin)
-    with connection:  # commits, or rolls back what an exception interrupts
+    with connection:  # commits, or rolls back after an exception
         yield
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring the tables to the newest version."""
+    """Migrate the tables to the newest version."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > len(VERSIONS):
         raise StateFailed(
-            f"the state file has version {version}, this Tokenmill knows {len(VERSIONS)}",
-            hint="it was written by a newer one; --no-state runs without it",
+            f"the state file has version {version}, but this Tokenmill supports versions up to {len(VERSIONS)}",
+            hint="a newer Tokenmill wrote it; --no-state runs without it",
         )
     for script in VERSIONS[version:]:
         for statement in statements(script):
@@ -122,17 +122,17 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 
 def statements(script: str) -> Iterator[str]:
-    """The statements of a script, one by one: `executescript` would commit the transaction they belong to."""
-    gathered = ""
+    """Yield the statements of a script one by one: `executescript` would commit the current transaction."""
+    statement = ""
     for line in script.splitlines():
-        gathered += line + "\n"
-        if sqlite3.complete_statement(gathered):
-            yield gathered
-            gathered = ""
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
 
 
 def is_remote(path: Path) -> bool:
-    """True if a file is on a disk of another machine, as far as this system tells."""
+    """Return whether a file is on a network file system, as far as the mount table shows."""
     if not MOUNTS.exists():
         return False
     kinds: dict[str, str] = {}

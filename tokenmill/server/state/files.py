@@ -1,10 +1,10 @@
-"""Files that clients keep on the server: a row with their facts, and their content beside it on the disk.
+"""Files that clients store on the server: a row with the metadata, and the content in a file of its own.
 
-    state/files/file-<id>         the content, named by the id and never by what the client called it
-    state/files/incoming-<id>     content that is still being written: not a file yet
+    state/files/file-<id>         the content; it is named by its id, never by the client's file name
+    state/files/incoming-<id>     content that is still being written
 
-Content is hashed while it is written, and is on the disk before its row is. A file that a running batch reads can't be
-deleted. Without a folder for state, contents are in a temporary one that goes with the server.
+Content is hashed while it is written, and is on the disk before its row is inserted. A file that a running batch reads
+can't be deleted. Without a state folder, contents are in a temporary folder, which is removed with the server.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tokenmill.server.state.rows import Bound, get, unknown
 from tokenmill.server.state.server_state import ServerState
 
 MAX_FILES = 100_000
-ABANDONED_S = 3600.0  # content without a row, once nothing was written to it for so long
-HIDDEN = "message_batch"  # the purpose of files that belong to a batch, and that no client sees
+STALE_S = 3600.0  # delete content without a row that was not modified for so long
+HIDDEN = "message_batch"  # purpose of the internal files of batches, which clients do not see
 IN_USE = "SELECT input FROM batches WHERE status IN ('validating', 'in_progress', 'cancelling', 'finalizing')"
 
 
@@ -42,19 +42,19 @@ class FileInUse(InvalidRequest):
 
 
 class FileWriter:
-    """Content that is being written: hashed on the way, a file only once it is kept."""
+    """Writes and hashes content, which becomes a file when `StoredFiles` inserts its row."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / new_id("incoming-")
         self.num_bytes = 0
         self._hash = hashlib.sha256()
-        with self._told_failures():
+        with self._reported_failures():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file: BinaryIO = os.fdopen(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
-        """Append bytes; blocks, so event loops call `add`."""
-        with self._told_failures():
+        """Append bytes. This blocks; on the event loop use `add`."""
+        with self._reported_failures():
             self._file.write(data)
         self._hash.update(data)
         self.num_bytes += len(data)
@@ -63,32 +63,32 @@ class FileWriter:
         await asyncio.to_thread(self.write, data)
 
     def finish(self) -> str:
-        """Bring all of it to the disk; the SHA-256 of it."""
-        with self._told_failures():
+        """Sync the content to the disk; return its SHA-256."""
+        with self._reported_failures():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
         return self._hash.hexdigest()
 
     def drop(self) -> None:
-        """Forget what was written, unless it became a file."""
-        with contextlib.suppress(OSError):  # what is left in its buffer can't be written either
+        """Delete the content, unless it became a file."""
+        with contextlib.suppress(OSError):  # the rest of its buffer may not be writable either
             self._file.close()
         self.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _told_failures(self) -> Iterator[None]:
+    def _reported_failures(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise StateFailed(f"no file can be written to {self.path.parent}: {error.strerror}") from error
+            raise StateFailed(f"can't write a file to {self.path.parent}: {error.strerror}") from error
 
 
 class StoredFiles:
-    """The files of all keys."""
+    """The files of all API keys."""
 
     def __init__(self, state: ServerState, max_bytes: int) -> None:
-        """`max_bytes`: of all files together; those that were not used for longest go first."""
+        """`max_bytes`: limit of all files together; the least recently used are deleted first."""
         self._state = state
         self._bound = Bound("files", MAX_FILES, max_bytes, f"id NOT IN ({IN_USE})")
         self._temporary: Path | None = None
@@ -112,7 +112,7 @@ class StoredFiles:
     async def keep(
         self, writer: FileWriter, owner: str, *, name: str, purpose: str, expires_s: float | None
     ) -> sqlite3.Row:
-        """Make a file of what was written."""
+        """Store written content as a file."""
         sha256 = await asyncio.to_thread(writer.finish)
 
         def work(connection: sqlite3.Connection) -> sqlite3.Row:
@@ -131,7 +131,7 @@ class StoredFiles:
         purpose: str,
         expires_s: float | None,
     ) -> sqlite3.Row:
-        """Make a file of finished content, within a transaction of the caller's."""
+        """Store finished content as a file, within the caller's transaction."""
         file_id, now = new_id("file-"), time.time()
         self._remove_contents(self._bound.make_room(connection, writer.num_bytes))
         writer.path.rename(self.path(file_id))
@@ -143,11 +143,11 @@ class StoredFiles:
         return get(connection, "files", file_id, owner)
 
     async def get(self, owner: str, file_id: str) -> sqlite3.Row:
-        """A file of an owner; an error (404) if there is none."""
+        """Return a file of an owner; UnknownRow (404) if there is none."""
         return await self._state.database.read(lambda connection: visible(connection, owner, file_id))
 
     async def use(self, owner: str, file_id: str, param: str = "id") -> sqlite3.Row:
-        """The same, and remember that it was used: what was not used for longest makes room."""
+        """The same as `get`, and record the use: the least recently used files are deleted first."""
 
         def work(connection: sqlite3.Connection) -> sqlite3.Row:
             row = visible(connection, owner, file_id, param)
@@ -157,7 +157,7 @@ class StoredFiles:
         return await self._state.database.write(work)
 
     async def open(self, owner: str, file_id: str) -> BinaryIO:
-        """The content of a file, which stays readable if the file is deleted meanwhile."""
+        """Open the content of a file, which stays readable if the file is deleted meanwhile."""
         row = await self.use(owner, file_id)
         try:
             return await asyncio.to_thread(self.path(row["id"]).open, "rb")
@@ -184,25 +184,25 @@ class StoredFiles:
         self._remove_contents([file_id])
 
     def remove(self, connection: sqlite3.Connection, file_id: str) -> None:
-        """Delete a file within a transaction of the caller's."""
+        """Delete a file within the caller's transaction."""
         connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
         self._remove_contents([file_id])
 
     async def sweep(self) -> None:
-        """Delete files whose time is over, and content that never became a file."""
+        """Delete expired files, and stale content that never became a file."""
         if self._state.database.is_new:
             return
         self._remove_contents(await self._state.database.write(self._bound.expire))
-        old = [path.name for path in await asyncio.to_thread(self._untouched)]
-        kept = await self._state.database.read(
+        stale = [path.name for path in await asyncio.to_thread(self._stale_contents)]
+        file_ids = await self._state.database.read(
             lambda connection: {row["id"] for row in connection.execute("SELECT id FROM files")}
         )
-        self._remove_contents([name for name in old if name not in kept])
+        self._remove_contents([name for name in stale if name not in file_ids])
 
-    def _untouched(self) -> list[Path]:
+    def _stale_contents(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        before = time.time() - ABANDONED_S
+        before = time.time() - STALE_S
         return [path for path in self.folder.iterdir() if path.stat().st_mtime < before]
 
     def _remove_contents(self, names: list[str]) -> None:
@@ -215,7 +215,7 @@ class StoredFiles:
 
 
 def visible(connection: sqlite3.Connection, owner: str, file_id: str, param: str = "id") -> sqlite3.Row:
-    """Return a file that a client may see; raise an error (404) that names `param` if there is none."""
+    """Return a file that a client may see; UnknownRow (404) with the field `param` if there is none."""
     row = get(connection, "files", file_id, owner, param)
     if row["purpose"] == HIDDEN:
         raise unknown("files", file_id, param)

@@ -1,10 +1,10 @@
-"""The server that works on a row: a response that is being generated, a batch that runs.
+"""The server process that works on a row, such as a running batch, and whether it is still alive.
 
-A server holds a lock on a file of its own for as long as it lives; the system lets go of it however the process ends,
-kill -9 included. A row names the server that works on it, so after a restart, or beside other servers with the same
-file, it can be told whether anyone still does.
+A server holds a lock on a file of its own while it runs; the system releases it however the process ends, including
+kill -9. A row names the server that works on it, so that other servers with the same state, and the next one, know
+whether it is still being worked on.
 
-    state/servers/<id>.lock       locked: that server lives        free or missing: its work is abandoned
+    state/servers/<id>.lock       locked: that server is alive     unlocked or missing: its rows are abandoned
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenmill.engine.request_ids import new_id
 
 
 class ServerInstance:
-    """This server, as rows name it. Without a folder it is the only one, as its state is in memory."""
+    """The identity of this server in rows. Without a folder there are no other servers: the state is in memory."""
 
     def __init__(self, folder: Path | None) -> None:
         self.id = new_id("server-")
@@ -26,7 +26,7 @@ class ServerInstance:
         self._descriptor: int | None = None
 
     def enter(self) -> None:
-        """Take the lock; a row that names this server counts as worked on from now on."""
+        """Take the lock, before the first row names this server."""
         if self._folder is not None and self._descriptor is None:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._descriptor = os.open(self._file(self.id), os.O_CREAT | os.O_RDWR, 0o600)
@@ -39,7 +39,7 @@ class ServerInstance:
             self._descriptor = None
 
     def is_alive(self, server: str) -> bool:
-        """True if a server still runs; the lock of one that does not is removed."""
+        """Return whether a server is alive; remove the lock file of one that is not."""
         if server == self.id or self._folder is None:
             return server == self.id
         try:

@@ -1,7 +1,7 @@
-"""Stored responses and conversations: functions over a connection, to be run by the database's thread.
+"""Stored responses and conversations. All methods take a connection and run in the database's thread.
 
-A response keeps its own input and output items and the id of the one that it continues, so a chain of responses is kept
-once however long it grows. Continuing a chain uses all of it: none of its responses expires before the newest.
+A response is stored with its own input and output items and the id of the response that it continues, so the items of
+a chain are stored once. Continuing a chain counts as a use of all its responses: none expires before the newest.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tokenmill.types import TokenPrefix
 
 Object = dict[str, Any]
 Side = Literal["input", "output"]
-AT_WORK = ("queued", "in_progress")
+UNFINISHED = ("queued", "in_progress")
 MAX_RESPONSES = 200_000
 MAX_CONVERSATIONS = 50_000
-MAX_CHAIN = 4096  # responses that continue each other
-LIFE_S = 30 * 86_400.0
-BYTES_A_ROW = 512  # what SQLite adds, about
+MAX_CHAIN = 4096  # responses in a chain
+LIFETIME_S = 30 * 86_400.0
+ROW_OVERHEAD_BYTES = 512  # approximate overhead of SQLite
 
 
 class ParentNotFound(InvalidRequest):
@@ -40,17 +40,17 @@ class ParentNotFound(InvalidRequest):
 
 @dataclass
 class ResponseRow:
-    """A response to be kept."""
+    """A response to be stored."""
 
     owner: str
     response: Object
     input: Sequence[Object]
     parent: str | None = None
     conversation: str | None = None
-    request: Object = field(default_factory=dict)  # the body, while it waits in the background
+    request: Object = field(default_factory=dict)  # the body, while it is queued in the background
     prefix: TokenPrefix | None = None
-    events: Sequence[bytes] = ()  # of one in the background: its stream
-    is_known: bool = False  # it was saved before
+    events: Sequence[bytes] = ()  # the stream of a background response
+    is_known: bool = False  # it was stored before
 
     @property
     def id(self) -> str:
@@ -71,30 +71,30 @@ class ResponseStore:
     def __init__(self, config: ServerConfig, instance: ServerInstance) -> None:
         self._instance = instance
         half = config.max_state_bytes // 2
-        at_work = ", ".join(repr(status) for status in AT_WORK)
-        self._responses = Bound("responses", MAX_RESPONSES, half, f"status NOT IN ({at_work})")
+        unfinished = ", ".join(repr(status) for status in UNFINISHED)
+        self._responses = Bound("responses", MAX_RESPONSES, half, f"status NOT IN ({unfinished})")
         self._conversations = Bound("conversations", MAX_CONVERSATIONS, half)
 
     # ── responses ──────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, connection: sqlite3.Connection, row: ResponseRow) -> None:
-        """Insert a response, or replace what is kept of it. With its end its items become part of its conversation."""
+        """Insert or replace a response. When it is completed, its items are appended to its conversation."""
         status = row.response["status"]
-        is_at_work = status in AT_WORK
-        if is_at_work:
+        is_unfinished = status in UNFINISHED
+        if is_unfinished:
             self._instance.enter()
         packed = {
-            "request": zlib.compress(orjson.dumps(row.request)) if is_at_work else b"",
+            "request": zlib.compress(orjson.dumps(row.request)) if is_unfinished else b"",
             "body": orjson.dumps({**row.response, "output": []}),
             "prefix": None if row.prefix is None else zlib.compress(msgspec.msgpack.encode(row.prefix)),
             "events": zlib.compress(b"".join(row.events)) if row.events else None,
         }
         items = [("input", item) for item in row.input] + [("output", item) for item in row.response["output"]]
         bodies = [(side, item["id"], orjson.dumps(item)) for side, item in items]
-        num_bytes = sum(len(one) for one in packed.values() if one) + BYTES_A_ROW
-        num_bytes += sum(len(body) + BYTES_A_ROW for _, _, body in bodies)
+        num_bytes = sum(len(one) for one in packed.values() if one) + ROW_OVERHEAD_BYTES
+        num_bytes += sum(len(body) + ROW_OVERHEAD_BYTES for _, _, body in bodies)
         known = connection.execute("SELECT status, created_s FROM responses WHERE id = ?", (row.id,)).fetchone()
-        if row.is_known and (known is None or known["status"] not in AT_WORK):
+        if row.is_known and (known is None or known["status"] not in UNFINISHED):
             return  # deleted or cancelled meanwhile
         self._responses.make_room(connection, num_bytes)
         connection.execute("DELETE FROM responses WHERE id = ?", (row.id,))
@@ -104,9 +104,9 @@ class ResponseStore:
             "owner": row.owner,
             "created_s": now if known is None else known["created_s"],
             "used_s": now,
-            "expires_s": now + LIFE_S,
+            "expires_s": now + LIFETIME_S,
             "status": status,
-            "server": self._instance.id if is_at_work else None,
+            "server": self._instance.id if is_unfinished else None,
             "parent": row.parent,
             "conversation": row.conversation,
             **packed,
@@ -126,15 +126,15 @@ class ResponseStore:
             "  UNION ALL SELECT r.id, r.parent, depth + 1 FROM responses r JOIN chain ON r.id = chain.parent"
             f"   WHERE depth < {MAX_CHAIN}"
             ") UPDATE responses SET used_s = ?, expires_s = ? WHERE id IN (SELECT id FROM chain)",
-            (response_id, now, now + LIFE_S),
+            (response_id, now, now + LIFETIME_S),
         )
 
     def response(self, connection: sqlite3.Connection, response_id: str, owner: str) -> Object:
-        """A stored response as clients see it."""
+        """Return a stored response as clients see it."""
         return _response(connection, rows.get(connection, "responses", response_id, owner))
 
     def events(self, connection: sqlite3.Connection, response_id: str, owner: str) -> tuple[Object, list[bytes]]:
-        """A response, and the frames of its stream where they were kept."""
+        """Return a response, and the frames of its stream if they were stored."""
         row = rows.get(connection, "responses", response_id, owner)
         data = zlib.decompress(row["events"]) if row["events"] else b""
         return _response(connection, row), [frame + b"\n\n" for frame in data.split(b"\n\n")[:-1]]
@@ -144,12 +144,12 @@ class ResponseStore:
         connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
     def cancel(self, connection: sqlite3.Connection, response_id: str, owner: str) -> Object:
-        """Mark a response in the background as cancelled; one that is over stays as it is."""
+        """Mark a background response as cancelled; one that has ended is not changed."""
         row = rows.get(connection, "responses", response_id, owner)
         response = _response(connection, row)
         if not response["background"]:
             raise InvalidRequest("only responses with background: true can be cancelled", param="id")
-        if row["status"] in AT_WORK:
+        if row["status"] in UNFINISHED:
             response["status"] = "cancelled"
             self._end(connection, response)
         return response
@@ -163,43 +163,43 @@ class ResponseStore:
         newest = rows.find(connection, "responses", response_id, owner)
         if newest is None:
             raise ParentNotFound(f"there is no response {shown(response_id)}", param="previous_response_id")
-        if newest["status"] in AT_WORK:
+        if newest["status"] in UNFINISHED:
             refuse("previous_response_id", f"names a response that is {newest['status']}: wait until it has ended")
         chain = [newest]
         while (parent := chain[-1]["parent"]) is not None:
             row = rows.find(connection, "responses", parent, owner)
             if row is None or len(chain) >= MAX_CHAIN:
                 raise ParentNotFound(
-                    f"the response {shown(parent)}, which {shown(chain[-1]['id'])} continues, is not kept any more",
+                    f"the response {shown(parent)}, which {shown(chain[-1]['id'])} continues, is no longer stored",
                     param="previous_response_id",
                 )
             chain.append(row)
         items = [item for row in reversed(chain) for item in _items(connection, row["id"])]
-        prefix = newest["prefix"]
-        known = None if prefix is None else msgspec.msgpack.decode(zlib.decompress(prefix), type=TokenPrefix)
-        return Chain(items, known)
+        packed = newest["prefix"]
+        prefix = None if packed is None else msgspec.msgpack.decode(zlib.decompress(packed), type=TokenPrefix)
+        return Chain(items, prefix)
 
     def referenced(self, connection: sqlite3.Connection, item_ids: Sequence[str], owner: str) -> dict[str, Object]:
-        """Items by their ids, whatever of this owner's they belong to."""
-        found: dict[str, Object] = {}
+        """Return items by their ids, from any response or conversation of the owner."""
+        items: dict[str, Object] = {}
         for item_id in item_ids:
             query = "SELECT body FROM items WHERE id = ? AND owner = ? LIMIT 1"
             row = connection.execute(query, (item_id, owner)).fetchone()
             if row is None:
                 raise UnknownRow(f"there is no item {shown(item_id)}", param="input")
-            found[item_id] = orjson.loads(row["body"])
-        return found
+            items[item_id] = orjson.loads(row["body"])
+        return items
 
-    # ── work that was left behind ──────────────────────────────────────────────────────────────────────
+    # ── responses of servers that ended ────────────────────────────────────────────────────────────────
 
-    def abandoned(self, connection: sqlite3.Connection) -> list[tuple[str, str, Object, Object]]:
-        """Take over what dead servers left: those that wait become this server's, as (id, owner, request, response);
-        those that ran have failed. What has expired meanwhile goes."""
+    def take_over_abandoned(self, connection: sqlite3.Connection) -> list[tuple[str, str, Object, Object]]:
+        """Take over the queued responses of dead servers, and return them as (id, owner, request, response). Mark those
+        that were in progress as failed. Delete expired responses."""
         self._responses.expire(connection)
         taken = []
         query = "SELECT * FROM responses WHERE server IS NOT NULL ORDER BY created_s"
         for row in connection.execute(query).fetchall():
-            if row["status"] not in AT_WORK or self._instance.is_alive(row["server"]):
+            if row["status"] not in UNFINISHED or self._instance.is_alive(row["server"]):
                 continue
             if row["status"] == "queued":
                 self._instance.enter()
@@ -207,18 +207,18 @@ class ResponseStore:
                 request = orjson.loads(zlib.decompress(row["request"]))
                 taken.append((row["id"], row["owner"], request, _response(connection, row)))
             else:
-                self.fail(connection, _response(connection, row), "the server ended while it worked on this response")
+                self.fail(connection, _response(connection, row), "the server ended while it generated this response")
         return taken
 
-    def give_back(self, connection: sqlite3.Connection, response_id: str) -> None:
-        """Leave a response to another server: this one can't answer it."""
+    def release(self, connection: sqlite3.Connection, response_id: str) -> None:
+        """Release a queued response whose model this server does not have, for another server."""
         connection.execute("UPDATE responses SET server = '' WHERE id = ?", (response_id,))
 
-    def at_work(self, connection: sqlite3.Connection, response_ids: Sequence[str]) -> set[str]:
-        """Those of some responses that are still wanted: not cancelled, not deleted."""
-        marks, at_work = (", ".join("?" * len(names)) for names in (response_ids, AT_WORK))
-        query = f"SELECT id FROM responses WHERE id IN ({marks}) AND status IN ({at_work})"
-        return {row["id"] for row in connection.execute(query, (*response_ids, *AT_WORK))}
+    def still_unfinished(self, connection: sqlite3.Connection, response_ids: Sequence[str]) -> set[str]:
+        """Return which of these responses were neither cancelled nor deleted."""
+        ids, statuses = (", ".join("?" * len(names)) for names in (response_ids, UNFINISHED))
+        query = f"SELECT id FROM responses WHERE id IN ({ids}) AND status IN ({statuses})"
+        return {row["id"] for row in connection.execute(query, (*response_ids, *UNFINISHED))}
 
     def fail(self, connection: sqlite3.Connection, response: Object, why: str) -> None:
         error = {"code": "server_error", "message": why}
@@ -235,10 +235,10 @@ class ResponseStore:
     def create_conversation(
         self, connection: sqlite3.Connection, row_id: str, owner: str, metadata: Object, items: Sequence[Object]
     ) -> Object:
-        self._conversations.make_room(connection, BYTES_A_ROW)
+        self._conversations.make_room(connection, ROW_OVERHEAD_BYTES)
         now = time.time()
         values = {"id": row_id, "owner": owner, "created_s": now, "used_s": now, "metadata": orjson.dumps(metadata)}
-        _insert(connection, "conversations", {**values, "num_bytes": BYTES_A_ROW})
+        _insert(connection, "conversations", {**values, "num_bytes": ROW_OVERHEAD_BYTES})
         self.append(connection, row_id, owner, items)
         return self.conversation(connection, row_id, owner)
 
@@ -261,20 +261,20 @@ class ResponseStore:
         return _items(connection, row_id)
 
     def append(self, connection: sqlite3.Connection, row_id: str, owner: str, items: Sequence[Object]) -> None:
-        """Add items at the end of a conversation; one that is gone meanwhile is left alone."""
+        """Append items to a conversation; do nothing if it was deleted meanwhile."""
         if rows.find(connection, "conversations", row_id, owner) is None:
             return
         bodies: list[tuple[Side, str, bytes]] = [("input", item["id"], orjson.dumps(item)) for item in items]
-        num_bytes = sum(len(body) + BYTES_A_ROW for _, _, body in bodies)
-        connection.execute("UPDATE conversations SET used_s = ? WHERE id = ?", (time.time(), row_id))  # it stays
+        num_bytes = sum(len(body) + ROW_OVERHEAD_BYTES for _, _, body in bodies)
+        # First, so that `make_room` does not delete this conversation.
+        connection.execute("UPDATE conversations SET used_s = ? WHERE id = ?", (time.time(), row_id))
         self._conversations.make_room(connection, num_bytes)
         connection.execute("UPDATE conversations SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, row_id))
         _insert_items(connection, row_id, owner, bodies)
 
     def delete_item(self, connection: sqlite3.Connection, row_id: str, item_id: str, owner: str) -> Object:
         rows.get(connection, "conversations", row_id, owner)
-        gone = connection.execute("DELETE FROM items WHERE holder = ? AND id = ?", (row_id, item_id)).rowcount
-        if not gone:
+        if not connection.execute("DELETE FROM items WHERE holder = ? AND id = ?", (row_id, item_id)).rowcount:
             raise UnknownRow(f"there is no item {shown(item_id)}", param="item_id")
         return self.conversation(connection, row_id, owner)
 
@@ -289,8 +289,8 @@ def _items(connection: sqlite3.Connection, holder: str, side: Side | None = None
 
 
 def _insert(connection: sqlite3.Connection, table: rows.Table, values: Object) -> None:
-    names, places = ", ".join(values), ", ".join("?" * len(values))
-    connection.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", tuple(values.values()))
+    names, placeholders = ", ".join(values), ", ".join("?" * len(values))
+    connection.execute(f"INSERT INTO {table} ({names}) VALUES ({placeholders})", tuple(values.values()))
 
 
 def _insert_items(

@@ -1,7 +1,7 @@
-"""Rows that belong to a key: finding them, and letting the oldest go.
+"""Rows that belong to an API key: lookup, expiry, and limits on the size of a table.
 
-Another key's row is not there (404), exactly as one that never existed. Rows expire, and each table is bounded in rows
-and in bytes: what was not used for longest goes first, but never what a server works on.
+For another key a row does not exist (404), as if it had never been created. Rows expire, and each table is limited in
+rows and in bytes: the least recently used rows are deleted first, but never those that a server works on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenmill.errors import Overloaded, TokenmillError
 from tokenmill.server.body import shown
 
 Table = Literal["responses", "conversations", "files", "batches"]
-SLACK = 32  # a full table gives up one part in so many at once
+ROOM_DIVISOR = 32  # a full table deletes 1/32 of its limit at a time
 
 
 class UnknownRow(TokenmillError):
@@ -33,7 +33,7 @@ def find(connection: sqlite3.Connection, table: Table, row_id: str, owner: str) 
 
 
 def get(connection: sqlite3.Connection, table: Table, row_id: str, owner: str, param: str = "id") -> sqlite3.Row:
-    """A row of an owner; an error (404) that blames `param` if there is none."""
+    """Return a row of an owner; UnknownRow (404) with the field `param` if there is none."""
     row = find(connection, table, row_id, owner)
     if row is None:
         raise unknown(table, row_id, param)
@@ -47,34 +47,34 @@ def unknown(table: Table, row_id: str, param: str = "id") -> UnknownRow:
 
 @dataclass
 class Bound:
-    """The limits on a table's size."""
+    """The limits on a table's size, and their enforcement."""
 
     table: Table
     max_rows: int
     max_bytes: int  # the sum of `num_bytes`
-    may_go: str = "1"  # SQL: true for rows that may be given up
-    _rows_since: int = field(default=1 << 62, init=False)  # since the table was last looked at; at first: never
+    deletable: str = "1"  # SQL condition: rows that may be deleted
+    _rows_since: int = field(default=1 << 62, init=False)  # inserted since the last check; a large number at first
     _bytes_since: int = field(default=0, init=False)
 
     def make_room(self, connection: sqlite3.Connection, num_bytes: int) -> list[str]:
-        """Delete what has expired, and as much as it takes for one more row to fit; return the ids that are gone. To be
-        called before a row is inserted, in the same transaction."""
+        """Delete expired rows, and as many others as necessary for one more row; return the deleted ids. Call this
+        before inserting a row, in the same transaction."""
         self._rows_since += 1
         self._bytes_since += num_bytes
-        if self._rows_since * SLACK <= self.max_rows and self._bytes_since * SLACK <= self.max_bytes:
+        if self._rows_since * ROOM_DIVISOR <= self.max_rows and self._bytes_since * ROOM_DIVISOR <= self.max_bytes:
             return []
         gone = self.expire(connection)
         rows, used = connection.execute(f"SELECT count(*), total(num_bytes) FROM {self.table}").fetchone()
-        spare_rows = max(1, self.max_rows // SLACK)
-        spare_bytes = max(num_bytes, self.max_bytes // SLACK)
+        spare_rows = max(1, self.max_rows // ROOM_DIVISOR)
+        spare_bytes = max(num_bytes, self.max_bytes // ROOM_DIVISOR)
         if rows + spare_rows > self.max_rows or used + spare_bytes > self.max_bytes:
             gone += self._give_up(connection, rows - self.max_rows + spare_rows, used - self.max_bytes + spare_bytes)
         self._rows_since, self._bytes_since = 1, num_bytes
         return gone
 
     def expire(self, connection: sqlite3.Connection) -> list[str]:
-        """Delete the rows whose time is over."""
-        where = f"expires_s <= ? AND {self.may_go}"
+        """Delete the expired rows; return their ids."""
+        where = f"expires_s <= ? AND {self.deletable}"
         gone = connection.execute(f"DELETE FROM {self.table} WHERE {where} RETURNING id", (time.time(),)).fetchall()
         if gone:
             shrink(connection)
@@ -82,19 +82,19 @@ class Bound:
 
     def _give_up(self, connection: sqlite3.Connection, num_rows: int, num_bytes: float) -> list[str]:
         gone: list[str] = []
-        oldest = f"SELECT id, num_bytes FROM {self.table} WHERE {self.may_go} ORDER BY used_s, id"
+        oldest = f"SELECT id, num_bytes FROM {self.table} WHERE {self.deletable} ORDER BY used_s, id"
         for row in connection.execute(oldest):
             if len(gone) >= num_rows and num_bytes <= 0:
                 break
             gone.append(row["id"])
             num_bytes -= row["num_bytes"]
         if len(gone) < num_rows or num_bytes > 0:
-            raise Overloaded(f"there is no room for more {self.table}: all of them are at work", retry_after_s=60.0)
+            raise Overloaded(f"there is no room for more {self.table}: all of them are running", retry_after_s=60.0)
         connection.executemany(f"DELETE FROM {self.table} WHERE id = ?", ((row_id,) for row_id in gone))
         shrink(connection)
         return gone
 
 
 def shrink(connection: sqlite3.Connection) -> None:
-    """Give the pages of deleted rows back to the disk."""
+    """Return the pages of deleted rows to the file system."""
     connection.execute("PRAGMA incremental_vacuum").fetchall()  # each step frees one page

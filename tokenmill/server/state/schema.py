@@ -1,12 +1,11 @@
-"""The tables of the state file. Each version is a script that leads from the one before; SQLite's `user_version` says
-which of them a file has seen. Scripts that were released are never changed: a change is a new script at the end.
+"""The tables of the state file. Each version is a script that migrates from the previous version; SQLite's
+`user_version` is the version of a file. Released scripts are never changed: a change is a new script at the end.
 
     responses ──< items >── conversations          files ──── batches ──< batch_lines
 
-Every row that a client can ask for has `owner`: the id of the API key that made it ("" where the server needs none).
-`used_s` is when it was last part of a conversation: bounds take the rows that were not used for longest. `expires_s` is
-NULL for rows that stay. `server` is the process that works on a row now (see instance.py). Times are seconds since
-1970.
+Every row that clients can access has `owner`: the id of the API key that created it ("" if the server has no keys).
+`used_s` is the time of its last use: the least recently used rows are deleted first. `expires_s` is NULL for rows that
+do not expire. `server` is the process that works on the row (see instance.py). Times are seconds since 1970.
 """
 
 from __future__ import annotations

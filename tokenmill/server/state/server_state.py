@@ -1,4 +1,4 @@
-"""The state of one server, as its routes have it at hand, and the work that goes on without a client waiting for it."""
+"""The persistent state of one server, and the interface of services that run beside its requests."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ FILE_NAME = "tokenmill.db"
 
 
 class Service(Protocol):
-    """Work of a server that no request waits for, such as background responses."""
+    """A service that runs beside the requests, such as background responses."""
 
-    async def start(self) -> None: ...  # the models take requests now
-    async def close(self) -> None: ...  # running requests have ended, or their time is over; engines close next
+    async def start(self) -> None: ...  # called when the models are ready for requests
+    async def close(self) -> None: ...  # called after the drain of running requests, before the engines are closed
 
 
 class ServerState:
-    """The database and this server's name in it."""
+    """The database, and the identity of this server in it."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder`: where the state is kept; None: in memory."""
+        """`folder`: of the state; None: in memory."""
         self.folder = folder
         self.database = Database(None if folder is None else folder / FILE_NAME)
         self.instance = ServerInstance(None if folder is None else folder / "servers")
 
     @classmethod
     def of(cls, config: ServerConfig) -> ServerState:
-        """The state that the settings ask for; where nothing can be written, it is in memory, and the log says so."""
+        """Return the configured state. If its folder is not writable, warn and use memory."""
         if not config.state:
             return cls(None)
         folder = config.state_dir or store_root() / "state"
-        place = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-        if os.access(place, os.W_OK | os.X_OK):
+        existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        if os.access(existing, os.W_OK | os.X_OK):
             return cls(folder)
-        log.warning("%s can't be written: responses, files and batches are kept in memory only", place)
+        log.warning("%s is not writable: responses, files and batches are stored in memory only", existing)
         return cls(None)
 
     async def close(self) -> None:

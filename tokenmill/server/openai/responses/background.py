@@ -1,12 +1,13 @@
-"""Responses that no client waits for: `background: true`.
+"""Responses that run in the background, without a client that waits: `background: true`.
 
     queued ─► in_progress ─► completed | incomplete | failed
        └─────────┴─► cancelled
 
-A row is written at each step, so a response outlives its client's connection and, while it waits, the server: one that
-was queued runs again after a restart or on another server with the same state, one that ran has failed. Its events are
-kept, so that clients can follow it, leave and come back (`?stream=true&starting_after=N`), also once it is over, and by
-way of another server: that one sees them when it is over.
+The stored row is updated at each transition, so a response survives the disconnect of its client and, while it is
+queued, the server: after a restart, or on another server with the same state, a queued response runs, and one that was
+in progress has failed. Its events are stored, so that clients can follow it, disconnect and resume
+(`?stream=true&starting_after=N`), also when it has ended, and from another server, which sees the events once it has
+ended.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from tokenmill.server.errors import RETRY_AFTER_S, InternalError
 from tokenmill.server.generation import GenerationRun
 from tokenmill.server.openai.responses.generate import ResponseGenerator, ResponseJob
 from tokenmill.server.routing import RouteContext
-from tokenmill.server.state.responses import AT_WORK, ResponseRow
+from tokenmill.server.state.responses import UNFINISHED, ResponseRow
 
 log = get_log("server")
-MAX_AT_ONCE = 64  # handed to engines; the others wait here
+MAX_RUNNING = 64  # submitted to engines; the others wait here
 MAX_WAITING = 4096
-FINISH_S = 2.0  # to keep answers that are complete
-LOOK_S = 1.0  # how often is looked whether a response was cancelled or deleted by way of another server
-RETRY_S = 5.0  # until a response that could not be kept is tried again
-SWEEP_S = 60.0  # how often responses of dead servers are taken over
+CLOSE_TIMEOUT_S = 2.0  # time at shutdown to store responses that are complete
+POLL_S = 1.0  # interval of checking whether responses were cancelled or deleted through another server
+RETRY_S = 5.0  # until saving a response is tried again
+SWEEP_S = 60.0  # interval of taking over the responses of dead servers
 
 
 @dataclass
 class BackgroundResponse:
     """A response that runs in this server, and its events so far."""
 
-    made: ResponseJob
+    job: ResponseJob
     run: GenerationRun
     frames: list[bytes] = field(default_factory=list)
     is_over: bool = False
@@ -55,11 +56,11 @@ class BackgroundResponse:
 
     @property
     def id(self) -> str:
-        return str(self.made.writer.response["id"])
+        return str(self.job.writer.response["id"])
 
     @property
     def has_begun(self) -> bool:
-        return bool(self.made.writer.response["status"] != "queued")
+        return bool(self.job.writer.response["status"] != "queued")
 
     def add(self, frames: list[bytes], *, is_over: bool = False) -> None:
         self.frames += frames
@@ -73,9 +74,9 @@ class BackgroundResponse:
         while True:
             changed = self._changed
             if number < len(self.frames):
-                news = self.frames[number:]
-                number += len(news)
-                yield b"".join(news)
+                new_frames = self.frames[number:]
+                number += len(new_frames)
+                yield b"".join(new_frames)
             elif self.is_over:
                 return
             else:
@@ -86,43 +87,43 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """The responses that run in this server without a client. A service: started and ended with it."""
+    """All background responses of this server, as a service that is started and closed with it."""
 
     def __init__(self, context: RouteContext, generator: ResponseGenerator) -> None:
         self._context = context
         self._generator = generator
         self._running: dict[str, BackgroundResponse] = {}
-        self._places = asyncio.Semaphore(MAX_AT_ONCE)
-        self._foreign: set[str] = set()  # responses of dead servers whose models are not served here
+        self._running_limit = asyncio.Semaphore(MAX_RUNNING)
+        self._unservable: set[str] = set()  # responses of dead servers whose models this server does not have
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take over what servers before this one left behind."""
+        """Take over the responses of servers that ended."""
         await self._take_over()
-        if self._context.state.folder is not None:  # else there are no others
+        if self._context.state.folder is not None:  # otherwise no other server has the same state
             self._watch = asyncio.create_task(self._watch_others())
 
     async def _watch_others(self) -> None:
-        """Notice what other servers with the same state did to responses of this one, and what those that died left."""
+        """Poll the state file for responses that were cancelled through other servers, and those of dead servers."""
         next_sweep = time.monotonic() + SWEEP_S
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             if self._running:
-                await self._end_unwanted()
+                await self._end_cancelled()
             if time.monotonic() >= next_sweep:
                 next_sweep = time.monotonic() + SWEEP_S
                 await self._take_over()
 
-    async def _end_unwanted(self) -> None:
-        at_work = [one for one in self._running.values() if one.made.writer.response["status"] in AT_WORK]
-        find = partial(self._generator.store.at_work, response_ids=[one.id for one in at_work])
+    async def _end_cancelled(self) -> None:
+        unfinished = [one for one in self._running.values() if one.job.writer.response["status"] in UNFINISHED]
+        find = partial(self._generator.store.still_unfinished, response_ids=[one.id for one in unfinished])
         try:
-            wanted = await self._context.state.database.read(find)
-        except TokenmillError as problem:  # the state file can't be used at the moment
-            log.warning("whether responses were cancelled is not known: %s", problem)
+            remaining = await self._context.state.database.read(find)
+        except TokenmillError as problem:  # the state file is temporarily unavailable
+            log.warning("could not check for cancelled responses: %s", problem)
             return
-        for running in at_work:
-            if running.id not in wanted and running.made.writer.response["status"] in AT_WORK:
+        for running in unfinished:
+            if running.id not in remaining and running.job.writer.response["status"] in UNFINISHED:
                 await self.cancel(running)
 
     async def _take_over(self) -> None:
@@ -130,21 +131,21 @@ class BackgroundResponses:
         if database.is_new:
             return
         try:
-            abandoned = await database.write(self._generator.store.abandoned)
+            abandoned = await database.write(self._generator.store.take_over_abandoned)
         except TokenmillError as problem:
-            log.warning("responses of earlier servers are not looked after: %s", problem)
+            log.warning("could not take over the responses of earlier servers: %s", problem)
             return
         for response_id, owner, body, response in abandoned:
             try:
                 if owner and self._context.keys and self._context.keys.get(owner) is None:
-                    raise InvalidRequest("the API key that asked for it is no longer valid")
-                made = await self._generator.make(body, owner, response_id, response["created_at"])
-                running = self._started(made)
+                    raise InvalidRequest("the API key of the request is no longer valid")
+                job = await self._generator.make(body, owner, response_id, response["created_at"])
+                running = self._started(job)
             except UnknownModel:
-                if response_id not in self._foreign:
+                if response_id not in self._unservable:
                     log.warning("response %s waits for the model %s", response_id, response["model"])
-                self._foreign.add(response_id)
-                await database.write(partial(self._generator.store.give_back, response_id=response_id))
+                self._unservable.add(response_id)
+                await database.write(partial(self._generator.store.release, response_id=response_id))
                 continue
             except TokenmillError as problem:
                 await database.write(partial(self._generator.store.fail, response=response, why=str(problem)))
@@ -152,68 +153,67 @@ class BackgroundResponses:
             self._launch(running)
 
     async def close(self) -> None:
-        """Stop. What has not begun stays queued, for the server that is started next; what the engine has just finished
-        is kept."""
+        """Stop all responses. Queued ones stay queued for the next server; complete ones get a moment to be stored."""
         if self._watch is not None:
             self._watch.cancel()
         tasks = {running.task: running.has_begun for running in self._running.values() if running.task is not None}
         if begun := [task for task, has_begun in tasks.items() if has_begun]:
-            await asyncio.wait(begun, timeout=FINISH_S)
+            await asyncio.wait(begun, timeout=CLOSE_TIMEOUT_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def begin(self, made: ResponseJob) -> BackgroundResponse:
-        """Keep a new response as queued, and run it."""
+    async def begin(self, job: ResponseJob) -> BackgroundResponse:
+        """Store a new response as queued, and run it."""
         if len(self._running) >= MAX_WAITING:
-            raise Overloaded("too many responses wait in the background", retry_after_s=30.0)
-        running = self._started(made)
-        running.add(made.writer.queued())
-        row = made.row()
-        row.request = made.body
-        await self._generator.save(made, row)
+            raise Overloaded("too many background responses are waiting", retry_after_s=30.0)
+        running = self._started(job)
+        running.add(job.writer.queued())
+        row = job.row()
+        row.request = job.body
+        await self._generator.save(job, row)
         self._launch(running)
         return running
 
     def find(self, response_id: str, owner: str) -> BackgroundResponse | None:
         running = self._running.get(response_id)
-        return running if running is not None and running.made.owner == owner else None
+        return running if running is not None and running.job.owner == owner else None
 
     async def cancel(self, running: BackgroundResponse) -> None:
-        """End a response; it is over when this returns."""
+        """Cancel a response; it has ended when this returns."""
         assert running.task is not None
         running.is_cancelled = True
         running.task.cancel()
         await asyncio.gather(running.task, return_exceptions=True)
 
-    def _started(self, made: ResponseJob) -> BackgroundResponse:
-        """Start a response; raise where the limits of its key do not allow it."""
-        return BackgroundResponse(made, self._run_of(made))
+    def _started(self, job: ResponseJob) -> BackgroundResponse:
+        """Create the run of a response; raise if its key may not use the model."""
+        return BackgroundResponse(job, self._run_of(job))
 
-    def _run_of(self, made: ResponseJob) -> GenerationRun:
-        record = RequestRecord(call_id(""), "POST", "/v1/responses", is_generation=True, key_id=made.owner)
-        record.model = made.model
-        return self._context.start_run(replace(self._generator.job(made), finish=None), record)
+    def _run_of(self, job: ResponseJob) -> GenerationRun:
+        record = RequestRecord(call_id(""), "POST", "/v1/responses", is_generation=True, key_id=job.owner)
+        record.model = job.model
+        return self._context.start_run(replace(self._generator.generation_job(job), finish=None), record)
 
     # ── running ────────────────────────────────────────────────────────────────────────────────────────
 
     def _launch(self, running: BackgroundResponse) -> None:
         if not running.frames:  # taken over from another server
-            running.add(running.made.writer.queued())
+            running.add(running.job.writer.queued())
         running.task = asyncio.create_task(self._run(running))
         self._running[running.id] = running
         running.task.add_done_callback(lambda _: self._running.pop(running.id, None))
 
     async def _run(self, running: BackgroundResponse) -> None:
-        writer = running.made.writer
+        writer = running.job.writer
         try:
-            frames = await self._answer(running)
+            frames = await self._generate_when_accepted(running)
         except TokenmillError as error:
             running.run.record.note_failure(error)
             frames = writer.fail(error)
         except asyncio.CancelledError:
             running.run.record.note_disconnect()
-            if not running.is_cancelled:  # the server ends
+            if not running.is_cancelled:  # the server is stopping
                 raise
             frames = writer.cancel()
         except Exception:
@@ -225,28 +225,30 @@ class BackgroundResponses:
             self._context.count(running.run.record)
         await self._end(running, frames)
 
-    async def _answer(self, running: BackgroundResponse) -> list[bytes]:
-        """Generate once the engine takes it; return the last events, which are shown once the response is kept."""
+    async def _generate_when_accepted(self, running: BackgroundResponse) -> list[bytes]:
+        """Wait until the engine accepts the response, then generate it. Return the final events, which are sent once
+        the response is stored."""
         while True:
-            async with self._places:
-                wait_s = await self._accept(running.run)
+            async with self._running_limit:
+                wait_s = await self._try_accept(running.run)
                 if wait_s is None:
                     return await self._generate(running)
-            await asyncio.sleep(wait_s)  # others go ahead: it may be a key that has used up its share
-            running.run = self._run_of(running.made)
+            await asyncio.sleep(wait_s)  # without holding the semaphore: perhaps only this key's quota is used up
+            running.run = self._run_of(running.job)
 
-    async def _accept(self, run: GenerationRun) -> float | None:
-        """Hand a response to the engine; while that is full or starts again, return when to try anew."""
+    async def _try_accept(self, run: GenerationRun) -> float | None:
+        """Submit a response to the engine. If the engine is full or restarting, return the seconds until the next
+        attempt."""
         try:
             await run.accept()
-        except Overloaded as full:
-            return full.retry_after_s
+        except Overloaded as error:
+            return error.retry_after_s
         except EngineDead:
             return RETRY_AFTER_S
         return None
 
     async def _generate(self, running: BackgroundResponse) -> list[bytes]:
-        rendering, run = running.made.rendering, running.run
+        rendering, run = running.job.rendering, running.run
         running.add(rendering.first_frames())
         await self._save(running)
         async for _, event in run:
@@ -254,34 +256,33 @@ class BackgroundResponses:
         return rendering.last_frames(run.facts())
 
     async def _save(self, running: BackgroundResponse) -> None:
-        row = running.made.row()
-        row.request, row.is_known = running.made.body, True
-        await self._generator.save(running.made, row)
+        row = running.job.row()
+        row.request, row.is_known = running.job.body, True
+        await self._generator.save(running.job, row)
 
     async def _end(self, running: BackgroundResponse, frames: list[bytes]) -> None:
-        row = running.made.row(await running.made.prefix(running.run.facts()))
+        row = running.job.row(await running.job.prefix(running.run.facts()))
         row.is_known, row.events = True, [*running.frames, *frames]
         try:
-            await self._generator.save(running.made, row)
+            await self._generator.save(running.job, row)
         except TokenmillError as problem:
-            log.warning("response %s is not kept yet: %s", running.id, problem)
+            log.warning("response %s could not be stored and will be tried again: %s", running.id, problem)
             running.add(frames, is_over=True)
-            await self._keep_later(running, row)
+            await self._save_later(running, row)
         else:
             running.add(frames, is_over=True)
 
-    async def _keep_later(self, running: BackgroundResponse, row: ResponseRow) -> None:
-        """Try again until the state file can be used, perhaps because its disk has room again. Until then the response
-        is here."""
+    async def _save_later(self, running: BackgroundResponse, row: ResponseRow) -> None:
+        """Retry until the response is stored, for example once the disk has room again. Until then it is available from
+        memory."""
         while True:
             await asyncio.sleep(RETRY_S)
             with contextlib.suppress(TokenmillError):
-                return await self._generator.save(running.made, row)
+                return await self._generator.save(running.job, row)
 
 
 def lifecycle_frames(response: dict[str, Any]) -> list[bytes]:
-    """Yield the stream of a response whose events were lost with the server that ran it: its creation and its present
-    state."""
+    """Return a stream for a response whose events were lost with its server: its creation and its current state."""
     status = response["status"]
     name = status if status in ("completed", "incomplete", "queued", "in_progress") else "failed"
     kinds = ("response.created", f"response.{name}")

@@ -1,6 +1,6 @@
-"""The endpoints of /v1/conversations: items that several responses add to.
+"""The endpoints of /v1/conversations: lists of items to which several responses add.
 
-A response that names a conversation continues it; when it is completed, its input and its output are added.
+A response that names a conversation continues it. When it is completed, its input and output items are appended.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from tokenmill.server.body import BodyFields, refuse, shown
 from tokenmill.server.openai.params import parse_metadata
 from tokenmill.server.openai.responses import schemas
 from tokenmill.server.openai.responses.generate import ResponseGenerator
-from tokenmill.server.openai.responses.items import Item, ItemReader, input_items, kept_item
+from tokenmill.server.openai.responses.items import Item, ItemReader, input_items, stored_item
 from tokenmill.server.openai.responses.pages import item_page, list_object
 from tokenmill.server.openai.responses.tools import OfferedTools
-from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response, owner_of
 from tokenmill.server.state.rows import UnknownRow
 
-MAX_ADDED = 20  # items in one request, as OpenAI has it
+MAX_ADDED = 20  # items per request, OpenAI's limit
 
 
 def conversation_endpoints(context: RouteContext, generator: ResponseGenerator) -> list[Endpoint]:
     database, store = context.state.database, generator.store
 
-    def checked(fields: BodyFields, owner: str) -> list[Item]:
-        """Items that a response could continue, as they are kept."""
+    def checked_items(fields: BodyFields, owner: str) -> list[Item]:
+        """Parse and check items as a response would; return them in the form in which they are stored."""
         items = input_items(fields, "items")
         if len(items) > MAX_ADDED:
             refuse("items", f"takes at most {MAX_ADDED} items, got {len(items)}")
         reader = ItemReader(generator.thought_keys.signer(owner), OfferedTools())
         for number, item in enumerate(items):
             reader.read(item, f"items[{number}]")
-        return [kept_item(item) for item in items]
+        return [stored_item(item) for item in items]
 
     async def create_conversation(request: Request) -> Response:
         fields = BodyFields(await context.parsed(request, dict[str, Any]))
-        owner = request.state.record.key_id
-        items, metadata = checked(fields, owner), parse_metadata(fields)
+        owner = owner_of(request)
+        items, metadata = checked_items(fields, owner), parse_metadata(fields)
         make = partial(store.create_conversation, row_id=new_id("conv_"), owner=owner, metadata=metadata, items=items)
         return json_response(await database.write(make))
 
@@ -58,29 +58,29 @@ def conversation_endpoints(context: RouteContext, generator: ResponseGenerator) 
         return json_response({"id": named(request)["row_id"], "object": "conversation.deleted", "deleted": True})
 
     async def conversation_items(request: Request) -> Response:
-        return json_response(item_page(await kept(request), request))
+        return json_response(item_page(await stored_items(request), request))
 
     async def add_conversation_items(request: Request) -> Response:
         fields = BodyFields(await context.parsed(request, dict[str, Any]))
-        items = checked(fields, request.state.record.key_id)
+        items = checked_items(fields, owner_of(request))
         if not items:
             refuse("items", "is required and must not be empty")
-        await kept(request)  # or there is no such conversation
+        await stored_items(request)  # raises if there is no such conversation
         await database.write(partial(store.append, **named(request), items=items))
         return json_response(list_object(items))
 
     async def conversation_item(request: Request) -> Response:
-        wanted = request.path_params["item_id"]
-        for item in await kept(request):
-            if item["id"] == wanted:
+        item_id = request.path_params["item_id"]
+        for item in await stored_items(request):
+            if item["id"] == item_id:
                 return json_response(item)
-        raise UnknownRow(f"there is no item {shown(wanted)}", param="item_id")
+        raise UnknownRow(f"there is no item {shown(item_id)}", param="item_id")
 
     async def delete_conversation_item(request: Request) -> Response:
         item_id = request.path_params["item_id"]
         return json_response(await database.write(partial(store.delete_item, **named(request), item_id=item_id)))
 
-    async def kept(request: Request) -> list[Item]:
+    async def stored_items(request: Request) -> list[Item]:
         return await database.read(partial(store.conversation_items, **named(request)))
 
     path = "/v1/conversations"
@@ -99,11 +99,11 @@ def conversation_endpoints(context: RouteContext, generator: ResponseGenerator) 
 
 
 class NamedConversation(TypedDict):
-    """The conversation that a request names, and whose it must be."""
+    """The id of a conversation, and its owner."""
 
     row_id: str
     owner: str
 
 
 def named(request: Request) -> NamedConversation:
-    return {"row_id": request.path_params["conversation_id"], "owner": request.state.record.key_id}
+    return {"row_id": request.path_params["conversation_id"], "owner": owner_of(request)}

@@ -1,4 +1,4 @@
-"""One response as its events tell it, and the object that they add up to.
+"""The events of one response, and the response object that they add up to.
 
     created ─► in_progress ─► items ─► completed | incomplete | failed            (`queued` first, in the background)
 
@@ -10,12 +10,12 @@
     custom_tool_call the same with custom_tool_call_input
     tool_search_call output_item.added ─► output_item.done
 
-Events are numbered from 0 without gaps; an event's name is its type. The newest SDKs assert that an item is at `done`
-and in the final response what it was at `added`, and that each was finished: so an answer that is cut off in the middle
-of an item still closes it, with the status `incomplete`.
+Events are numbered from 0 without gaps; an event's name is its type. The newest SDKs assert that every item is finished
+and the same in `added`, in `done` and in the final response. So an answer that is cut off in the middle of an item
+still closes it, with the status `incomplete`.
 
-The whole response is made by the same writer from the folded events. A delta is the same bytes every time but for its
-number and its text, so the rest is made once an item.
+A response that is not streamed is made by the same writer from the merged events. The deltas of an item differ only in
+their number and text, so the other bytes are made once per item.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CALL_EVENTS = {
 
 
 class ResponseWriter:
-    """Turns the parts of one answer into events, each as the bytes of one frame, and keeps the response object."""
+    """Turns the parts of one answer into events, each as the bytes of one frame, and updates the response object."""
 
     def __init__(self, response_id: str, created_s: float, call: ResponseCall, signer: ThoughtSigner) -> None:
         self.call = call
@@ -68,18 +68,18 @@ class ResponseWriter:
         self._signer = signer
         self._num_events = 0
         self._open: _OpenItem | None = None
-        self._held: list[Any] = []  # logprobs whose text is not out yet
+        self._held: list[Any] = []  # logprobs whose text was not sent yet
 
     @property
     def output(self) -> list[Item]:
-        """The items that are finished."""
+        """The finished items."""
         output: list[Item] = self.response["output"]
         return output
 
-    # ── the response's life ────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ──────────────────────────────────────────────────────────────────────────────────────
 
     def queued(self) -> list[bytes]:
-        """The first events of a response that waits for its turn."""
+        """Return the first events of a response that is queued."""
         self.response["status"] = "queued"
         return [self._lifecycle("created"), self._lifecycle("queued")]
 
@@ -89,7 +89,7 @@ class ResponseWriter:
         return [*([self._lifecycle("created")] if is_new else []), self._lifecycle("in_progress")]
 
     def event(self, event: Event) -> list[bytes]:
-        """More of the answer."""
+        """Return the events for the next part of the answer."""
         if event.parts is None and event.logprobs is None and isinstance(self._open, _OpenMessage):
             return [self._open.delta(event.text, b"[]")] if event.text else []
         frames: list[bytes] = []
@@ -99,30 +99,30 @@ class ResponseWriter:
         return frames
 
     def end(self, finish: FinishReason, usage: Usage) -> list[bytes]:
-        """The last events of an answer that the model ended, or that reached its limit."""
+        """Return the last events of an answer that is complete or reached its limit."""
         is_cut = finish == "length"
         frames: list[bytes] = []
         if not self.output and self._open is None:
-            self._begin(_OpenMessage(self), frames)  # clients expect an item
+            self._begin(_OpenMessage(self), frames)  # clients expect at least one item
         self._close(frames, "incomplete" if is_cut else "completed")
         self.response["usage"] = usage_object(usage)
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return [*frames, self._over("incomplete" if is_cut else "completed")]
+        return [*frames, self._final("incomplete" if is_cut else "completed")]
 
     def fail(self, error: TokenmillError) -> list[bytes]:
         frames: list[bytes] = []
         self._close(frames, "incomplete")
         self.response["error"] = failure_object(error)
-        return [*frames, self._over("failed")]
+        return [*frames, self._final("failed")]
 
     def cancel(self) -> list[bytes]:
-        """The last events of a response that its client gave up. There is no event of that name, so it `failed`."""
+        """Return the last events of a cancelled response. The API has no event `cancelled`, so it is `failed`."""
         frames: list[bytes] = []
         self._close(frames, "incomplete")
-        return [*frames, self._over("failed", status="cancelled")]
+        return [*frames, self._final("failed", status="cancelled")]
 
-    def _over(self, name: str, status: str | None = None) -> bytes:
+    def _final(self, name: str, status: str | None = None) -> bytes:
         self.response["status"] = status or name
         self.response["completed_at"] = int(time.time()) if name == "completed" else None
         return self._lifecycle(name)
@@ -173,10 +173,10 @@ class ResponseWriter:
             closing, self._open = self._open, None
             done = closing.end(status)
             self.output.append(closing.item)
-            frames += [*done, self.frame("response.output_item.done", closing.place(item=closing.item))]
+            frames += [*done, self.frame("response.output_item.done", closing.item_fields(item=closing.item))]
 
     def _hold(self, event: Event) -> None:
-        """Keep the logprobs of text; those of thoughts and calls are not shown."""
+        """Hold the logprobs of text until it is sent. Those of reasoning and calls are not part of the API."""
         is_text = event.parts is None or any(isinstance(part, TextPart) for part in event.parts)
         if event.logprobs is not None and (is_text or not event.parts):
             self._held += event.logprobs
@@ -186,32 +186,34 @@ class ResponseWriter:
         if not infos:
             return b"[]"
         assert isinstance(self._open, _OpenMessage)
-        shown: list[Payload] = chat_logprobs(infos)["content"]
-        self._open.logprobs += shown
-        return orjson.dumps(shown)
+        logprobs: list[Payload] = chat_logprobs(infos)["content"]
+        self._open.logprobs += logprobs
+        return orjson.dumps(logprobs)
 
 
-# ── items that are being written ───────────────────────────────────────────────────────────────────────
+# ── open items ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _OpenItem:
-    """An item of the output between `added` and `done`."""
+    """An item of the output between its events `added` and `done`."""
 
     def __init__(self, writer: ResponseWriter, kind: str, **fields: Any) -> None:
         self._writer = writer
         self.item: Item = {"id": new_id(ID_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
         self._index = len(writer.output)
         self._texts: list[str] = []
-        self._head = b""  # of a delta, up to its number
+        self._head = b""  # the bytes of a delta event up to its number
 
-    def place(self, **fields: Any) -> Payload:
+    def item_fields(self, **fields: Any) -> Payload:
+        """Return the fields of an event about the item."""
         return {"output_index": self._index, **fields}
 
-    def part_place(self, **fields: Any) -> Payload:
+    def part_fields(self, **fields: Any) -> Payload:
+        """Return the fields of an event about a part of the item."""
         return {"item_id": self.item["id"], "output_index": self._index, **fields}
 
     def begin(self) -> list[bytes]:
-        return [self._writer.frame("response.output_item.added", self.place(item=self.item))]
+        return [self._writer.frame("response.output_item.added", self.item_fields(item=self.item))]
 
     def end(self, status: str) -> list[bytes]:
         raise NotImplementedError
@@ -220,9 +222,9 @@ class _OpenItem:
         self._texts.append(text)
         return self._writer.delta_frame(self._head, text, b',"logprobs":' + logprobs if logprobs else b"")
 
-    def _set_head(self, kind: str, place: Payload) -> None:
-        fields = orjson.dumps({"type": kind, **place})
-        self._head = b"event: %b\ndata: %b" % (kind.encode(), fields[:-1] + b',"sequence_number":')
+    def _set_head(self, kind: str, fields: Payload) -> None:
+        payload = orjson.dumps({"type": kind, **fields})
+        self._head = b"event: %b\ndata: %b" % (kind.encode(), payload[:-1] + b',"sequence_number":')
 
     @property
     def text(self) -> str:
@@ -235,19 +237,19 @@ class _OpenMessage(_OpenItem):
         self.logprobs: list[Payload] = []
 
     def begin(self) -> list[bytes]:
-        place = self.part_place(content_index=0)
-        self._set_head("response.output_text.delta", place)
+        fields = self.part_fields(content_index=0)
+        self._set_head("response.output_text.delta", fields)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return [*super().begin(), self._writer.frame("response.content_part.added", {**place, "part": part})]
+        return [*super().begin(), self._writer.frame("response.content_part.added", {**fields, "part": part})]
 
     def end(self, status: str) -> list[bytes]:
-        place, text = self.part_place(content_index=0), self.text
+        fields, text = self.part_fields(content_index=0), self.text
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs}
         self.item |= {"status": status, "content": [part]}
-        done = {**place, "text": text, "logprobs": self.logprobs}
+        done = {**fields, "text": text, "logprobs": self.logprobs}
         return [
             self._writer.frame("response.output_text.done", done),
-            self._writer.frame("response.content_part.done", {**place, "part": part}),
+            self._writer.frame("response.content_part.done", {**fields, "part": part}),
         ]
 
 
@@ -260,17 +262,17 @@ class _OpenReasoning(_OpenItem):
         self._part_kind, self._text_kind = summary if self._has_summary else content
         self._part_type = "summary_text" if self._has_summary else "reasoning_text"
 
-    def _place(self) -> Payload:
-        return self.part_place(**{"summary_index" if self._has_summary else "content_index": 0})
+    def _fields(self) -> Payload:
+        return self.part_fields(**{"summary_index" if self._has_summary else "content_index": 0})
 
     def begin(self) -> list[bytes]:
-        place = self._place()
-        self._set_head(f"response.{self._text_kind}.delta", place)
+        fields = self._fields()
+        self._set_head(f"response.{self._text_kind}.delta", fields)
         part = {"type": self._part_type, "text": ""}
-        return [*super().begin(), self._writer.frame(f"response.{self._part_kind}.added", {**place, "part": part})]
+        return [*super().begin(), self._writer.frame(f"response.{self._part_kind}.added", {**fields, "part": part})]
 
     def end(self, status: str) -> list[bytes]:
-        place, text = self._place(), self.text
+        fields, text = self._fields(), self.text
         part = {"type": self._part_type, "text": text}
         self.item |= {"status": status, "content": [{"type": "reasoning_text", "text": text}]}
         if self._has_summary:
@@ -278,8 +280,8 @@ class _OpenReasoning(_OpenItem):
         if self._writer.call.is_sealed:
             self.item["encrypted_content"] = self._signer.sign(text, is_shown=False)
         return [
-            self._writer.frame(f"response.{self._text_kind}.done", {**place, "text": text}),
-            self._writer.frame(f"response.{self._part_kind}.done", {**place, "part": part}),
+            self._writer.frame(f"response.{self._text_kind}.done", {**fields, "text": text}),
+            self._writer.frame(f"response.{self._part_kind}.done", {**fields, "part": part}),
         ]
 
 
@@ -294,7 +296,7 @@ class _OpenCall(_OpenItem):
         self.item |= {"name": called.name, self._field: ""}
         if called.namespace is not None:
             self.item["namespace"] = called.namespace
-        self._set_head(f"{self._event}.delta", self.part_place())
+        self._set_head(f"{self._event}.delta", self.part_fields())
 
     def arguments(self, fragment: str) -> list[bytes]:
         if self._head:
@@ -309,12 +311,12 @@ class _OpenCall(_OpenItem):
             self.item["arguments"] = _object(text)
             return []
         self.item[self._field] = text
-        done = self.part_place(**{self._field: text, "name": self.item["name"]})
+        done = self.part_fields(**{self._field: text, "name": self.item["name"]})
         return [self._writer.frame(f"{self._event}.done", done)]
 
 
 def _object(text: str) -> Any:
-    """The arguments of a search, which clients want as an object; cut-off ones stay text."""
+    """Return the arguments of a tool search as an object, which clients expect; incomplete ones stay text."""
     try:
         return orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
@@ -335,7 +337,8 @@ def usage_object(usage: Usage) -> Payload:
 
 
 def failure_object(error: TokenmillError) -> Payload:
-    """Why a response failed. Clients know few codes; `context_length_exceeded` is the one that Codex acts upon."""
+    """Return the error object of a failed response. Clients know few codes; Codex reacts to
+    `context_length_exceeded`."""
     if isinstance(error, Overloaded):
         code = "rate_limit_exceeded"
     elif isinstance(error, ContextLengthExceeded):
@@ -345,23 +348,23 @@ def failure_object(error: TokenmillError) -> Payload:
     return {"code": code, "message": str(error)}
 
 
-# ── as a rendering of a generation ─────────────────────────────────────────────────────────────────────
+# ── the rendering of a generation ──────────────────────────────────────────────────────────────────────
 
 
 class ResponseRendering:
-    """A response whose client waits for it, whole or streamed."""
+    """Renders a response, whole or as a stream."""
 
     stream_headers: Sequence[tuple[bytes, bytes]] = SSE_HEADERS
     ping = SSE_PING
 
     def __init__(self, writer: ResponseWriter) -> None:
         self.writer = writer
-        self.output_ids: list[int] = []  # for the prompt of a response that continues this one
+        self.output_ids: list[int] = []  # token ids of the answer, for a response that continues this one
         self._finish: FinishReason = "stop"
         self._has_begun = False
 
     def begin(self, facts: GenerationFacts) -> bytes:
-        """The first events, unless the first part of the answer has brought them: they are numbered before it."""
+        """Return the first events, unless the answer's first part was rendered already, which includes them."""
         return b"".join(self.first_frames())
 
     def first_frames(self) -> list[bytes]:

@@ -1,14 +1,14 @@
-"""Items of a Responses conversation, as `Message`s that know no dialect.
+"""Converts the items of a Responses conversation to `Message`s, which know no dialect.
 
-    message                        ──► a message of its role; an assistant's joins the reasoning and calls beside it
-    reasoning                      ──► what the assistant thought
-    function_call, custom_tool_call, tool_search_call, local_shell_call, mcp_call      ──► calls of the assistant
+    message                        ──► a message of its role; an assistant's is merged with adjacent reasoning and calls
+    reasoning                      ──► the assistant's reasoning
+    function_call, custom_tool_call, tool_search_call, local_shell_call, mcp_call      ──► the assistant's calls
     ..._output                     ──► a message of the role `tool`
     additional_tools               ──► more tools
-    web_search_call                ──► a line of text: what a search of another server was for
+    web_search_call                ──► a line of text with the query of another server's search
 
-Reasoning returns in one of three forms: sealed by this server (`encrypted_content`), as `content`, or as `summary`,
-which is the whole of it here. What another server sealed can't be read, and is left out.
+Clients send reasoning back in one of three forms: encrypted by this server (`encrypted_content`), as `content`, or as
+`summary`, which here is the complete reasoning. Reasoning encrypted by another server is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import orjson
 
 from tokenmill.engine.request_ids import new_id
 from tokenmill.server.body import BodyFields, kind_of, refuse, shown
-from tokenmill.server.openai.responses.tools import TOOL_SEARCH, CalledTool, OfferedTools, seen_name
+from tokenmill.server.openai.parse import arguments_text
+from tokenmill.server.openai.responses.tools import TOOL_SEARCH, CalledTool, OfferedTools, flat_name
 from tokenmill.server.openai.tools import MAX_TOOLS
 from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import Message, ToolCall, ToolKind
@@ -45,12 +46,12 @@ ID_PREFIXES = {
 
 @dataclass
 class ItemReader:
-    """Messages so far, and the tools that items brought."""
+    """Collects the messages and the tools of a list of items."""
 
     signer: ThoughtSigner
     offered: OfferedTools
     messages: list[Message] = field(default_factory=list)
-    _is_open: bool = False  # the last message is the assistant's, and more of the same turn may follow
+    _is_open: bool = False  # the last message is the assistant's, and the next item may belong to the same turn
 
     def read(self, value: object, path: str) -> None:
         if not isinstance(value, dict):
@@ -62,7 +63,7 @@ class ItemReader:
             refuse(fields.name("type"), f"{shown(kind)} is not supported by this server")
         read(self, fields)
 
-    # ── messages and thoughts ──────────────────────────────────────────────────────────────────────────
+    # ── messages and reasoning ─────────────────────────────────────────────────────────────────────────
 
     def _message(self, fields: BodyFields) -> None:
         role = fields.required_text("role")
@@ -82,23 +83,23 @@ class ItemReader:
         if thought:
             self._assistant(reasoning=thought)
 
-    def _search_of_others(self, fields: BodyFields) -> None:
+    def _web_search_call(self, fields: BodyFields) -> None:
         action = fields.object("action")
         query = None if action is None else action.text("query")
         self._assistant(content=f"[searched the web{f': {query}' if query else ''}]")
 
-    # ── calls and what came of them ────────────────────────────────────────────────────────────────────
+    # ── calls and their outputs ────────────────────────────────────────────────────────────────────────
 
     def _function_call(self, fields: BodyFields) -> None:
-        name = seen_name(CalledTool("function", fields.required_text("name"), fields.text("namespace")))
-        self._call(fields.required_text("call_id"), name, _json_arguments(fields))
+        name = flat_name(CalledTool("function", fields.required_text("name"), fields.text("namespace")))
+        self._call(fields.required_text("call_id"), name, arguments_text(fields))
 
     def _custom_call(self, fields: BodyFields) -> None:
-        name = seen_name(CalledTool("custom", fields.required_text("name"), fields.text("namespace")))
+        name = flat_name(CalledTool("custom", fields.required_text("name"), fields.text("namespace")))
         self._call(fields.required_text("call_id"), name, fields.required_text("input"), "custom")
 
     def _search_call(self, fields: BodyFields) -> None:
-        self._call(_call_id(fields), TOOL_SEARCH, _json_arguments(fields))
+        self._call(_call_id(fields), TOOL_SEARCH, arguments_text(fields))
 
     def _shell_call(self, fields: BodyFields) -> None:
         action = fields.object("action")
@@ -108,8 +109,8 @@ class ItemReader:
 
     def _mcp_call(self, fields: BodyFields) -> None:
         call_id = fields.required_text("id")
-        name = seen_name(CalledTool("function", fields.required_text("name"), fields.required_text("server_label")))
-        self._call(call_id, name, _json_arguments(fields))
+        name = flat_name(CalledTool("function", fields.required_text("name"), fields.required_text("server_label")))
+        self._call(call_id, name, arguments_text(fields))
         if fields.get("output") is not None or fields.get("error") is not None:
             error = fields.get("error")
             text = fields.text("output") if error is None else f"Error: {orjson.dumps(error).decode()}"
@@ -119,12 +120,12 @@ class ItemReader:
         self._add(Message(role="tool", content=content_text(fields, "output"), tool_call_id=_call_id(fields)))
 
     def _search_output(self, fields: BodyFields) -> None:
-        found = fields.items("tools", MAX_TOOLS) or []
-        names = self.offered.add_all(found, fields.name("tools"), are_loaded=True)
+        tools = fields.items("tools", MAX_TOOLS) or []
+        names = self.offered.add_all(tools, fields.name("tools"), are_loaded=True)
         text = f"Available now: {', '.join(names)}." if names else "Nothing was found."
         self._add(Message(role="tool", content=text, tool_call_id=_call_id(fields)))
 
-    def _more_tools(self, fields: BodyFields) -> None:
+    def _additional_tools(self, fields: BodyFields) -> None:
         self.offered.add_all(fields.items("tools", MAX_TOOLS) or [], fields.name("tools"))
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────
@@ -139,7 +140,7 @@ class ItemReader:
     def _assistant(
         self, *, content: str | None = None, reasoning: str | None = None, call: ToolCall | None = None
     ) -> None:
-        """Add to the assistant's turn. Thinking anew begins another one."""
+        """Add to the assistant's message. Reasoning after text or calls begins a new message."""
         last = self.messages[-1] if self._is_open else None
         if last is None or (reasoning is not None and (last.content is not None or last.tool_calls)):
             self.messages.append(last := Message(role="assistant"))
@@ -164,13 +165,13 @@ READERS = {
     "local_shell_call": ItemReader._shell_call,
     "local_shell_call_output": ItemReader._output,
     "mcp_call": ItemReader._mcp_call,
-    "web_search_call": ItemReader._search_of_others,
-    "additional_tools": ItemReader._more_tools,
+    "web_search_call": ItemReader._web_search_call,
+    "additional_tools": ItemReader._additional_tools,
 }
 
 
 def kind_of_item(fields: BodyFields) -> str:
-    """An item's type; messages may leave it out, and references too."""
+    """Return the type of an item, which messages and item references may omit."""
     kind = fields.text("type")
     if kind is not None:
         return kind
@@ -178,10 +179,10 @@ def kind_of_item(fields: BodyFields) -> str:
 
 
 def content_text(fields: BodyFields, key: str) -> str:
-    """The text of a string or of a list of parts; parts that are no text are refused by name."""
-    given = fields.get(key)
-    if isinstance(given, str):
-        return given
+    """Return the text of a string or of a list of parts; parts other than text are refused with their type."""
+    value = fields.get(key)
+    if isinstance(value, str):
+        return value
     parts = fields.items(key, MAX_PARTS)
     if parts is None:
         refuse(fields.name(key), "is required: a string or a list of parts")
@@ -204,13 +205,6 @@ def _reasoning_text(fields: BodyFields, key: str, kind: str) -> str | None:
     return "\n".join(text for text in texts if isinstance(text, str)) or None
 
 
-def _json_arguments(fields: BodyFields) -> str:
-    given = fields.get("arguments")
-    if isinstance(given, dict):
-        return orjson.dumps(given).decode()
-    return fields.text("arguments") or "{}"
-
-
 def _call_id(fields: BodyFields) -> str:
     return fields.text("call_id") or fields.required_text("id")
 
@@ -219,14 +213,14 @@ def _lines(first: str | None, second: str | None) -> str | None:
     return second if first is None else first if second is None else f"{first}\n{second}"
 
 
-# ── items as they are kept ─────────────────────────────────────────────────────────────────────────────
+# ── items as they are stored ───────────────────────────────────────────────────────────────────────────
 
 
 def input_items(fields: BodyFields, key: str) -> list[Item]:
-    """The items of a body: a string is a message of the user."""
-    given = fields.get(key)
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
+    """Return the items of a body; a string is one message of the user."""
+    value = fields.get(key)
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
     items = fields.items(key, MAX_ITEMS) or []
     for number, item in enumerate(items):
         if not isinstance(item, dict):
@@ -234,20 +228,20 @@ def input_items(fields: BodyFields, key: str) -> list[Item]:
     return items
 
 
-def kept_item(item: Item) -> Item:
-    """An item with an id, and in the long form that clients' types expect: content as parts, a status."""
+def stored_item(item: Item) -> Item:
+    """Return an item with an id and in the full form that clients' types expect: a status, and content as parts."""
     kind = kind_of_item(BodyFields(item))
-    kept = {"type": kind, **item}
-    if not isinstance(kept.get("id"), str):
-        kept["id"] = new_id(ID_PREFIXES.get(kind, "item_"))
+    stored = {"type": kind, **item}
+    if not isinstance(stored.get("id"), str):
+        stored["id"] = new_id(ID_PREFIXES.get(kind, "item_"))
     if kind == "message":
-        kept.setdefault("status", "completed")
-        if isinstance(kept.get("content"), str):
-            text = {"text": kept["content"]}
-            is_output = kept.get("role") == "assistant"
-            kept["content"] = [
+        stored.setdefault("status", "completed")
+        if isinstance(stored.get("content"), str):
+            text = {"text": stored["content"]}
+            is_output = stored.get("role") == "assistant"
+            stored["content"] = [
                 {"type": "output_text", **text, "annotations": [], "logprobs": []}
                 if is_output
                 else {"type": "input_text", **text}
             ]
-    return kept
+    return stored

@@ -1,11 +1,11 @@
-"""A Responses body into a native request, and into what its response object repeats of it.
+"""Parses a Responses body into an engine request, and into the fields that the response object repeats.
 
 Parameters go through the parser of chat bodies under chat's names, so all of its extensions (`seed`, `top_k`, `stop` …)
-work here too; those that the two APIs name differently are checked under the name the client used.
+work here too. Errors of parameters that the two APIs name differently have the name that the client used.
 
-A field that is known but can't be honoured is refused by name. Accepted without effect are those that say something
-about OpenAI's own service only: `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `max_tool_calls`
-(which counts calls of OpenAI's tools) and the `include` values of such tools.
+A known field that can't be honoured is refused with its name. Fields that concern only OpenAI's own service have no
+effect: `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `max_tool_calls` (which counts calls of
+OpenAI's tools) and the `include` values of such tools.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tokenmill.server.openai.parse import (
     tier_of,
     tiered_priority,
 )
-from tokenmill.server.openai.responses.items import Item, ItemReader, input_items, kept_item, kind_of_item
+from tokenmill.server.openai.responses.items import Item, ItemReader, input_items, kind_of_item, stored_item
 from tokenmill.server.openai.responses.tools import CalledTool, parse_choice, parse_offered
 from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import ChatRequest, Effort, Message, Reasoning, TokenPrefix
@@ -54,14 +54,14 @@ INCLUDABLE = (
 )
 SUMMARIES = ("auto", "concise", "detailed")
 VERBOSITY = {"low": "Keep your answers short.", "medium": "", "high": "Answer at length and in detail."}
-"""What a model is told: it knows of no such setting."""
+"""Text added to the instructions, since models have no such parameter."""
 MAX_INCLUDES = 64
-MAX_LABEL = 1024  # characters of names that only mean something to the client
+MAX_LABEL = 1024  # characters of strings that are only repeated in the response
 
 
 @dataclass(frozen=True)
 class ResponseReferences:
-    """The stored objects that a body refers to, and how it wants its answer: known before anything is looked up."""
+    """The stored objects that a body refers to, and how the response is delivered: parsed before the lookups."""
 
     parent: str | None
     conversation: str | None
@@ -76,8 +76,8 @@ class ResponseReferences:
 
 
 @dataclass(frozen=True)
-class KeptHistory:
-    """The stored items that `ResponseReferences` led to."""
+class StoredHistory:
+    """The stored items that `ResponseReferences` refer to."""
 
     items: Sequence[Item] = ()  # of the conversation before this request
     referenced: dict[str, Item] | None = None
@@ -86,15 +86,15 @@ class KeptHistory:
 
 @dataclass(frozen=True)
 class ResponseCall:
-    """A request for one response."""
+    """A parsed request for one response."""
 
     request: ChatRequest
     repeated: dict[str, Any]  # fields of the response object that repeat the request
     called: dict[str, CalledTool]  # tools by the name that the model sees
-    input: list[Item]  # its own items, as they are kept
+    input: list[Item]  # the items of this body, in the form in which they are stored
     references: ResponseReferences
-    has_summary: bool  # thoughts are shown as a summary
-    is_sealed: bool  # thoughts come with `encrypted_content`
+    has_summary: bool  # reasoning is shown as a summary
+    is_sealed: bool  # reasoning items have `encrypted_content`
     truncates: bool
 
 
@@ -114,8 +114,8 @@ def parse_references(fields: BodyFields) -> ResponseReferences:
 
 def _conversation(fields: BodyFields) -> str | None:
     if isinstance(fields.get("conversation"), dict):
-        given = fields.object("conversation")
-        return None if given is None else given.required_text("id")
+        conversation = fields.object("conversation")
+        return None if conversation is None else conversation.required_text("id")
     return fields.text("conversation")
 
 
@@ -125,7 +125,7 @@ def parse_response(
     config: ServerConfig,
     signer: ThoughtSigner,
     references: ResponseReferences,
-    history: KeptHistory,
+    history: StoredHistory,
 ) -> ResponseCall:
     fields = BodyFields(body)
     fields.refuse_any(UNSUPPORTED)
@@ -165,7 +165,7 @@ def parse_response(
             "user": fields.text("user"),
         },
         called=called,
-        input=[kept_item(item) for item in own],
+        input=[stored_item(item) for item in own],
         references=references,
         has_summary=summary is not None,
         is_sealed=SEALED in include,
@@ -174,9 +174,9 @@ def parse_response(
 
 
 def parse_conversation(
-    body: dict[str, Any], info: ModelInfo, config: ServerConfig, signer: ThoughtSigner, history: KeptHistory
+    body: dict[str, Any], info: ModelInfo, config: ServerConfig, signer: ThoughtSigner, history: StoredHistory
 ) -> ChatRequest:
-    """The conversation of a body whose tokens are to be counted."""
+    """Parse a body to count its prompt tokens."""
     fields = BodyFields(body)
     own = [_resolved(item, history) for item in input_items(fields, "input")]
     return _conversation_of(fields, info, config, signer, history, own)[0]
@@ -187,7 +187,7 @@ def _conversation_of(
     info: ModelInfo,
     config: ServerConfig,
     signer: ThoughtSigner,
-    history: KeptHistory,
+    history: StoredHistory,
     own: list[Item],
 ) -> tuple[ChatRequest, dict[str, CalledTool], list[dict[str, Any]]]:
     offered = parse_offered(fields)
@@ -219,11 +219,11 @@ def _conversation_of(
     return request, offered.called, offered.repeated
 
 
-def _resolved(item: Item, history: KeptHistory) -> Item:
+def _resolved(item: Item, history: StoredHistory) -> Item:
     fields = BodyFields(item)
     if kind_of_item(fields) != "item_reference":
         return item
-    return (history.referenced or {})[fields.required_text("id")]  # all were looked up
+    return (history.referenced or {})[fields.required_text("id")]  # all references were looked up
 
 
 # ── parameters ─────────────────────────────────────────────────────────────────────────────────────────
@@ -233,32 +233,32 @@ def _params(fields: BodyFields, info: ModelInfo, config: ServerConfig) -> Sampli
     if fields.get("n") not in (None, 1):
         refuse("n", "is not supported: a response is one answer")
     max_tokens = fields.integer("max_output_tokens", 1, MAX_COUNT)
-    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    wants_logprobs = bool(top) or LOGPROBS in _include(fields)
-    named_as_in_chat = {
+    num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    wants_logprobs = bool(num_top) or LOGPROBS in _include(fields)
+    chat_fields = {
         "max_completion_tokens": max_tokens,
         "logprobs": wants_logprobs,
-        "top_logprobs": top if wants_logprobs else None,
+        "top_logprobs": num_top if wants_logprobs else None,
         "response_format": _chat_format(fields),
     }
-    return parse_chat_params(BodyFields({**fields.values, **named_as_in_chat}), info, config)
+    return parse_chat_params(BodyFields({**fields.values, **chat_fields}), info, config)
 
 
 def _include(fields: BodyFields) -> list[str]:
     return require_includable(fields.items("include", MAX_INCLUDES) or [])
 
 
-def require_includable(given: list[Any]) -> list[Any]:
-    for one in given:
-        if one not in INCLUDABLE:
-            refuse("include", f"must hold any of {', '.join(INCLUDABLE)}, got {shown(one)}")
-    return given
+def require_includable(values: list[Any]) -> list[Any]:
+    for value in values:
+        if value not in INCLUDABLE:
+            refuse("include", f"must hold only values of {', '.join(INCLUDABLE)}, got {shown(value)}")
+    return values
 
 
 def _text_format(fields: BodyFields) -> dict[str, Any] | None:
     text = fields.object("text")
-    given = None if text is None else text.object("format")
-    return None if given is None else given.values
+    text_format = None if text is None else text.object("format")
+    return None if text_format is None else text_format.values
 
 
 def _verbosity(fields: BodyFields) -> str:
@@ -267,30 +267,30 @@ def _verbosity(fields: BodyFields) -> str:
 
 
 def _chat_format(fields: BodyFields) -> dict[str, Any] | None:
-    """`text.format` as chat bodies have it: there the schema is one level deeper."""
-    given = _text_format(fields)
-    if given is None:
+    """Return `text.format` in the form of chat bodies, where the schema is one level deeper."""
+    text_format = _text_format(fields)
+    if text_format is None:
         return None
-    named = BodyFields(given, "text.format.")
+    named = BodyFields(text_format, "text.format.")
     kind = named.required_text("type")
     if kind not in ("text", "json_object", "json_schema"):
         refuse("text.format.type", f"must be text, json_object or json_schema, got {shown(kind)}")
     if kind != "json_schema":
         return {"type": kind}
-    schema_of(named)  # refuses what is wrong under the client's own names
-    return {"type": kind, "json_schema": given}
+    schema_of(named)  # so that errors have the field names of this API
+    return {"type": kind, "json_schema": text_format}
 
 
 def _reasoning(fields: BodyFields) -> Reasoning:
-    given = fields.object("reasoning")
-    if given is None:
+    reasoning = fields.object("reasoning")
+    if reasoning is None:
         return Reasoning()
     for key in ("summary", "generate_summary"):
-        given.one_of(key, SUMMARIES)
-    if given.text("mode") not in (None, "standard"):
+        reasoning.one_of(key, SUMMARIES)
+    if reasoning.text("mode") not in (None, "standard"):
         refuse("reasoning.mode", "is not supported")
-    effort = given.one_of("effort", get_args(Effort))
-    context = given.one_of("context", ("auto", "current_turn", "all_turns"))
+    effort = reasoning.one_of("effort", get_args(Effort))
+    context = reasoning.one_of("context", ("auto", "current_turn", "all_turns"))
     return Reasoning(effort=effort, keep_history=context == "all_turns")  # type: ignore[arg-type]  # one of the seven
 
 

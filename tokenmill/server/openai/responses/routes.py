@@ -17,9 +17,10 @@ from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.body import parse_object, refuse
 from tokenmill.server.dialect import SSE_PING, STREAM_HEADERS
 from tokenmill.server.generation import GenerationJob, GenerationResponse
+from tokenmill.server.openai.pages import parse_digits
 from tokenmill.server.openai.responses import schemas
 from tokenmill.server.openai.responses.background import (
-    LOOK_S,
+    POLL_S,
     BackgroundResponse,
     BackgroundResponses,
     lifecycle_frames,
@@ -28,8 +29,8 @@ from tokenmill.server.openai.responses.conversations import conversation_endpoin
 from tokenmill.server.openai.responses.generate import ResponseGenerator
 from tokenmill.server.openai.responses.pages import item_page
 from tokenmill.server.openai.responses.parse import require_includable
-from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response
-from tokenmill.server.state.responses import AT_WORK
+from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response, owner_of
+from tokenmill.server.state.responses import UNFINISHED
 from tokenmill.server.state.rows import UnknownRow
 
 PATH = "/v1/responses"
@@ -68,22 +69,22 @@ class ResponseRoutes:
         record: RequestRecord = request.state.record
         record.is_generation = True
         body = await self._context.parsed(request, dict[str, Any])
-        made = await self._generator.make(body, record.key_id)
-        if made.call.references.is_background:
-            record.is_generation = False  # it is counted when it is over
-            running = await self._background.begin(made)
-            is_stream = made.call.references.is_stream
-            return self._follow(running, -1) if is_stream else json_response(made.writer.response)
-        record.model = made.model
-        run = self._context.start_run(self._generator.job(made), record)
+        job = await self._generator.make(body, record.key_id)
+        if job.call.references.is_background:
+            record.is_generation = False  # the background response is counted when it ends
+            running = await self._background.begin(job)
+            is_stream = job.call.references.is_stream
+            return self._follow(running, -1) if is_stream else json_response(job.writer.response)
+        record.model = job.model
+        run = self._context.start_run(self._generator.generation_job(job), record)
         return GenerationResponse(run, self._context.config.keep_alive_s)
 
     async def line_job(self, data: bytes, owner: str) -> GenerationJob:
         """Return the job of a batch line."""
-        made = await self._generator.make(parse_object(data), owner)
-        if made.call.references.is_background:
-            refuse("background", "is not possible in a batch, which is in the background itself")
-        return self._generator.job(made)
+        job = await self._generator.make(parse_object(data), owner)
+        if job.call.references.is_background:
+            refuse("background", "is not possible in a batch, which runs in the background anyway")
+        return self._generator.generation_job(job)
 
     async def count_input_tokens(self, request: Request) -> Response:
         body = await self._context.parsed(request, dict[str, Any])
@@ -98,13 +99,13 @@ class ResponseRoutes:
             after = _starting_after(request)
             if running is not None:
                 return self._follow(running, after)
-            kept, frames = await self._database.read(partial(self._store.events, response_id=name, owner=owner))
-            require_background(kept)
-            if kept["status"] in AT_WORK:
+            stored, frames = await self._database.read(partial(self._store.events, response_id=name, owner=owner))
+            require_background(stored)
+            if stored["status"] in UNFINISHED:
                 return events_response(self._follow_elsewhere(name, owner, after))
-            return events_response(iterate(replayed(kept, frames)[after + 1 :]))
+            return events_response(iterate(replayed(stored, frames)[after + 1 :]))
         if running is not None:
-            return json_response(running.made.writer.response)
+            return json_response(running.job.writer.response)
         return json_response(await self._database.read(partial(self._store.response, response_id=name, owner=owner)))
 
     async def delete_response(self, request: Request) -> Response:
@@ -132,12 +133,12 @@ class ResponseRoutes:
         return events_response(running.follow(after, self._context.config.keep_alive_s))
 
     async def _follow_elsewhere(self, name: str, owner: str, after: int) -> AsyncIterator[bytes]:
-        """Yield the events of a response that another server works on, once it is over."""
+        """Wait until a response that runs on another server has ended, then yield its events."""
         next_ping = time.monotonic() + self._context.config.keep_alive_s
         find = partial(self._store.events, response_id=name, owner=owner)
         with contextlib.suppress(UnknownRow):  # deleted meanwhile
-            while (found := await self._database.read(find))[0]["status"] in AT_WORK:
-                await asyncio.sleep(LOOK_S)
+            while (found := await self._database.read(find))[0]["status"] in UNFINISHED:
+                await asyncio.sleep(POLL_S)
                 if time.monotonic() >= next_ping:
                     next_ping = time.monotonic() + self._context.config.keep_alive_s
                     yield SSE_PING
@@ -146,17 +147,17 @@ class ResponseRoutes:
 
 
 def named(request: Request) -> tuple[str, str]:
-    """The id that a request names, and whose it must be."""
-    return request.path_params["response_id"], request.state.record.key_id
+    """Return the id of the response that a request names, and its owner."""
+    return request.path_params["response_id"], owner_of(request)
 
 
 def require_background(response: dict[str, Any]) -> None:
     if not response["background"]:
-        raise InvalidRequest("only responses with background: true can be streamed again", param="stream")
+        raise InvalidRequest("only responses with background: true can be streamed later", param="stream")
 
 
 def replayed(response: dict[str, Any], frames: list[bytes]) -> list[bytes]:
-    """The events of a finished response."""
+    """Return the events of a finished response."""
     return frames or lifecycle_frames(response)
 
 
@@ -171,7 +172,7 @@ def events_response(frames: AsyncIterator[bytes]) -> Response:
 
 
 def _require_known_queries(request: Request) -> None:
-    """Refuse what a client wants to see besides and this server does not have."""
+    """Refuse query parameters for data that this server does not have."""
     for name in ("include", "include[]"):
         require_includable(request.query_params.getlist(name))
     if _flag(request, "include_obfuscation"):
@@ -179,16 +180,17 @@ def _require_known_queries(request: Request) -> None:
 
 
 def _flag(request: Request, name: str) -> bool:
-    given = request.query_params.get(name, "false").lower()
-    if given not in ("true", "false"):
+    value = request.query_params.get(name, "false").lower()
+    if value not in ("true", "false"):
         refuse(name, "must be true or false")
-    return given == "true"
+    return value == "true"
 
 
 def _starting_after(request: Request) -> int:
-    given = request.query_params.get("starting_after")
-    if given is None:
+    value = request.query_params.get("starting_after")
+    if value is None:
         return -1
-    if not (given.isascii() and given.isdigit() and len(given) < 10):
+    number = parse_digits(value)
+    if number is None:
         refuse("starting_after", "must be the number of an event")
-    return int(given)
+    return number

@@ -80,7 +80,9 @@ RESPONSE_REPLY = object_of(
     top_p={"type": "number"},
     usage=MAYBE_OBJECT,
 )
-RESPONSE_STREAM = "Done. With `stream`: named events, numbered from 0; the last is response.completed or tells why not."
+RESPONSE_STREAM = (
+    "Done. With `stream`: named events, numbered from 0; the last is response.completed, .incomplete or .failed."
+)
 COUNT_REPLY = object_of(object={"const": "response.input_tokens"}, input_tokens=COUNT)
 DELETED_REPLY = object_of(id=TEXT, object=TEXT, deleted={"const": True})
 ITEMS_REPLY = object_of(

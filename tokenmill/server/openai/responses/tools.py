@@ -1,16 +1,16 @@
-"""Tools of a Responses body, as the model sees them and as the client knows them.
+"""Parses the tools of a Responses body: for each tool the form that the model sees and the form that the client knows.
 
     function      {name, description, parameters, strict}                  ──► a tool
-    custom        {name, description, format: {syntax, definition}}        ──► a tool that takes text, of a grammar
+    custom        {name, description, format: {syntax, definition}}        ──► a tool whose input is text, by a grammar
     namespace     {name, description, tools: [function | custom]}          ──► tools named NAMESPACE__NAME
     tool_search   {description, parameters, execution}                     ──► a tool `tool_search`
 
-A call is answered under the names the client gave: `function_call` with `namespace` and `name`, `custom_tool_call`,
-`tool_search_call`. Tools marked `defer_loading` are shown once a `tool_search_output` names them; where the server is
-to search, all are shown from the beginning, so that there is nothing to search for.
+Calls are returned with the client's names: `function_call` with `namespace` and `name`, `custom_tool_call`,
+`tool_search_call`. Tools with `defer_loading` are shown to the model once a `tool_search_output` contains them. If the
+server is supposed to search, all tools are shown from the beginning, so that no search is necessary.
 
-`web_search` needs a service this server does not have. Codex sends it with every request, so it is left out (and not
-repeated in the response) where there are other tools; alone it is refused, as all others of OpenAI's own tools are.
+`web_search` needs a service that this server does not have. Codex sends it with every request, so it is dropped (and
+not repeated in the response) if there are other tools. Alone it is refused, like all other tools of OpenAI's service.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from tokenmill.observe.log import get_log
 from tokenmill.params import Guided
@@ -39,7 +41,7 @@ ANY_QUERY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class CalledTool:
-    """A tool as its client knows it."""
+    """A tool with the client's names."""
 
     kind: CallKind
     name: str
@@ -52,24 +54,24 @@ class OfferedTools:
 
     tools: list[Tool] = field(default_factory=list)
     called: dict[str, CalledTool] = field(default_factory=dict)  # by the name that the model sees
-    repeated: list[dict[str, Any]] = field(default_factory=list)  # as the response object has them
-    deferred: dict[str, Tool] = field(default_factory=dict)  # not shown before a search has found them
-    _dropped: str | None = None
+    repeated: list[dict[str, Any]] = field(default_factory=list)  # in the form of the response object
+    deferred: dict[str, Tool] = field(default_factory=dict)  # not shown to the model until a search has found them
+    _dropped: str | None = None  # the field with the type of a dropped tool
 
-    def add_all(self, given: Iterable[Any], path: str, *, are_loaded: bool = False) -> list[str]:
+    def add_all(self, values: Iterable[Any], path: str, *, are_loaded: bool = False) -> list[str]:
         """Add tools of a body and return their names, as the model sees them. `are_loaded`: a search has found them."""
-        values = [_fields(value, f"{path}[{number}]") for number, value in enumerate(given)]
-        searches_here = any(one.get("type") == TOOL_SEARCH and one.get("execution") != "client" for one in values)
-        return [name for one in values for name in self._add(one, shows_all=are_loaded or searches_here)]
+        tools = [_fields(value, f"{path}[{number}]") for number, value in enumerate(values)]
+        is_server_search = any(one.get("type") == TOOL_SEARCH and one.get("execution") != "client" for one in tools)
+        return [name for tool in tools for name in self._add(tool, shows_all=are_loaded or is_server_search)]
 
     def require_usable(self) -> None:
         if self._dropped is not None and not self.tools:
-            refuse(self._dropped, f"must be {KNOWN}: this server has no search of its own")
+            refuse(self._dropped, f"must be {KNOWN}: this server has no web search")
         if self._dropped is not None:
-            log.info("a client's web_search tool is left out: this server has none")
+            log.info("ignoring a client's web_search tool: this server has no web search")
 
     def load(self, name: str) -> None:
-        """Show a deferred tool."""
+        """Show a deferred tool to the model."""
         if (tool := self.deferred.pop(name, None)) is not None:
             self.tools.append(tool)
 
@@ -93,26 +95,18 @@ class OfferedTools:
         kind: CallKind = "custom" if fields.get("type") == "custom" else "function"
         tool = function_tool(fields) if kind == "function" else custom_tool(fields, _grammar(fields.object("format")))
         called = CalledTool(kind, tool.name, namespace)
-        seen = seen_name(called)
-        tool = Tool(
-            name=seen,
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict,
-            kind=tool.kind,
-            input_grammar=tool.input_grammar,
-        )
-        if self.called.get(seen) == called and (
-            seen in self.deferred or shows_all
-        ):  # found by a search, described again
-            self.load(seen)
-            return seen
-        self.called[seen] = called
+        name = flat_name(called)
+        is_repeated = self.called.get(name) == called and (name in self.deferred or shows_all)
+        if is_repeated:  # the output of a search describes the tool again
+            self.load(name)
+            return name
+        self.called[name] = called
+        tool = msgspec.structs.replace(tool, name=name)
         if fields.boolean("defer_loading") and not shows_all:
-            self.deferred[seen] = tool
+            self.deferred[name] = tool
         else:
             self.tools.append(tool)
-        return seen
+        return name
 
     def _add_namespace(self, fields: BodyFields, *, shows_all: bool) -> list[str]:
         namespace = fields.required_text("name")
@@ -133,7 +127,7 @@ class OfferedTools:
         if fields.one_of("execution", ("server", "client")) != "client":
             return []
         parameters = fields.object("parameters")
-        description = fields.text("description", MAX_DESCRIPTION) or "Searches for tools that are not shown yet."
+        description = fields.text("description", MAX_DESCRIPTION) or "Searches for tools that are not loaded yet."
         schema = ANY_QUERY if parameters is None else parameters.values
         self.tools.append(Tool(name=TOOL_SEARCH, description=description, parameters=schema))
         self.called[TOOL_SEARCH] = CalledTool("tool_search", TOOL_SEARCH)
@@ -146,15 +140,15 @@ def parse_offered(fields: BodyFields) -> OfferedTools:
     return offered
 
 
-def seen_name(called: CalledTool) -> str:
-    """The name that the model sees: one word for namespace and name."""
+def flat_name(called: CalledTool) -> str:
+    """Return the name that the model sees, which includes the namespace."""
     if called.namespace is None:
         return called.name
     return f"{called.namespace.removesuffix('__')}__{called.name}"
 
 
 def _repeated(values: dict[str, Any]) -> dict[str, Any]:
-    """A tool as the response shows it: with the fields that clients' types require."""
+    """Return a tool in the form of the response object, with the fields that clients' types require."""
     if values.get("type") != "function":
         return values
     return {"strict": None, "description": None, "parameters": None, **values}
@@ -166,28 +160,28 @@ def _fields(value: object, path: str) -> BodyFields:
     return BodyFields(value, f"{path}.")
 
 
-def _grammar(given: BodyFields | None) -> Guided | None:
-    if given is None or given.one_of("type", ("text", "grammar")) != "grammar":
+def _grammar(input_format: BodyFields | None) -> Guided | None:
+    if input_format is None or input_format.one_of("type", ("text", "grammar")) != "grammar":
         return None
-    return parse_grammar(given)
+    return parse_grammar(input_format)
 
 
-# ── the choice ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the tool choice ────────────────────────────────────────────────────────────────────────────────────
 
 
 def parse_choice(fields: BodyFields, offered: OfferedTools) -> ToolChoice:
-    """`names` that no tool has are refused by the engine, as for every dialect."""
+    """Parse `tool_choice`. The engine refuses names that no tool has, in every dialect."""
     parallel = fields.boolean("parallel_tool_calls", True)
-    given = fields.get("tool_choice")
-    if given is None:
+    value = fields.get("tool_choice")
+    if value is None:
         return ToolChoice(parallel=parallel)
-    if isinstance(given, str):
-        if given not in MODES:
-            refuse("tool_choice", f"must be one of {', '.join(MODES)} or an object, got {shown(given)}")
-        if given == "required" and not offered.tools:
-            refuse("tool_choice", "is only allowed when tools are given")
-        return ToolChoice(mode=given, parallel=parallel)  # type: ignore[arg-type]  # one of the three
-    choice = _fields(given, "tool_choice")
+    if isinstance(value, str):
+        if value not in MODES:
+            refuse("tool_choice", f"must be one of {', '.join(MODES)} or an object, got {shown(value)}")
+        if value == "required" and not offered.tools:
+            refuse("tool_choice", "is only allowed with tools")
+        return ToolChoice(mode=value, parallel=parallel)  # type: ignore[arg-type]  # one of the three
+    choice = _fields(value, "tool_choice")
     if choice.required_text("type") != "allowed_tools":
         return ToolChoice(mode="required", names=_names(choice, offered), parallel=parallel)
     mode = choice.one_of("mode", ("auto", "required"))
@@ -200,13 +194,13 @@ def parse_choice(fields: BodyFields, offered: OfferedTools) -> ToolChoice:
 
 
 def _names(fields: BodyFields, offered: OfferedTools) -> list[str]:
-    """The names, as the model sees them, of what a choice names."""
+    """Return the names of the tools that an entry of a tool choice refers to, as the model sees them."""
     kind = fields.required_text("type")
     if kind == "namespace":
-        name = fields.required_text("name")
-        return [seen for seen, called in offered.called.items() if called.namespace == name]
+        namespace = fields.required_text("name")
+        return [name for name, called in offered.called.items() if called.namespace == namespace]
     if kind == TOOL_SEARCH:
         return [TOOL_SEARCH]
     if kind not in ("function", "custom"):
         refuse(fields.name("type"), f"must be {KNOWN}, got {shown(kind)}")
-    return [seen_name(CalledTool("function", fields.required_text("name"), fields.text("namespace")))]
+    return [flat_name(CalledTool("function", fields.required_text("name"), fields.text("namespace")))]

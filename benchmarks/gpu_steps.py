@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from tokenmill.arch.packed_formats import Stored
+from tokenmill.arch.packed_formats import StoredFormat
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.kv.layout import CacheDtypes, KVLayout
@@ -39,7 +39,7 @@ class Steps:
     def __init__(self, given: argparse.Namespace, most_rows: int) -> None:
         spec, device, dtype, block = read_spec(given.model), torch.device("cuda"), torch.bfloat16, given.block_size
         compile_workers.enable()  # one kernel after the other would take minutes
-        experts = {name: Stored(given.expert_blocks) for name in tensors_of(spec) if ".experts." in name}
+        experts = {name: StoredFormat(given.expert_blocks) for name in tensors_of(spec) if ".experts." in name}
         stored = experts if given.expert_blocks else None
         weights = dummy_weights(spec, dtype=dtype, quant=given.blocks, device=device, stored=stored)
         model = Decoder(spec, Loader(weights, build_ops(given.quantization), dtype, device), MAX_CONTEXT)

@@ -30,7 +30,7 @@ from tokenmill import errors
 from tokenmill.arch import families, outlines
 from tokenmill.arch.family import Family
 from tokenmill.arch.gguf_file import GGML_TYPES, GGMLType
-from tokenmill.arch.packed_formats import Stored, packed_int_format
+from tokenmill.arch.packed_formats import StoredFormat, packed_int_format
 from tokenmill.cli import VERBS
 from tokenmill.cli.dispatch import SECTIONS, build_app
 from tokenmill.cli.flags import flag_name
@@ -388,13 +388,13 @@ def format_rows() -> list[list[str]]:
     ]
     for kind_ in GGML_TYPES.values():
         if kind_.block_size > 1 and can_expand(kind_):
-            packed = packed_int_format("layers.0.q.weight", (4096, 4096), Stored(kind_.name))
+            packed = packed_int_format("layers.0.q.weight", (4096, 4096), StoredFormat(kind_.name))
             bits = f"{kind_.block_bytes * 8 / kind_.block_size:.4g}"
             on_cpu = _INTEGERS if kind_.name in PACKED_QUANTS else "expanded"
             on_gpu = "expanded" if packed is None else f"kept in {packed.bits} bits and scales"
             on_gpu = _IN_4_BITS if packed is not None and packed.is_fp4 else on_gpu
             if packed is not None and packed.table:
-                wide = packed_int_format("layers.0.q.weight", (4096, 4096), Stored(kind_.name, is_widened=True))
+                wide = packed_int_format("layers.0.q.weight", (4096, 4096), StoredFormat(kind_.name, is_widened=True))
                 experts = "expanded" if wide is None else f"in {wide.bits} bits and scales"
                 on_gpu = f"{_TABLE}; experts, and on other GPUs, {experts}"
             rows.append([f"GGUF {kind_.name}", bits, on_cpu, on_gpu])

@@ -158,7 +158,7 @@ def test_global_layers_alone_are_scaled_in_gemma3() -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 10**9}, "experts"),
-        ({"model_type": "mixtral", "num_key_value_heads": 2, "num_experts_per_tok": 99}, "99 experts a token"),
+        ({"model_type": "mixtral", "num_key_value_heads": 2, "num_experts_per_tok": 99}, "99 experts per token"),
         ({"rope_theta": 1.0}, "rope_theta"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 5, "high_freq_factor": 4}},

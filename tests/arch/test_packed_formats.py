@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.arch.packed_formats import PackedIntFormat, Stored, packed_int_format, stored_formats, widened
+from tokenmill.arch.packed_formats import PackedIntFormat, StoredFormat, packed_int_format, stored_formats, widened
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.planner.device import plan_device
 from tokenmill.planner.model import model_at
@@ -28,7 +28,7 @@ PLACES = 4 * 2 * (6 * 1024 + 2048) / MATRICES  # of columns in act order, of sev
 
 
 @pytest.mark.parametrize(
-    ("quant", "same_scales", "columns", "form"),
+    ("quant", "blocks_per_scale", "columns", "form"),
     [
         ("Q4_0", 1, 4096, PackedIntFormat(4, 32, has_minima=False, span=32)),
         ("Q4_K", 1, 4096, PackedIntFormat(4, 32, has_minima=True, span=32)),
@@ -49,49 +49,53 @@ PLACES = 4 * 2 * (6 * 1024 + 2048) / MATRICES  # of columns in act order, of sev
         ("F8", 1, 4096, None),  # mxfp8
     ],
 )
-def test_the_form_of_a_matrix(quant: str, same_scales: int, columns: int, form: PackedIntFormat | None) -> None:
-    assert packed_int_format("layers.0.q.weight", (64, columns), Stored(quant, same_scales)) == form
-    assert packed_int_format("layers.0.router.weight", (64, columns), Stored(quant, same_scales)) is None
-    of_experts = packed_int_format("layers.0.experts.up.weight", (8, 64, columns), Stored(quant, same_scales))
+def test_the_form_of_a_matrix(quant: str, blocks_per_scale: int, columns: int, form: PackedIntFormat | None) -> None:
+    assert packed_int_format("layers.0.q.weight", (64, columns), StoredFormat(quant, blocks_per_scale)) == form
+    assert packed_int_format("layers.0.router.weight", (64, columns), StoredFormat(quant, blocks_per_scale)) is None
+    of_experts = packed_int_format(
+        "layers.0.experts.up.weight", (8, 64, columns), StoredFormat(quant, blocks_per_scale)
+    )
     assert of_experts == (form and replace(form, is_of_experts=True))
 
 
 def test_fp8_of_one_scale_a_row_is_kept() -> None:
     kept = PackedIntFormat(8, 512, has_minima=False, span=0, is_fp8=True)
-    assert packed_int_format("layers.0.q.weight", (64, 512), Stored("F8", 16)) == kept
+    assert packed_int_format("layers.0.q.weight", (64, 512), StoredFormat("F8", 16)) == kept
     assert kept.num_bytes((64, 512)) == 64 * 512 + 64 * 4
-    assert packed_int_format("head.weight", (64, 512), Stored("F8", 16)) is None
+    assert packed_int_format("head.weight", (64, 512), StoredFormat("F8", 16)) is None
 
 
 def test_small_floats_stay_as_they_are() -> None:
     """fp8 with a scale for 128 columns, experts too, and NVFP4 and MXFP4 in 4 bits"""
     experts = "layers.0.experts.up.weight"
-    for name, shape, same_scales in (
+    for name, shape, blocks_per_scale in (
         ("a.weight", (64, 512), 4),
         (experts, (8, 64, 512), 4),
         (experts, (8, 64, 512), 16),
     ):
-        kept = packed_int_format(name, shape, Stored("F8", same_scales))
+        kept = packed_int_format(name, shape, StoredFormat("F8", blocks_per_scale))
         assert kept is not None and kept.is_fp8 and kept.group == 128
         assert kept.num_bytes(shape) == prod(shape) * (1 + 4 / 128)
-    assert packed_int_format("a.weight", (64, 512), Stored("F8", 1)) is None, "mxfp8: a scale for 32 columns"
+    assert packed_int_format("a.weight", (64, 512), StoredFormat("F8", 1)) is None, "mxfp8: a scale for 32 columns"
     for quant, scales, beside in (("NV4", 1 / 16, 64 * 4), ("NV4D", 1 / 16, 64 * 4), ("MXFP4", 1 / 32, 0)):
-        kept = packed_int_format("a.weight", (64, 512), Stored(quant))
+        kept = packed_int_format("a.weight", (64, 512), StoredFormat(quant))
         assert kept is not None and kept.is_fp4 and kept.num_bytes((64, 512)) == 64 * 512 * (0.5 + scales) + beside
-        looked_up = packed_int_format("embed.weight", (64, 512), Stored(quant))
+        looked_up = packed_int_format("embed.weight", (64, 512), StoredFormat(quant))
         assert looked_up is not None and not looked_up.is_fp4
 
 
 @pytest.mark.parametrize(("quant", "group"), [("NV4", 16), ("NV4D", 16), ("MXFP4", 32)])
 def test_small_floats_become_integers_where_expanding_them_is_slow(quant: str, group: int) -> None:
     """Experts do not: they have kernels of their own on every GPU."""
-    stored = widened({"a.weight": Stored(quant), "b.weight": Stored("Q4_K"), "c.weight": Stored("F8", 4)})
+    stored = widened(
+        {"a.weight": StoredFormat(quant), "b.weight": StoredFormat("Q4_K"), "c.weight": StoredFormat("F8", 4)}
+    )
     kept = packed_int_format("a.weight", (64, 512), stored["a.weight"])
     assert kept == PackedIntFormat(8, group, has_minima=False, span=32)
     assert kept.num_bytes((64, 512)) == 64 * 512 * (1 + 2 / group)
     experts = packed_int_format("layers.0.experts.up.weight", (8, 64, 512), stored["a.weight"])
     assert experts is not None and experts.is_fp4
-    assert stored["b.weight"] == Stored("Q4_K") and stored["c.weight"] == Stored("F8", 4)
+    assert stored["b.weight"] == StoredFormat("Q4_K") and stored["c.weight"] == StoredFormat("F8", 4)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_grouped_checkpoints_are_planned_as_they_are_kept(
 def test_experts_are_planned_as_they_are_kept(quantization: str, stored: str | None, bytes_each: float) -> None:
     experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
     spec = spec_from_hf(LLAMA | experts | {"num_experts_per_tok": 2})
-    formats = {name: Stored(stored) for name in tensors_of(spec) if ".experts." in name} if stored else {}
+    formats = {name: StoredFormat(stored) for name in tensors_of(spec) if ".experts." in name} if stored else {}
     parts = gpu_weight_parts(spec, 2, quantization, formats)
     assert parts.experts == 2 * 4 * 3 * 1024 * 2048 * bytes_each
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.triton_inputs import random_raw
-from tokenmill.arch.packed_formats import Stored
+from tokenmill.arch.packed_formats import StoredFormat
 from tokenmill.cli import main
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.describe import PlannedWeights, planned_form
@@ -155,5 +155,5 @@ def test_forms_are_those_that_loading_makes(
         [raw], None, lambda one: dequantize(one).to(dtype) if len(one.name) else one.data.to(dtype)
     ).packed
     form = PLAIN[packed.dtype] if isinstance(packed, torch.Tensor) else packed.form(dtype)
-    stored = {} if quant is None else {name: Stored(quant)}
+    stored = {} if quant is None else {name: StoredFormat(quant)}
     assert planned_form(name, (16, columns), PlannedWeights(dtype, quantization, stored)) == form

@@ -17,7 +17,7 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.arch.block_formats import OTHER_TYPES
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.arch.packed_formats import Stored, packed_int_format
+from tokenmill.arch.packed_formats import StoredFormat, packed_int_format
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.models.linear import Loader
 from tokenmill.ops.blocks import FORMATS
@@ -68,7 +68,7 @@ def test_fp8_with_one_scale_a_row() -> None:
     raw = other_raw("F8", num_in, num_out)
     scales = (torch.rand(num_out, 1, 1) * 0.01 + 0.001).view(torch.uint8)
     raw.data.view(num_out, num_in // 32, 36)[:, :, :4] = scales
-    raw = replace(raw, same_scales=num_in // 32)
+    raw = replace(raw, blocks_per_scale=num_in // 32)
     packed = ops.pack_linear([raw, raw], None, lambda raw: dequantize(raw, torch.bfloat16).cuda())
     assert isinstance(packed.packed, Fp8Matrix)
     exact = dequantize(raw).cuda().repeat(2, 1)
@@ -107,7 +107,7 @@ def test_wide_strips_with_any_number_of_splits(quant: str) -> None:
     if quant == "Q8_0":  # of which each has a scale of its own, then
         each = blocks.view(-1, GGML_TYPE_BY_NAME[quant].block_bytes)
         each[:, :2] = (torch.rand(len(each), 1) * 0.01 + 0.001).half().view(torch.uint8)
-    form = packed_int_format("a.weight", (num_out, num_in), Stored(quant))
+    form = packed_int_format("a.weight", (num_out, num_in), StoredFormat(quant))
     assert form is not None
     matrix = packed_from_blocks(blocks.cuda(), quant, form)
     exact = dequantize(RawTensor("a.weight", (num_out, num_in), blocks, quant)).cuda()

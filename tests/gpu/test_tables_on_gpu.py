@@ -40,8 +40,8 @@ def dense(raw: RawTensor) -> torch.Tensor:
     return dequantize(raw, torch.bfloat16).cuda()
 
 
-@pytest.mark.parametrize(("quant", "same_scales"), KINDS)
-def test_products_of_any_number_of_rows(quant: str, same_scales: int) -> None:
+@pytest.mark.parametrize(("quant", "blocks_per_scale"), KINDS)
+def test_products_of_any_number_of_rows(quant: str, blocks_per_scale: int) -> None:
     """Two matrices stacked, whose rows are no whole tiles; and expanded, they are the maker's bit for bit."""
     from tokenmill.ops.triton.build import build_ops
     from tokenmill.ops.triton.launch.capabilities import keeps_fp4_on
@@ -50,9 +50,9 @@ def test_products_of_any_number_of_rows(quant: str, same_scales: int) -> None:
     if not keeps_fp4_on(torch.device("cuda"), torch.bfloat16):
         pytest.skip("this GPU does not keep them")
     torch.manual_seed(0)
-    ops, num_in = build_ops(), 2304 if same_scales < 4 else 2176
+    ops, num_in = build_ops(), 2304 if blocks_per_scale < 4 else 2176
     num_in = 2304 if quant == "IQ4_XS" else num_in
-    raws = [table_matrix(quant, (num_out, num_in), num_out, same_scales) for num_out in (1536, 576)]
+    raws = [table_matrix(quant, (num_out, num_in), num_out, blocks_per_scale) for num_out in (1536, 576)]
     bias = torch.randn(2112, device="cuda").bfloat16()
     packed = ops.pack_linear(raws, bias, dense)
     assert isinstance(packed.packed, TableMatrix)

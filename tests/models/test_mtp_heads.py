@@ -12,7 +12,7 @@ from tests.support.mtp_heads import add_head, make_head
 from tests.support.native_models import native_model
 from tests.support.paged_run import PagedRun
 from tests.support.tiny_models import VOCAB, load_ours, make_reference
-from tokenmill.arch.mtp import MOST_STATES, mtp_head, mtp_parameters
+from tokenmill.arch.mtp import MAX_KEPT_STATES, mtp_head, mtp_parameters
 from tokenmill.arch.read import read_spec
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.models.decoder import Decoder
@@ -91,7 +91,7 @@ def test_missing_and_damaged_heads_are_refused_by_name(tmp_path: Path) -> None:
     add_head(head, tmp_path)
     with pytest.raises(DamagedFile, match=r"self_attn\.o_proj\.weight \[3, 3\]"):
         open_mtp_head(tmp_path, read_spec(tmp_path))
-    with pytest.raises(UnsupportedModel, match="llama: heads that predict further tokens"):
+    with pytest.raises(UnsupportedModel, match="llama: multi-token-prediction"):
         mtp_head(load_ours(make_reference("llama"), tmp_path / "llama").spec)
 
 
@@ -100,7 +100,7 @@ def test_kept_states_are_those_of_the_last_tokens_that_were_fed() -> None:
     states = torch.arange(600.0).view(-1, 1)
     kept.keep(1, 0, states[:400])
     kept.keep(1, 400, states[400:])
-    assert kept.first(1) == 600 - MOST_STATES
+    assert kept.first(1) == 600 - MAX_KEPT_STATES
     found = kept.of(1, 590, 600)
     assert found is not None and found[0, 0] == 590
     kept.keep(1, 598, -states[598:600])  # drafts were wrong: the same places again

@@ -174,7 +174,7 @@ def test_formats_that_differ_in_rounding_only_are_packed_as_another(quant: str) 
     data[:, :, :4] = np.repeat(of_row, 4, axis=1).view(np.uint8)
     if quant == "NV4D":
         data[:, :, 4:6] = rng.integers(40, 80, (24, 4, 2))
-    raw = RawTensor("x", (24, 128), torch.from_numpy(data.reshape(24, -1)), quant, same_scales=4)
+    raw = RawTensor("x", (24, 128), torch.from_numpy(data.reshape(24, -1)), quant, blocks_per_scale=4)
     matrix = pack_as(kind_of(raw, "none"), raw, dequantize)
     out = np.empty((24, 128), np.float32)
     native().embed_rows(matrix, np.arange(24), 1.0, out, "")

@@ -136,7 +136,7 @@ def test_odd_configs_are_completed_or_refused(shared_dir: Path, tmp_path: Path) 
 
     whole, bare = planned("Qwen--Qwen3.5-35B-A3B"), planned("Qwen--Qwen3.5-35B-A3B", layer_types=None)
     assert whole["params_total"] == bare["params_total"] and whole["kv_bytes_per_token"] == bare["kv_bytes_per_token"]
-    with pytest.raises(UnsupportedModel, match="8 experts a token are not possible with 1"):
+    with pytest.raises(UnsupportedModel, match="8 experts per token are not possible with 1"):
         planned("deepseek-ai--DeepSeek-V3", n_routed_experts=1)
     with pytest.raises(UnsupportedModel, match="0 layers"):
         planned("nvidia--Nemotron-H-56B-Base-8K", hybrid_override_pattern="")

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from tokenmill.arch.cache_parts import CacheField
-from tokenmill.arch.packed_formats import EXPANDED_BYTES, Stored
+from tokenmill.arch.packed_formats import EXPANDED_BYTES, StoredFormat
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
@@ -123,7 +123,7 @@ def test_weights_as_the_gpu_keeps_them(quantization: str, gb: float) -> None:
 
 
 def test_a_quantised_file_s_weights_and_what_large_steps_expand() -> None:
-    stored = {name: Stored("Q4_K") for name, tensor in tensors_of(LLAMA).items() if tensor.kind != "vector"}
+    stored = {name: StoredFormat("Q4_K") for name, tensor in tensors_of(LLAMA).items() if tensor.kind != "vector"}
     parts = gpu_weight_parts(LLAMA, 2, stored=stored)
     assert parts.embedding == 128_256 * 4096 * 5 // 8
     assert parts.total == pytest.approx(8.03e9 * 5 / 8, rel=0.01)

@@ -11,20 +11,20 @@ from tokenmill.weights.scaled_blocks import Groups, integer_blocks
 
 
 def table_matrix(
-    quant: str, shape: tuple[int, ...], seed: int, same_scales: int = 1, name: str = "layers.0.q.weight"
+    quant: str, shape: tuple[int, ...], seed: int, blocks_per_scale: int = 1, name: str = "layers.0.q.weight"
 ) -> RawTensor:
-    """nf4 and fp4 with scales for `same_scales` blocks of 32 columns, IQ4_NL for one, IQ4_XS for 256 and for 32"""
+    """nf4 and fp4 with scales for `blocks_per_scale` blocks of 32 columns, IQ4_NL for one, IQ4_XS for 256 and for 32"""
     drawing, kind = torch.Generator().manual_seed(seed), BLOCK_TYPES[quant]
     each = (*shape[:-1], shape[-1] // kind.block_size, kind.block_bytes)
     blocks = torch.randint(0, 256, each, generator=drawing, dtype=torch.uint8)
     scales = torch.rand((*each[:-1], 1), generator=drawing) * 0.01 + 0.001
     if quant in ("NF4", "FP4"):
-        scales = scales[..., ::same_scales, :].repeat_interleave(same_scales, dim=-2)
+        scales = scales[..., ::blocks_per_scale, :].repeat_interleave(blocks_per_scale, dim=-2)
         blocks[..., :4] = scales.contiguous().view(torch.uint8)
     else:
         smaller = 127 if quant == "IQ4_NL" else 127 * 16
         blocks[..., :2] = (scales / smaller).to(torch.float16).contiguous().view(torch.uint8)
-    return RawTensor(name, shape, blocks.flatten(-2), quant, same_scales)
+    return RawTensor(name, shape, blocks.flatten(-2), quant, blocks_per_scale)
 
 
 def act_order(bits: int, num_out: int, order: torch.Tensor, *, is_symmetric: bool, group: int) -> RawTensor:

@@ -12,7 +12,7 @@ import torch
 
 from tokenmill.arch.block_formats import OTHER_TYPES
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
-from tokenmill.arch.packed_formats import Stored, packed_int_format
+from tokenmill.arch.packed_formats import StoredFormat, packed_int_format
 from tokenmill.ops.batch import ForwardBatch, GroupTables, LayerCache
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference.kv_rounding import rounded
@@ -60,15 +60,15 @@ def random_cache(num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -
     return LayerCache(*numbers, *scales)
 
 
-def random_raw(quant: str, num_in: int, same_scales: int, num_out: int = 24) -> RawTensor:
-    """Draw a quantised matrix in which each block, or every `same_scales` blocks together, has scales of its own."""
+def random_raw(quant: str, num_in: int, blocks_per_scale: int, num_out: int = 24) -> RawTensor:
+    """Draw a random quantised matrix in which every `blocks_per_scale` blocks share their scales."""
     blocks = random_blocks((num_out, num_in), quant, torch.Generator().manual_seed(1))
     if quant in ("Q4_0", "Q4_1"):
-        each = blocks.view(-1, same_scales, GGML_TYPE_BY_NAME[quant].block_bytes)
+        each = blocks.view(-1, blocks_per_scale, GGML_TYPE_BY_NAME[quant].block_bytes)
         drawn = (torch.rand(len(each), 1, 1) * 0.01 + 0.001) * torch.tensor([1.0, -6.5])
         num_bytes = 2 if quant == "Q4_0" else 4
         each[:, :, :num_bytes] = drawn.half().view(torch.uint8)[:, :, :num_bytes]
-    return RawTensor("a.weight", (num_out, num_in), blocks, quant, same_scales)
+    return RawTensor("a.weight", (num_out, num_in), blocks, quant, blocks_per_scale)
 
 
 def other_raw(quant: str, num_in: int, num_out: int = 24) -> RawTensor:
@@ -102,10 +102,10 @@ def before_unreadable_page(tensor: torch.Tensor) -> torch.Tensor:
     return copy.view(tensor.shape).copy_(tensor)
 
 
-def pack_as_file(quant: str, num_out: int, num_in: int, same_scales: int = 1) -> quantized.PackedIntMatrix:
+def pack_as_file(quant: str, num_out: int, num_in: int, blocks_per_scale: int = 1) -> quantized.PackedIntMatrix:
     """A random matrix [num_out, num_in] as a file has it quantised, packed without rounding it again"""
-    raw = random_raw(quant, num_in, same_scales, num_out)
-    form = packed_int_format(raw.name, raw.shape, Stored(quant, same_scales))
+    raw = random_raw(quant, num_in, blocks_per_scale, num_out)
+    form = packed_int_format(raw.name, raw.shape, StoredFormat(quant, blocks_per_scale))
     assert form is not None
     return quantized.packed_from_blocks(raw.data, quant, form)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.triton_inputs import assert_near, gpu_with
-from tokenmill.arch.packed_formats import Stored
+from tokenmill.arch.packed_formats import StoredFormat
 from tokenmill.arch.spec import Activation, MlpSpec, MoeSpec, RoutingSpec, TensorSpec
 from tokenmill.ops.interface import ExpertsWeight, LinearWeight, Routing
 from tokenmill.ops.raw import RawTensor
@@ -211,7 +211,7 @@ def check_quantised_experts(
         for ours, theirs in zip(rounded_ones, exact.packed, strict=True):
             assert_near(ours, theirs, tolerance=0.15)
         exact = ExpertsWeight(num_experts, rounded_ones)
-    formats = {raw.name: Stored(raw.quant) for raw in raws if raw.quant is not None}
+    formats = {raw.name: StoredFormat(raw.quant) for raw in raws if raw.quant is not None}
     kept = [part for one in packed.packed for part in (one if isinstance(one, tuple) else (one,))]
     taken = sum(one.words.nbytes + one.scales.nbytes for one in kept)
     planned = [TensorSpec(raw.name, raw.shape, "linear") for raw in raws]

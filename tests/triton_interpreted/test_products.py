@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.triton_inputs import assert_near, before_unreadable_page, other_raw, pack_as_file, random_raw
-from tokenmill.arch.packed_formats import Stored, packed_int_format
+from tokenmill.arch.packed_formats import StoredFormat, packed_int_format
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.raw import RawTensor
@@ -65,7 +65,7 @@ def test_matrices_rounded_while_loading(num_out: int, num_in: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quants", "num_in", "bits", "same_scales"),
+    ("quants", "num_in", "bits", "blocks_per_scale"),
     [
         (("Q4_0", "Q4_0"), 256, (4,), 1),
         (("Q4_1", "Q4_K"), 512, (4,), 1),
@@ -77,14 +77,14 @@ def test_matrices_rounded_while_loading(num_out: int, num_in: int) -> None:
     ],
 )
 def test_blocks_of_a_file_are_multiplied_as_they_are(
-    quants: tuple[str, ...], num_in: int, bits: tuple[int, ...], same_scales: int
+    quants: tuple[str, ...], num_in: int, bits: tuple[int, ...], blocks_per_scale: int
 ) -> None:
-    raws = [random_raw(quant, num_in, same_scales) for quant in quants]
+    raws = [random_raw(quant, num_in, blocks_per_scale) for quant in quants]
     dense, bias = partial(dequantize, dtype=torch.float16), torch.randn(24 * len(raws))
     packed = OPS.pack_linear(raws, bias, dense)
     pieces = [piece.packed for piece in packed.packed] if isinstance(packed.packed, tuple) else [packed.packed]
     assert tuple(piece.bits for piece in pieces) == bits
-    forms = [packed_int_format(raw.name, raw.shape, Stored(str(raw.quant), same_scales)) for raw in raws]
+    forms = [packed_int_format(raw.name, raw.shape, StoredFormat(str(raw.quant), blocks_per_scale)) for raw in raws]
     planned = sum(form.num_bytes((24, num_in)) for form in forms if form is not None)
     twice = sum(piece.row_scales.nbytes for piece in pieces if piece.row_scales is not None)
     assert planned == sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces) + twice
@@ -121,7 +121,7 @@ def test_fp8_of_one_scale_a_row_is_multiplied_as_it_is() -> None:
         raw = other_raw("F8", 256, num_out)
         scales = torch.rand(num_out, 1, 1, generator=torch.Generator().manual_seed(number)) * 0.01 + 0.001
         raw.data.view(num_out, 8, 36)[:, :, :4] = scales.view(torch.uint8)
-        raws.append(replace(raw, same_scales=8))
+        raws.append(replace(raw, blocks_per_scale=8))
     matrix, dense = torch.cat([dequantize(raw) for raw in raws]), partial(dequantize, dtype=torch.bfloat16)
     packed = OPS.pack_linear(raws, None, dense)
     assert isinstance(packed.packed, quantized.Fp8Matrix) and (packed.rows, packed.columns) == (64, 256)
@@ -173,7 +173,7 @@ def test_fused_epilogues_of_many_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quant", "num_out", "num_in", "same_scales", "splits"),
+    ("quant", "num_out", "num_in", "blocks_per_scale", "splits"),
     [
         ("int4", 48, 512, 1, 1),
         ("int4", 40, 1024, 1, 3),
@@ -183,11 +183,11 @@ def test_fused_epilogues_of_many_rows() -> None:
         ("Q4_1", 48, 512, 4, 1),
     ],
 )
-def test_int4_gemv(quant: str, num_out: int, num_in: int, same_scales: int, splits: int) -> None:
+def test_int4_gemv(quant: str, num_out: int, num_in: int, blocks_per_scale: int, splits: int) -> None:
     if quant == "int4":
         packed = quantized.to_int4(torch.randn(num_out, num_in))
     else:
-        packed = pack_as_file(quant, num_out, num_in, same_scales)
+        packed = pack_as_file(quant, num_out, num_in, blocks_per_scale)
     assert quantized.has_gemv_int4(packed)
     bias, x = torch.randn(num_out), torch.randn(1, num_in)
     found = gemv_int4.gemv_int4(x, packed, bias, gemv_int4.GemvInt4Config(16, splits), torch.float32)

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.small_floats import raw_matrix
 from tests.support.triton_inputs import assert_near, gpu_with
-from tokenmill.arch.packed_formats import Stored, packed_int_format
+from tokenmill.arch.packed_formats import StoredFormat, packed_int_format
 from tokenmill.ops.compose import PlainStream
 from tokenmill.ops.interface import LinearWeight, Norm, Routing
 from tokenmill.ops.raw import RawTensor
@@ -57,7 +57,7 @@ def test_where_expanding_is_slow_4_bits_become_integers_of_the_same_values(quant
     with patch.object(linear, "keeps_fp4_on", lambda device, dtype: False):
         packed = OPS.pack_linear(raws, None, DENSE)
     assert isinstance(packed.packed, quantized.PackedIntMatrix) and packed.packed.bits == 8
-    stored = Stored(quant, is_widened=True)
+    stored = StoredFormat(quant, is_widened=True)
     forms = [packed_int_format(raw.name, raw.shape, stored) for raw in raws]
     planned = sum(form.num_bytes(raw.shape) for form, raw in zip(forms, raws, strict=True) if form is not None)
     assert tensor_bytes(packed.packed) == planned
@@ -74,7 +74,7 @@ def test_matrices_are_multiplied_as_they_are(quant: str) -> None:
     bias, matrix = torch.randn(80), torch.cat([dequantize(raw) for raw in raws])
     packed = OPS.pack_linear(raws, bias, DENSE)
     assert type(packed.packed) is KEPT[quant] and (packed.rows, packed.columns) == (80, 384)
-    forms = [packed_int_format(raw.name, raw.shape, Stored(quant, raw.same_scales)) for raw in raws]
+    forms = [packed_int_format(raw.name, raw.shape, StoredFormat(quant, raw.blocks_per_scale)) for raw in raws]
     planned = sum(form.num_bytes(raw.shape) for form, raw in zip(forms, raws, strict=True) if form is not None)
     assert planned == tensor_bytes(packed.packed)
     for rows, tolerance in ((1, 6e-3), (9, 6e-3), (40, 0.04), (130, 0.04)):

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.table_matrices import act_order, table_matrix
 from tests.support.triton_inputs import assert_near
-from tokenmill.arch.packed_formats import Stored, packed_int_format
+from tokenmill.arch.packed_formats import StoredFormat, packed_int_format
 from tokenmill.arch.unproven import VARIABLE
 from tokenmill.ops.blocks import TABLES
 from tokenmill.ops.interface import LinearWeight
@@ -36,17 +36,17 @@ KINDS = [("NF4", 1), ("NF4", 2), ("FP4", 4), ("IQ4_NL", 1), ("IQ4_XS", 1)]
 
 
 def packed(raw: RawTensor) -> packed_table.TableMatrix:
-    form = packed_int_format(raw.name, raw.shape, Stored(str(raw.quant), raw.same_scales))
+    form = packed_int_format(raw.name, raw.shape, StoredFormat(str(raw.quant), raw.blocks_per_scale))
     assert form is not None and form.table == raw.quant
     return packed_table.table_from_blocks(raw.data, form)
 
 
-@pytest.mark.parametrize(("quant", "same_scales"), KINDS)
-def test_values_are_the_maker_s_bit_for_bit(quant: str, same_scales: int) -> None:
+@pytest.mark.parametrize(("quant", "blocks_per_scale"), KINDS)
+def test_values_are_the_maker_s_bit_for_bit(quant: str, blocks_per_scale: int) -> None:
     """Scales are kept as they are, and multiplied as their maker does it."""
-    raw = table_matrix(quant, (40, 512), 1, same_scales)
+    raw = table_matrix(quant, (40, 512), 1, blocks_per_scale)
     matrix = packed(raw)
-    assert matrix.group == 32 * same_scales and matrix.num_columns == 512
+    assert matrix.group == 32 * blocks_per_scale and matrix.num_columns == 512
     found = packed_table.dequantize_table(matrix, slice(8, 40), torch.float32)
     assert torch.equal(found, dequantize(raw)[8:])
     if quant.startswith("IQ4"):
@@ -70,15 +70,15 @@ def test_numbers_that_hopper_s_kernel_picks_are_the_table(quant: str) -> None:
         torch.testing.assert_close(found, values, rtol=2e-7, atol=0.0)
 
 
-@pytest.mark.parametrize(("quant", "same_scales"), KINDS)
-def test_matrices_are_multiplied_as_they_are(quant: str, same_scales: int) -> None:
+@pytest.mark.parametrize(("quant", "blocks_per_scale"), KINDS)
+def test_matrices_are_multiplied_as_they_are(quant: str, blocks_per_scale: int) -> None:
     """Two of them stacked, in few rows and in many; what is planned is what is taken."""
-    raws = [table_matrix(quant, (num_out, 512), num_out, same_scales) for num_out in (24, 56)]
+    raws = [table_matrix(quant, (num_out, 512), num_out, blocks_per_scale) for num_out in (24, 56)]
     bias, exact = torch.randn(80), torch.cat([dequantize(raw) for raw in raws])
     kept = OPS.pack_linear(raws, bias, DENSE)
     matrix = kept.packed
     assert isinstance(matrix, packed_table.TableMatrix) and (kept.rows, kept.columns) == (80, 512)
-    forms = [packed_int_format(raw.name, raw.shape, Stored(quant, same_scales)) for raw in raws]
+    forms = [packed_int_format(raw.name, raw.shape, StoredFormat(quant, blocks_per_scale)) for raw in raws]
     planned = sum(form.num_bytes(raw.shape) for form, raw in zip(forms, raws, strict=True) if form is not None)
     assert planned == matrix.words.nbytes + matrix.scales.nbytes
     for rows in (1, 9, 130):
@@ -141,7 +141,9 @@ def test_act_order_is_multiplied_in_its_bits(bits: int, is_symmetric: bool) -> N
     assert_near(in_groups, exact[64:][:, raws[2].ordered.order], 1e-3)
     alone = build_ops(deterministic=True).pack_linear(raws, None, DENSE)
     assert isinstance(alone.packed, torch.Tensor) and torch.equal(alone.packed, exact.bfloat16())
-    planned = packed_int_format("a.weight", (16, 512), Stored(str(raws[2].ordered.blocks.quant), 2, is_ordered=True))
+    planned = packed_int_format(
+        "a.weight", (16, 512), StoredFormat(str(raws[2].ordered.blocks.quant), 2, is_ordered=True)
+    )
     assert planned is not None and planned.num_bytes((16, 512)) == sum(
         part.nbytes for part in (pieces[1].matrix.words, pieces[1].matrix.scales, pieces[1].order)
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenmill.arch.hf_config import spec_from_hf
-from tokenmill.arch.packed_formats import Stored, drawable_formats
+from tokenmill.arch.packed_formats import StoredFormat, dummy_formats
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import UnsupportedModel
 from tokenmill.weights.dequantize import dequantize
@@ -56,8 +56,11 @@ def test_random_blocks_have_the_usual_deviation(quant: str) -> None:
 
 
 def test_blocks_where_a_checkpoint_would_have_them() -> None:
-    stored = {"layers.0.up.weight": Stored("MXFP4"), "layers.0.q.weight": Stored("Q4_0", same_scales=4)}
-    weights = dummy_weights(SPEC, stored=drawable_formats(stored))
+    stored = {
+        "layers.0.up.weight": StoredFormat("MXFP4"),
+        "layers.0.q.weight": StoredFormat("Q4_0", blocks_per_scale=4),
+    }
+    weights = dummy_weights(SPEC, stored=dummy_formats(stored))
     assert [weights.get(f"layers.0.{part}.weight").quant for part in ("up", "gate", "q")] == ["MXFP4", None, None]
 
 

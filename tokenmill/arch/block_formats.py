@@ -1,8 +1,8 @@
-"""Block formats: how rows of quantised matrices are handed from files to kernels, as blocks of bytes.
+"""Block formats: the byte layouts in which rows of quantised matrices are passed from files to kernels.
 
-GGUF's formats keep their names and layouts (`gguf_file.py`). What other makers write has scales that no GGUF format
-holds without rounding them, so it gets blocks of its own, all of 32 columns; nibbles lie as in GGUF's Q4_0, the first
-half of the block in the low ones:
+GGUF's formats keep their names and layouts (`gguf_file.py`). Other quantisers use scales that no GGUF format can store
+without rounding, so their matrices get formats of our own, with blocks of 32 columns. Nibbles are ordered as in GGUF's
+Q4_0, the first half of the block in the low nibbles:
 
     G4    d[4] z[4] q[16]         d * (q - z)                 GPTQ, AWQ, compressed-tensors, HQQ: integers of 4 bits
     G8    d[4] z[4] q[32]         d * (q - z), q unsigned     the same with 8 bits
@@ -13,7 +13,7 @@ half of the block in the low ones:
     NV4   g[4] s[2] q[16]         s * g * q, q in e2m1        ModelOpt's NVFP4: s in e4m3, one for each 16 columns
     NV4D  g[4] s[2] q[16]         s / g * q                   compressed-tensors' NVFP4
 
-d, z and g are float32. Neighbouring blocks may have their scales in common; kernels then keep them once.
+d, z and g are float32. Neighbouring blocks may share their scales; kernels then store them once.
 """
 
 from __future__ import annotations

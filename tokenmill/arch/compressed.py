@@ -1,17 +1,18 @@
 """Attention with compressed entries before its window, as data (DeepSeek V4).
 
-A token looks at the entries of its window one by one, and at everything further back through entries of several tokens:
+A token attends to the tokens of its window individually, and to everything before it through entries that each compress
+several tokens:
 
     tokens     0 ........ rate | rate ..... 2 rate | ........ p - window + 1 ......... p
-    entries    [      0        ] [       1         ] ...      each is a weighted mean, number by number, of its tokens'
-    seen by p  every entry that is complete, and the tokens of the window
+    entries    [      0        ] [       1         ] ...      each an element-wise weighted mean over its tokens
+    seen by p  every complete entry, and the tokens of the window
 
-Weights are a softmax over the tokens of a gate and a bias for each place. Where entries overlap, a token has two sets
-of numbers: one for its own entry, one for the next. With an indexer only the best `top_k` entries are seen; it
+The weights are a softmax over the entry's tokens of a gate plus a bias per position. If entries overlap, a token has
+two sets of values: one for its own entry, one for the next. With an indexer only the best `top_k` entries are used; it
 compresses its keys in the same way.
 
-An entry is kept in the blocks of its own tokens, each of which holds its share: `head_dim / rate` numbers. So a block
-must hold whole entries, and what it holds depends on its tokens and those before it alone, as with keys and values.
+An entry is stored in the blocks of its own tokens, `head_dim / rate` values with each. So a block must contain whole
+entries, and its content depends only on its tokens and those before it, as with keys and values.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from tokenmill.arch.indexer import Indexer
 
 @dataclass(frozen=True)
 class Compression:
-    rate: int  # tokens of an entry
-    overlaps: bool = False  # an entry is made of the tokens of the one before it too
+    rate: int  # tokens per entry
+    overlaps: bool = False  # an entry also includes the tokens of the previous one
     indexer: Indexer | None = None
 
     @property
     def num_series(self) -> int:
-        """Sets of numbers that a token has for entries"""
+        """The number of sets of values that a token contributes to entries."""
         return 2 if self.overlaps else 1
 
     @property
     def reach(self) -> int:
-        """Tokens that an entry is made of"""
+        """The number of tokens that an entry is computed from."""
         return self.num_series * self.rate
 
     def inputs_size(self, head_dim: int) -> int:
-        """Numbers of a token that entries are made of: values, then gates"""
+        """Return the size of a token's inputs to entries: values, then gates."""
         return 2 * self.num_series * head_dim
 
     def cache_parts(self, head_dim: int) -> tuple[CachePart, ...]:

@@ -1,12 +1,12 @@
-"""The cost of a model, from its spec alone: parameters, bytes, KV bytes, FLOPs, and what a step reads from memory.
+"""The cost of a model, computed from its spec: parameters, bytes, KV bytes, FLOPs, and the bytes that a step reads.
 Exact counts, no fudge factors.
 
-A multiply-add is two operations. Counted are the matrix products: projections, attention scores and values, MLP or
-active experts, head. Norms, rotations and softmax are left out; they are well under a percent.
+A multiply-add is two operations. Matrix products are counted: projections, attention scores and values, MLP or active
+experts, head. Norms, rotations and softmax are left out; they are well under one percent.
 
-A step of few tokens is as slow as the bytes it reads: every weight once, however many sequences there are, and each
-sequence's own KV. Two kinds of weights are not read whole: an embedding that is not also the head is only looked up,
-and experts are read only where some token was sent to them:
+The time of a step with few tokens is determined by the bytes it reads: every weight once, however many sequences there
+are, and each sequence's KV. Two kinds of weights are read only in part: an embedding that is not tied to the head is
+only looked up, and an expert is read only if some token is routed to it:
 
     share of experts read by B tokens, k of E each  =  1 - (1 - k/E)^B        (tokens choose independently)
 """
@@ -29,14 +29,14 @@ DTYPE_BYTES: Mapping[str, float] = {
     "fp8": 1.0,
     "int8": 1.0,
     "int4": 0.5,
-    "mxfp4": 0.53125,  # a byte of scale for 32 values
-    "nvfp4": 0.5625,  # a byte of scale for 16
+    "mxfp4": 0.53125,  # one scale byte per 32 values
+    "nvfp4": 0.5625,  # one scale byte per 16 values
 }
-KV_SCALE_BYTES: Mapping[str, int] = {"int8": 4, "fp8": 4}  # float32, one a head and token
+KV_SCALE_BYTES: Mapping[str, int] = {"int8": 4, "fp8": 4}  # float32, one per head and token
 
 
 def bytes_per_value(dtype: str) -> float:
-    """Bytes of one value in a torch-like dtype or a GGUF type ("Q4_K": 4.5 bits)."""
+    """Return the bytes of one value in a torch-like dtype or a GGUF type ("Q4_K": 4.5 bits)."""
     if dtype in DTYPE_BYTES:
         return DTYPE_BYTES[dtype]
     kind = GGML_TYPE_BY_NAME[dtype]
@@ -54,7 +54,7 @@ def num_parameters(model: Model) -> int:
 
 
 def num_active_parameters(model: Model) -> int:
-    """Parameters that one token's forward pass goes through: experts it is not sent to are left out."""
+    """Return the parameters that one token's forward pass uses; experts that it is not routed to are left out."""
     return num_parameters(model) - sum(layer.experts - layer.active_experts for layer in outline_of(model).layers)
 
 
@@ -68,7 +68,7 @@ def weight_bytes(model: Model, dtype: str, *, vector_dtype: str | None = None) -
 
 
 def gguf_weight_bytes(gguf: GGUFFile) -> int:
-    """Bytes of a GGUF file's tensors, each in its own type."""
+    """Return the bytes of a GGUF file's tensors, each in its own type."""
     return sum(tensor.num_bytes for tensor in gguf.tensors.values())
 
 
@@ -76,24 +76,25 @@ def gguf_weight_bytes(gguf: GGUFFile) -> int:
 
 
 def kv_bytes_per_token(model: Model, dtype: str) -> int:
-    """Bytes that one token leaves in the cache, in all layers that keep every token."""
-    return sum(_kept_bytes(layer, dtype) for layer in outline_of(model).layers)
+    """Return the bytes that one token takes in the caches of all layers, windowed ones included."""
+    return sum(_cached_bytes(layer, dtype) for layer in outline_of(model).layers)
 
 
 def kv_bytes(model: Model, dtype: str, context: int) -> int:
-    """Bytes that a sequence of `context` tokens keeps; a windowed layer keeps its window, a recurrent one its state."""
+    """Return the cache bytes of a sequence of `context` tokens; a windowed layer caches its window, a recurrent one its
+    state."""
     layers = outline_of(model).layers
-    kept = sum(_kept_bytes(layer, dtype) * _visible(layer, context) for layer in layers)
-    return kept + int(sum(layer.state_values for layer in layers) * bytes_per_value(dtype))
+    cached = sum(_cached_bytes(layer, dtype) * _visible(layer, context) for layer in layers)
+    return cached + int(sum(layer.state_values for layer in layers) * bytes_per_value(dtype))
 
 
 def kv_vector_bytes(head_dim: int, dtype: str) -> int:
-    """One head's key (or value) of one token: its numbers, and the scale that they are rounded with where they are."""
+    """Return the bytes of one head's key (or value) of one token, including its scale in quantised caches."""
     return int(head_dim * bytes_per_value(dtype)) + KV_SCALE_BYTES.get(dtype, 0)
 
 
-def _kept_bytes(layer: LayerOutline, dtype: str) -> int:
-    """Bytes that one token leaves in one layer."""
+def _cached_bytes(layer: LayerOutline, dtype: str) -> int:
+    """Return the bytes that one token takes in the cache of one layer."""
     scales = 2 * layer.num_kv_heads * KV_SCALE_BYTES.get(dtype, 0) if layer.kv_values else 0
     return int(layer.kv_values * bytes_per_value(dtype)) + scales
 
@@ -106,9 +107,9 @@ def _visible(layer: LayerOutline, context: int) -> int:
 
 
 def prefill_flops(model: Model, num_tokens: int, *, start: int = 0, num_logits: int = 1, causal: bool = True) -> int:
-    """`num_tokens` fed after `start` cached ones; the head computed for `num_logits` of them.
+    """Return the operations for `num_tokens` tokens after `start` cached ones, with logits for `num_logits` of them.
 
-    `causal=False` counts hidden pairs too: the full square that much of the literature quotes.
+    `causal=False` also counts the masked query-key pairs, the full square that much of the literature quotes.
     """
     outline = outline_of(model)
     linear = num_tokens * 2 * sum(layer.linear + layer.active_experts for layer in outline.layers)
@@ -129,7 +130,7 @@ def decode_flops(model: Model, context: int) -> int:
 
 
 def num_visible_pairs(num_tokens: int, start: int, window: int | None) -> int:
-    """Query-key pairs under the causal mask.
+    """Return the number of query-key pairs under the causal mask.
 
     query t (start <= t < start + num_tokens) sees min(t + 1, window) keys:   1 2 3 ... window window window
     """
@@ -149,7 +150,7 @@ def _triangle(n: int) -> int:
 
 @dataclass(frozen=True)
 class WeightParts:
-    """Bytes of the weights by how a step reads them."""
+    """The bytes of a model's weights, grouped by how a step reads them."""
 
     embedding: int
     experts: int
@@ -164,8 +165,8 @@ class WeightParts:
 def weight_parts(
     model: Model, dtype: str, *, vector_dtype: str | None = None, expert_dtype: str | None = None
 ) -> WeightParts:
-    """All matrices stored in `dtype`, those of routed experts in `expert_dtype` where it differs, norms and biases in
-    `vector_dtype` where it differs."""
+    """Return the weight bytes with all matrices in `dtype`, routed experts in `expert_dtype` if given, and norms and
+    biases in `vector_dtype` if given."""
     outline = outline_of(model)
     expert_values = sum(layer.experts for layer in outline.layers)
     embedding = int(outline.vocab_size * outline.hidden_size * bytes_per_value(dtype))
@@ -176,7 +177,7 @@ def weight_parts(
 
 
 def gguf_weight_parts(gguf: GGUFFile, num_layers: int | None = None) -> WeightParts:
-    """Parts of a GGUF file; `num_layers`: without blocks behind these, which predict further tokens."""
+    """Return the weight bytes of a GGUF file. `num_layers`: leave out the MTP blocks after these layers."""
     embedding = sum(t.num_bytes for name, t in gguf.tensors.items() if name.startswith("token_embd."))
     experts = sum(t.num_bytes for name, t in gguf.tensors.items() if "_exps." in name)
     tables = sum(t.num_bytes for name, t in gguf.tensors.items() if name.startswith("per_layer_token_embd."))
@@ -189,7 +190,7 @@ def gguf_weight_parts(gguf: GGUFFile, num_layers: int | None = None) -> WeightPa
 
 
 def _block_number(name: str) -> int:
-    """Return the block number of a GGUF tensor's name; -1 where it has none."""
+    """Return the block number in a GGUF tensor's name; -1 if it has none."""
     number = name.removeprefix("blk.").partition(".")[0]
     return int(number) if name.startswith("blk.") and number.isdigit() else -1
 
@@ -201,7 +202,7 @@ def weights_read_bytes(model: Model, parts: WeightParts, num_tokens: int) -> int
 
 
 def share_of_experts(model: Model, num_tokens: int) -> float:
-    """The share of all expert weights that at least one of `num_tokens` tokens is expected to need."""
+    """Return the expected share of all expert weights that at least one of `num_tokens` tokens is routed to."""
     shares = [
         1.0 - (1.0 - layer.num_active / layer.num_experts) ** num_tokens
         for layer in outline_of(model).layers
@@ -211,7 +212,7 @@ def share_of_experts(model: Model, num_tokens: int) -> float:
 
 
 def decode_step_bytes(model: Model, parts: WeightParts, kv_dtype: str, batch: int, context: int) -> int:
-    """Return the bytes of a decoding step: one token for each of `batch` sequences of `context` tokens."""
+    """Return the bytes read by a decode step: one token for each of `batch` sequences of `context` tokens."""
     return weights_read_bytes(model, parts, batch) + batch * kv_bytes(model, kv_dtype, context)
 
 
@@ -221,34 +222,37 @@ def decode_step_flops(model: Model, batch: int, context: int) -> int:
 
 # ── precision ──────────────────────────────────────────────────────────────────────────────────────
 #
-# What a GPU computes a model in by default: one rule for the engine and the planner.
+# The default compute dtype on a GPU, shared by the engine and the planner.
 #
-#               mantissa   largest number   what a residual stream reaches (`docs/experiments/gpu-precision.md`)
+#               mantissa   largest number   largest values of residual streams (`docs/experiments/gpu-precision.md`)
 #     bfloat16    8 bits      3e38
 #     float16    11 bits     65,504         SmolLM2-135M 27,000, Gemma 3 270M 104,000, 27B 700,000
 #     float32    24 bits      3e38
 #
-# Eight bits are what large models are trained and served with. They change an answer of a small one now and then, where
-# two tokens are nearly alike, and a GPU has time to spare for it: so a small model has float32, unless it is stored in
-# bfloat16, when its answers are meant to be those of bfloat16. Float16 would be fine enough, but how far a model's
-# values reach cannot be seen from outside (TinyLlama, of the same family as SmolLM2: 180), so it is taken only for
-# files that are stored in it, and not for families that are known to leave its range.
+# Large models are trained and served with 8 bits of mantissa. In a small model these sometimes change an answer, where
+# two tokens are almost equally likely, and a GPU computes a small model fast enough in float32. So a small model uses
+# float32, unless it is stored in bfloat16, when its answers are expected to be those of bfloat16. Float16 is precise
+# enough, but the range of a model's activations is not known in advance (180 in TinyLlama, of SmolLM2's family),
+# so it is used only for files stored in float16, and not for families known to exceed its range.
 
 
 ComputeDType = Literal["float32", "bfloat16", "float16"]
-SMALL_MODEL_PARAMETERS = 600_000_000  # below, answers change visibly when activations are rounded to 8 bits
+SMALL_MODEL_PARAMETERS = 600_000_000  # in smaller models, activations of 8 bits visibly change answers
 
 
 def is_small(model: Model) -> bool:
     return num_parameters(model) < SMALL_MODEL_PARAMETERS
 
 
-def gpu_dtype(model: Model, *, in_halves: bool = False) -> ComputeDType:
-    """`in_halves`: 16 bits for small models too, where weights are rounded while they load, or sums of float32 are slow
-    (`--deterministic`: an eighth of the speed)."""
+def gpu_dtype(model: Model, *, prefers_16_bits: bool = False) -> ComputeDType:
+    """Return the default compute dtype on a GPU.
+
+    `prefers_16_bits`: use 16 bits for small models too, because weights are quantised while they load, or because
+    float32 is slow (`--deterministic`: an eighth of the speed).
+    """
     if model.dtype == "bfloat16":
         return "bfloat16"
-    if is_small(model) and not in_halves:
+    if is_small(model) and not prefers_16_bits:
         return "float32"
     return "float16" if model.dtype == "float16" and not _exceeds_float16(model) else "bfloat16"
 

@@ -1,7 +1,7 @@
-"""Strict reads of a configuration: a value of an unexpected type is refused by name, never guessed around.
+"""Strict access to a configuration: a value of an unexpected type is refused by name, never guessed.
 
-`ConfigFields` looks a key up in the file, then in the family's defaults (what `transformers` assumes when a key is left
-out). A key in neither is an error that names it.
+`ConfigFields` looks a key up in the file, then in the family's defaults (those of `transformers`). A key in neither is
+an error that names it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, NoReturn, cast
 
 from tokenmill.errors import UnsupportedModel
 
-MAX_INT = 2**40  # beyond any real size; keeps nonsense out of later arithmetic
+MAX_INT = 2**40  # larger than any real size; protects later arithmetic from absurd values
 
 
 class ConfigFields:
     def __init__(self, values: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> None:
         self.values = values
-        self.source = source  # what errors are about: "llama", "model.gguf (qwen2)"
+        self.source = source  # named in errors: "llama", "model.gguf (qwen2)"
         self.defaults = defaults or {}
 
     def refuse(self, problem: str, *, hint: str | None = None) -> NoReturn:
         raise UnsupportedModel(f"{self.source}: {problem}", hint=hint)
 
     def has(self, key: str) -> bool:
-        """True where the file itself gives the key a value."""
+        """Return whether the file itself (not the defaults) has a value for the key."""
         return self.values.get(key) is not None
 
     def get(self, key: str) -> Any:
@@ -80,14 +80,14 @@ class ConfigFields:
         return tuple(float(item) for item in value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of integers, a single one, or nothing."""
+        """Return a list of integers; the file may also have a single integer or none."""
         value = self.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             self._wrong(key, value, "integers")
         return tuple(cast(list[int], items))
 
-    def words(self, key: str, count: int) -> tuple[str, ...] | None:
+    def strings(self, key: str, count: int) -> tuple[str, ...] | None:
         value = self.get(key)
         if value is None:
             return None
@@ -104,4 +104,4 @@ class ConfigFields:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max  # neither NaN, nor an integer that no float can hold
+    return is_number and abs(value) <= sys.float_info.max  # excludes NaN, infinity and integers too large for a float

@@ -1,7 +1,7 @@
-"""GGUF metadata becomes a `ModelSpec`, or is refused by the name of what is not implemented.
+"""Read GGUF metadata as a `ModelSpec`, or refuse it by the name of the feature that is not implemented.
 
-What metadata leaves open, the tensors answer: a head of its own is `output.weight`, a bias is there or not, and Llama
-3's rope scaling is a tensor of factors. Those few numbers are read here; weights are left to the loader.
+The tensors provide what the metadata lacks: an untied head is `output.weight`, a bias exists or not, and Llama 3's rope
+scaling is a tensor of factors. Those few numbers are read here; weights are left to the loader.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from tokenmill.arch.families import BY_GGUF_ARCH, BY_NAME
 from tokenmill.arch.family import Family
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import config_from_gguf
 from tokenmill.arch.gguf_file import GGUFFile, read_floats
-from tokenmill.arch.gguf_words import config_of
 from tokenmill.arch.hf_config import ACTIVATIONS, longrope_mscale, spec_from_hf, yarn_mscale
 from tokenmill.arch.spec import (
     FrequencyFactors,
@@ -35,7 +35,7 @@ from tokenmill.errors import UnsupportedModel
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_LAYERS = 10_000
 DEFAULT_LOCAL_THETA = 10000.0
-UNKNOWN_EXPERTS = (
+UNSUPPORTED_EXPERT_KEYS = (
     "expert_shared_count",
     "expert_shared_feed_forward_length",
     "leading_dense_block_count",
@@ -46,10 +46,10 @@ UNKNOWN_EXPERTS = (
 def spec_from_gguf(gguf: GGUFFile) -> ModelSpec:
     family = _family(gguf)
     reader = _Reader(gguf, family)
-    words = family.gguf_traits.words
-    if words is None:
+    keys = family.gguf_traits.config_keys
+    if keys is None:
         return reader.spec()
-    config = config_of(gguf, words)
+    config = config_from_gguf(gguf, keys)
     return reader.named(spec_from_hf({"model_type": family.model_types[0], **config}))
 
 
@@ -102,7 +102,7 @@ class _Reader:
         )
 
     def named(self, spec: ModelSpec) -> ModelSpec:
-        """A spec that was read elsewhere, with what files say of themselves."""
+        """Return a spec read from the translated config, with dtype, name and special tokens of the file."""
         metadata = ConfigFields(self.gguf.metadata, self.fields.source)
         bos = metadata.integers("tokenizer.ggml.bos_token_id")
         return replace(
@@ -114,7 +114,7 @@ class _Reader:
             extra=self._extra(),
         )
 
-    # ── facts of the whole model ──
+    # ── the whole model ──
 
     def _vocab_size(self) -> int:
         embedding = self.gguf.tensors.get("token_embd.weight")
@@ -139,7 +139,7 @@ class _Reader:
         return {"tensor_types": shares} if shares else {}
 
     def _eos_ids(self, metadata: ConfigFields) -> tuple[int, ...]:
-        """Those that the file names; a chat model has more, which the tokenizer knows by their text."""
+        """Return the end tokens that the file names; the tokenizer recognises further ones by their text."""
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         named = [number for key in keys for number in metadata.integers("tokenizer.ggml." + key)]
         return tuple(dict.fromkeys(named))
@@ -157,7 +157,7 @@ class _Reader:
         )
 
     def _convolutions(self) -> tuple[ShortConv | None, ...]:
-        """Layers without key/value heads are short convolutions, in families that have some."""
+        """Return the short convolutions: the layers without key/value heads, in families that have such layers."""
         heads = self.fields.integers("attention.head_count_kv")
         if self.traits.conv_key is None or len(heads) != self.num_layers:
             return (None,) * self.num_layers
@@ -187,7 +187,7 @@ class _Reader:
         return every == 1 or (index + 1) % every != 0
 
     def _per_layer(self, key: str) -> int:
-        """A value files may give once per layer; only equal layers are implemented."""
+        """Return a value that files may give per layer; only equal values are implemented."""
         values = set(self.fields.integers(key)) - ({0} if self.traits.conv_key else set())
         if len(values) > 1:
             self.fields.refuse(f"{key} differs between layers, which is not implemented")
@@ -200,7 +200,7 @@ class _Reader:
             self.fields.refuse(f"{heads} heads over {kv_heads} key/value heads are not possible")
         head_dim = self.fields.integer_or_none("attention.key_length") or self.hidden // heads
         if not head_dim:
-            self.fields.refuse(f"{heads} heads of {self.hidden} numbers together are not possible")
+            self.fields.refuse(f"{heads} heads are not possible with an embedding_length of {self.hidden}")
         if (self.fields.integer_or_none("attention.value_length") or head_dim) != head_dim:
             self.fields.refuse("keys and values of different lengths are not implemented")
         return Gqa(
@@ -231,7 +231,7 @@ class _Reader:
         num_experts = self.fields.integer_or_none("expert_count", minimum=0)
         if not num_experts:
             return None
-        for key in UNKNOWN_EXPERTS:
+        for key in UNSUPPORTED_EXPERT_KEYS:
             if self.fields.get(key):
                 self.fields.refuse(f"{key} is not implemented")
         has_own_size = self.fields.has("expert_feed_forward_length")
@@ -290,7 +290,7 @@ class _Reader:
         return LongRopeScaling(short, long, original, mscale or longrope_mscale(context / original, original))
 
     def _factors(self, name: str, rotary_dim: int) -> tuple[float, ...] | None:
-        """The numbers of a small F32 tensor, one per frequency."""
+        """Return the values of a small F32 tensor, one per frequency; None if the file lacks it."""
         tensor = self.gguf.tensors.get(name)
         if tensor is None:
             return None
@@ -300,5 +300,5 @@ class _Reader:
             )
         numbers = read_floats(tensor)
         if not all(number > 0 for number in numbers):
-            self.fields.refuse(f"tensor {name!r} holds factors that are not above zero")
+            self.fields.refuse(f"tensor {name!r} contains factors that are not above zero")
         return tuple(numbers)

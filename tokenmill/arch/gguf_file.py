@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and where each tensor lies. The weights themselves are not touched.
+"""Reader of a GGUF file's header: its metadata and the position of each tensor. The weights themselves are not read.
 
     magic "GGUF" | version | tensor count | pair count
     pairs:    key | value type | value            (a value may be an array of one type)
@@ -6,8 +6,8 @@
     padding to `general.alignment`
     data
 
-Every length is checked against the file's size before it is used, so a damaged file ends in one `DamagedFile`
-that names the file, never in a crash or a giant allocation. Little endian, versions 2 and 3. A model may be split over
+Every length is checked against the file's size before it is used, so a damaged file raises one `DamagedFile` that names
+the file, and never causes a crash or a huge allocation. Little endian, versions 2 and 3. A model may be split over
 several files (`name-00001-of-00003.gguf`, ...): the first has the metadata, each has some of the tensors.
 """
 
@@ -84,7 +84,7 @@ GGML_TYPE_BY_NAME: dict[str, GGMLType] = {kind.name: kind for kind in GGML_TYPES
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
-MAX_ARRAY_VALUES = 1 << 23  # of one metadata key: a vocabulary has some hundred thousand
+MAX_ARRAY_VALUES = 1 << 23  # of one metadata key; a vocabulary has a few hundred thousand
 MAX_DIMENSIONS = 4
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -98,7 +98,7 @@ _U64 = struct.Struct("<Q").unpack_from
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor's place. `shape` has rows first; blocks run along the last dimension."""
+    """The type, shape and position of one tensor. `shape` has rows first; blocks run along the last dimension."""
 
     name: str
     type: str
@@ -116,7 +116,7 @@ class GGUFFile:
 
 
 def read_floats(tensor: GGUFTensor) -> array[float]:
-    """The numbers of a small F32 tensor that says something of the architecture."""
+    """Read a small F32 tensor that describes the architecture."""
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         numbers = array("f", file.read(tensor.num_bytes))
@@ -134,7 +134,7 @@ def read_gguf(path: Path | str) -> GGUFFile:
         raise DamagedFile(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-@lru_cache(maxsize=1)  # a start asks for spec, tokenizer and weights one after the other: large vocabularies take long
+@lru_cache(maxsize=1)  # spec, tokenizer and weights are loaded one after another, and large vocabularies take long
 def _read(path: Path, _identity: tuple[int, ...]) -> GGUFFile:
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
@@ -159,7 +159,7 @@ class _Header:
         metadata = self._metadata(num_pairs)
         entries = [self._tensor_entry() for _ in range(num_tensors)]
         start = self._data_start(metadata)
-        return GGUFFile(self.path, metadata, self._place(entries, start, self._alignment(metadata)))
+        return GGUFFile(self.path, metadata, self._locate_all(entries, start, self._alignment(metadata)))
 
     # ── numbers and strings ──
 
@@ -167,7 +167,7 @@ class _Header:
         raise DamagedFile(f"{self.path}: {problem}", hint="the file is damaged or cut short; download it again")
 
     def _need(self, num_bytes: int, what: str) -> int:
-        """Moves over `num_bytes` and returns where they begin."""
+        """Advance by `num_bytes` and return their start."""
         start, end = self.at, self.at + num_bytes
         if end > self.size:
             self.damaged(f"ends at byte {self.size} inside {what}, which needs {num_bytes} bytes at byte {start}")
@@ -181,10 +181,11 @@ class _Header:
         return int(_U64(self.data, self._need(8, what))[0])
 
     def _count(self, what: str, min_bytes: int) -> int:
-        """A count of things that each take at least `min_bytes` of what is left of the file."""
+        """Read a count of items that take at least `min_bytes` each; refuse one that the rest of the file is too small
+        for."""
         count = self._u64(f"the number of {what}")
         if count > (self.size - self.at) // min_bytes:
-            self.damaged(f"claims {count} {what}, more than the file can hold")
+            self.damaged(f"claims {count} {what}, more than fit into the file")
         return count
 
     def _string(self, what: str) -> str:
@@ -224,7 +225,7 @@ class _Header:
 
     def _bool(self, value: int, key: str) -> bool:
         if value > 1:
-            self.damaged(f"metadata key {key!r} holds {value} where a boolean belongs")
+            self.damaged(f"metadata key {key!r} is {value}, expected a boolean")
         return bool(value)
 
     def _array(self, key: str) -> list[Any]:
@@ -239,7 +240,8 @@ class _Header:
         return self._numbers(kind, count, key)
 
     def _bounded(self, count: int, key: str) -> int:
-        """The number of values of an array; as Python objects they take many times the bytes of the file."""
+        """Return an array's length; refuse too many values, which take far more memory as Python objects than in the
+        file."""
         if count > MAX_ARRAY_VALUES:
             raise UnsupportedModel(
                 f"{self.path}: metadata key {key!r} has {count} values, more than {MAX_ARRAY_VALUES}"
@@ -257,7 +259,7 @@ class _Header:
         return numbers.tolist()
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """The hot loop of the reader: a vocabulary has hundreds of thousands of strings."""
+        """Read an array of strings. This is the reader's hot loop: a vocabulary has hundreds of thousands."""
         data, size, at, u64 = self.data, self.size, self.at, _U64
         strings: list[str] = []
         append: Callable[[str], None] = strings.append
@@ -294,7 +296,7 @@ class _Header:
         alignment = self._alignment(metadata)
         return (self.at + alignment - 1) // alignment * alignment
 
-    def _place(
+    def _locate_all(
         self, entries: list[tuple[str, int, tuple[int, ...], int]], start: int, alignment: int
     ) -> dict[str, GGUFTensor]:
         tensors: dict[str, GGUFTensor] = {}
@@ -303,11 +305,11 @@ class _Header:
                 self.damaged(f"tensor {name!r} appears twice")
             if offset % alignment:
                 self.damaged(f"tensor {name!r} at offset {offset} is not aligned to {alignment}")
-            tensors[name] = self._located(name, kind, shape, start + offset)
+            tensors[name] = self._locate(name, kind, shape, start + offset)
         self._check_overlap(tensors)
         return tensors
 
-    def _located(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> GGUFTensor:
+    def _locate(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> GGUFTensor:
         if kind not in GGML_TYPES:
             raise UnsupportedModel(f"{self.path}: tensor {name!r} has unknown storage type {kind}")
         ggml = GGML_TYPES[kind]
@@ -337,7 +339,7 @@ _PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 def read_gguf_model(path: Path | str) -> GGUFFile:
-    """A whole model's header; for a split one `path` is its first part."""
+    """Read the header of a whole model; for a split model `path` is its first part."""
     path = Path(path)
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
@@ -347,7 +349,7 @@ def read_gguf_model(path: Path | str) -> GGUFFile:
     for part in _parts(path, count):
         for name, tensor in (first if part == path else read_gguf(part)).tensors.items():
             if name in tensors:
-                raise DamagedFile(f"{part}: tensor {name!r} is in {tensors[name].path.name} too")
+                raise DamagedFile(f"{part}: tensor {name!r} is also in {tensors[name].path.name}")
             tensors[name] = tensor
     return GGUFFile(path, first.metadata, tensors)
 

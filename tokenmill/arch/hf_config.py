@@ -1,6 +1,6 @@
-"""Read a Hugging Face config.json as a `ModelSpec`, or refuse it by the name of what is not implemented.
+"""Read a Hugging Face config.json as a `ModelSpec`, or refuse it by the name of the feature that is not implemented.
 
-Read strictly and generically: what sets families apart is data in `families/`. Rotary embeddings come in two styles:
+The reader is strict and generic: what distinguishes families is data in `families/`. Rotary embeddings have two styles:
 
     older:  "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}
     newer:  "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 8.0}
@@ -48,11 +48,11 @@ ACTIVATIONS: dict[str, Activation] = {
 DTYPES = ("float32", "float16", "bfloat16")
 _TASKS = ("ForCausalLM", "ForConditionalGeneration")
 MAX_LAYERS = 10_000
-MAX_EXPERTS = 4096  # the weights of each have names of their own
+MAX_EXPERTS = 4096  # per layer; each expert's weights have their own names
 
 
 def spec_from_hf(config: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None) -> ModelSpec:
-    """`generation` is generation_config.json; its stop tokens count too."""
+    """Read a config. `generation` is generation_config.json; its stop tokens are added."""
     family = _family(config)
     whole = ConfigFields(config, str(config["model_type"]))
     _check_quantization(whole)
@@ -71,7 +71,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     if not isinstance(model_type, str):
         raise UnsupportedModel("config.json has no model_type", hint="is this a model's config.json?")
     if model_type not in BY_MODEL_TYPE and isinstance(text, dict) and text.get("model_type") in BY_MODEL_TYPE:
-        return BY_MODEL_TYPE[text["model_type"]]  # a model of several parts, of which this is the one for text
+        return BY_MODEL_TYPE[text["model_type"]]  # the text part of a multimodal model
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(sorted(BY_MODEL_TYPE))
         raise UnsupportedModel(f"model_type {model_type!r} is not implemented", hint=f"these are: {known}")
@@ -117,7 +117,7 @@ def _spec(fields: ConfigFields, family: Family, generation: ConfigFields) -> Mod
 
 
 def _num_extra_layers(fields: ConfigFields) -> int:
-    """Layers that predict further tokens, as DeepSeek, GLM and Nemotron count them, or Qwen"""
+    """Return the number of MTP layers, under DeepSeek's, GLM's and Nemotron's key or under Qwen's."""
     keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     return next(filter(None, (fields.integer_or_none(key, minimum=0) for key in keys)), 0)
 
@@ -128,7 +128,7 @@ def _name(fields: ConfigFields) -> str:
 
 
 def _dtype(fields: ConfigFields) -> str:
-    is_quantized = fields.has("quantization_config")  # what such files have plain is not their whole precision
+    is_quantized = fields.has("quantization_config")  # then the dtype of unquantised tensors defaults to bfloat16
     value = fields.get("dtype") or fields.get("torch_dtype") or ("bfloat16" if is_quantized else "float32")
     if value not in DTYPES:
         fields.refuse(f"dtype {value!r} is not implemented")
@@ -171,20 +171,20 @@ def _with_activation(experts: MoeSpec | None, mlp: MlpSpec) -> MoeSpec | None:
 
 
 def check_experts(experts: MoeSpec) -> None:
-    """Refuse numbers of experts that are not possible."""
+    """Refuse impossible numbers of experts."""
     count, active, routing = experts.num_experts, experts.num_active, experts.routing
     if count > MAX_EXPERTS:
         raise UnsupportedModel(f"{count} experts in a layer, more than {MAX_EXPERTS}")
     if active > count:
-        raise UnsupportedModel(f"{active} experts a token are not possible with {count}")
+        raise UnsupportedModel(f"{active} experts per token are not possible with {count}")
     if routing.weights_input and active != 1:
-        raise UnsupportedModel(f"{active} experts a token, each with an input weighted by itself, are not implemented")
+        raise UnsupportedModel(f"weighted expert inputs are not implemented with {active} experts per token")
     if count % routing.num_groups or not 1 <= routing.kept_groups <= routing.num_groups:
         raise UnsupportedModel(
             f"{count} experts in {routing.num_groups} groups, {routing.kept_groups} kept, are not possible"
         )
     if routing.num_groups > 1 and count // routing.num_groups * routing.kept_groups < active:
-        raise UnsupportedModel(f"{active} experts a token are not possible with {routing.kept_groups} kept groups")
+        raise UnsupportedModel(f"{active} experts per token are not possible with {routing.kept_groups} kept groups")
 
 
 def _mixer(fields: ConfigFields, family: Family, window: int | None) -> Gqa | Mla:
@@ -267,23 +267,23 @@ def rope_for(fields: ConfigFields, family: Family, head_dim: int, is_windowed: b
         fields.refuse(f"a rotation of {rotary_dim} of {head_dim} dimensions is not possible")
     theta = rope.positive("rope_theta")
     if theta <= 1.0:
-        fields.refuse(f"a rope_theta of {theta:g} is not possible: above 1 it gives each pair a frequency of its own")
+        fields.refuse(f"a rope_theta of {theta:g} is not possible: it must be above 1")
     angles = int(partial * head_dim // 2) if is_proportional and partial != 1.0 else None
     return RopeSpec(theta, rotary_dim, _scaling(rope, family, fields, rotary_dim), angles)
 
 
 def _parameters(fields: ConfigFields, family: Family, is_windowed: bool) -> dict[str, Any]:
-    """One flat set in the newer style, whichever style the file has."""
-    given = fields.section("rope_parameters")
-    if given is None:
+    """Return the rope parameters of full or windowed layers in the newer style, from a file of either style."""
+    parameters = fields.section("rope_parameters")
+    if parameters is None:
         return _older_style(fields, family, is_windowed)
-    if _LAYER_TYPES & given.keys():
-        chosen = given.get("sliding_attention" if is_windowed else "full_attention")
-        if not isinstance(chosen, dict):
-            fields.refuse("rope_parameters lacks a kind of layer that the model has")
-        given = chosen
+    if _LAYER_TYPES & parameters.keys():
+        kind = "sliding_attention" if is_windowed else "full_attention"
+        if not isinstance(parameters.get(kind), dict):
+            fields.refuse(f"rope_parameters lacks {kind}, which the model has")
+        parameters = parameters[kind]
     top = {"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": fields.get("partial_rotary_factor")}
-    return {**top, **given}
+    return {**top, **parameters}
 
 
 def _older_style(fields: ConfigFields, family: Family, is_windowed: bool) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def _none(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> None:
 
 
 def _proportional(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> LinearScaling | None:
-    """Angles as if all of a head turned; `RopeSpec.num_angles` says how many of its pairs do."""
+    """Return a scaling with frequencies as if the whole head rotated; `RopeSpec.num_angles` is how many pairs do."""
     factor = rope.positive_or_none("factor") or 1.0
     return None if factor == 1.0 else LinearScaling(factor)
 
@@ -317,7 +317,7 @@ def _linear(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> Linear
 
 
 def _factors(rope: ConfigFields, fields: ConfigFields, rotary_dim: int) -> FrequencyFactors:
-    """As GGUF files have them (`arch/gguf_words.py`)"""
+    """Return per-frequency factors, which come from GGUF files (`arch/gguf_config_keys.py`)."""
     numbers = rope.numbers("factors", rotary_dim // 2)
     if not all(number > 0 for number in numbers):
         fields.refuse("factors of frequencies must be above zero")

@@ -1,11 +1,12 @@
-"""An indexer, as data: it chooses which tokens of the context latent attention looks at (DeepSeek's sparse attention).
+"""An indexer, as data: it selects the tokens of the context that latent attention attends to (DeepSeek's sparse
+attention).
 
-Each token leaves one short key. A query scores every key before it, and attention sees those with the highest scores:
+Each token caches one short key. A query scores every key before it, and attention uses those with the highest scores:
 
-    score(t, s) = Σ_h w_h(t) · max(0, q_h(t) · k(s))          seen: the `top_k` best s <= t, of equals the earliest
+    score(t, s) = Σ_h w_h(t) · max(0, q_h(t) · k(s))          selected: the `top_k` best s <= t, of ties the earliest
 
-Queries are made of the latent vector that attention's own queries are made of; keys have a LayerNorm; the first numbers
-of both are rotated, as many as attention rotates. In a context of up to `top_k` tokens everything is seen.
+The indexer's queries are projected from the same latent vector as attention's; keys have a LayerNorm. The first
+dimensions of both are rotated, as many as attention rotates. A context of up to `top_k` tokens is used completely.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from tokenmill.arch.cache_parts import CacheField, CachePart
 
-INDEX_KEYS = "index_keys"  # the field in which a token leaves its key
+INDEX_KEYS = "index_keys"  # the cache field of the keys
 KEY_NORM_EPS = 1e-6
 
 
@@ -31,12 +32,12 @@ class Indexer:
 
     @property
     def projected_size(self) -> int:
-        """Numbers that are projected from the layer's input: a key, and a weight for each head."""
+        """The number of values projected from the layer's input: a key, and a weight for each head."""
         return self.head_dim + self.num_heads
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by: keys' and heads' numbers under a root."""
+        """The factor of the scores: 1 / sqrt(head_dim * num_heads)."""
         return 1.0 / math.sqrt(self.head_dim * self.num_heads)
 
     def cache_part(self) -> CachePart:

@@ -1,9 +1,9 @@
-"""The sizes that decide what a model costs, layer by layer, without saying how it runs.
+"""Model outlines: the sizes that determine a model's memory and compute cost, layer by layer.
 
-Every `ModelSpec` has an outline, and cost is computed from outlines alone. Models that the engine does not run (yet)
-have nothing else: `outlines/` reads their configs, so that they can be planned for all the same.
+Every `ModelSpec` has an outline, and costs are computed from outlines only. For models that the engine does not run,
+`outlines.py` reads an outline from the config, so that the planner can size them too.
 
-    a layer    matrices every token passes   │  matrices of routed experts, of which a token passes some   │  vectors
+    a layer    matrices used by every token  │  matrices of routed experts, of which a token uses some     │  vectors
                kept per token (KV)           │  multiply-adds per query-key pair                           │  window
 """
 
@@ -32,20 +32,20 @@ from tokenmill.arch.tensors import layer_tensors
 
 @dataclass(frozen=True)
 class LayerOutline:
-    """Counts of values, not bytes."""
+    """The sizes of one layer, as counts of values, not bytes."""
 
-    linear: int  # parameters of matrices that every token is multiplied by
+    linear: int  # parameters of matrices that every token is multiplied with
     vectors: int  # norms, biases
-    kv_values: int  # kept of each token
+    kv_values: int  # cached per token
     pair_values: int  # heads × (key width + value width)
     num_heads: int
-    num_kv_heads: int  # parts that a tensor split can cut the KV cache into
+    num_kv_heads: int  # number of parts that tensor parallelism can split the KV cache into
     width: int  # of the widest activations between its matrices
     window: int | None = None
     experts: int = 0  # parameters of all routed experts
     num_experts: int = 0
     num_active: int = 0
-    state_values: int = 0  # kept of each sequence, however long it is (recurrent layers, short convolutions)
+    state_values: int = 0  # cached per sequence, whatever its length (recurrent layers, short convolutions)
 
     @property
     def total(self) -> int:
@@ -65,9 +65,9 @@ class ModelOutline:
     tied_head: bool
     max_context: int
     dtype: str = "bfloat16"
-    end_vectors: int = 0  # final norm, biases of the head
-    end_matrices: int = 0  # beside embedding and head: every token is multiplied by them
-    tables: int = 0  # embeddings of the layers' own, whose rows are looked up
+    end_vectors: int = 0  # final norm, bias of the head
+    end_matrices: int = 0  # further matrices outside the layers that every token is multiplied with
+    tables: int = 0  # the layers' own embeddings, whose rows are looked up
 
     @property
     def num_layers(self) -> int:
@@ -99,12 +99,12 @@ def _outline_of_spec(spec: ModelSpec) -> ModelOutline:
 
 
 def _end_vectors(streams: Streams | None, hidden: int) -> int:
-    """The mixture that streams end in"""
+    """Return the parameters of the final mixture of residual streams."""
     return streams.num_streams * (1 + hidden * streams.num_streams) + 1 if isinstance(streams, HyperConnections) else 0
 
 
 def _end_matrices(spec: ModelSpec) -> int:
-    """Projections to the layers' own embeddings, and to and from further streams"""
+    """Return the parameters of projections to the layers' own embeddings, and to and from further streams."""
     streams = 2 * (spec.streams.num_streams - 1) * spec.hidden_size if isinstance(spec.streams, AltUp) else 0
     return spec.hidden_size * (spec.num_layers * spec.input_width + streams)
 
@@ -113,9 +113,9 @@ def _layer_outline(layer: LayerSpec, hidden: int, norm: NormSpec) -> LayerOutlin
     sizes = {"linear": 0, "experts": 0, "vector": 0}
     for tensor in layer_tensors(layer, hidden, norm=norm):
         sizes["experts" if "experts." in tensor.name else tensor.kind] += prod(tensor.shape)
-    mixer = _of_mixer(layer.mixer)
+    mixer = _mixer_outline(layer.mixer)
     if layer.side_mixer is not None:
-        side = _of_mixer(layer.side_mixer)
+        side = _mixer_outline(layer.side_mixer)
         mixer = replace(mixer, width=mixer.width + side.width, state_values=side.state_values)
     moe = layer.mlp if isinstance(layer.mlp, MoeSpec) else layer.side_experts
     return replace(
@@ -129,22 +129,22 @@ def _layer_outline(layer: LayerSpec, hidden: int, norm: NormSpec) -> LayerOutlin
     )
 
 
-def _of_mixer(mixer: MixerSpec) -> LayerOutline:
+def _mixer_outline(mixer: MixerSpec) -> LayerOutline:
     match mixer:
         case Gqa():
-            return _of_attention(mixer)
+            return _gqa_outline(mixer)
         case Mla():
-            return _of_latent_attention(mixer)
+            return _mla_outline(mixer)
         case WindowedMqa():
-            return _of_windowed(mixer)
+            return _windowed_outline(mixer)
         case ShortConv():
-            return _of_conv(mixer)
+            return _conv_outline(mixer)
         case Recurrent():
-            return _of_recurrent(mixer)
+            return _recurrent_outline(mixer)
 
 
-def _of_attention(attention: Gqa) -> LayerOutline:
-    """A layer of nothing but this mixer, without its weights."""
+def _gqa_outline(attention: Gqa) -> LayerOutline:
+    """Return the outline of a layer with only this mixer, without its weights."""
     return LayerOutline(
         linear=0,
         vectors=0,
@@ -157,9 +157,11 @@ def _of_attention(attention: Gqa) -> LayerOutline:
     )
 
 
-def _of_latent_attention(mla: Mla) -> LayerOutline:
-    """A layer of nothing but this mixer, without its weights. All heads look at one entry a token, where an indexer
-    chooses some too: an upper bound."""
+def _mla_outline(mla: Mla) -> LayerOutline:
+    """Return the outline of a layer with only this mixer, without its weights.
+
+    Every query is counted as attending to all tokens, even if an indexer selects some: an upper bound.
+    """
     absorbed = mla.num_heads * (mla.entry_size + mla.kv_rank)
     kept, compared = (0, 0) if mla.indexer is None else (mla.indexer.head_dim, mla.indexer.q_size)
     return LayerOutline(
@@ -173,10 +175,12 @@ def _of_latent_attention(mla: Mla) -> LayerOutline:
     )
 
 
-def _of_windowed(mixer: WindowedMqa) -> LayerOutline:
-    """A layer of nothing but this mixer, without its weights. What is kept of every token is its share of a compressed
-    entry; the window and what entries are made of have one size however long the context is, like a state. Without
-    compression nothing but the window is kept."""
+def _windowed_outline(mixer: WindowedMqa) -> LayerOutline:
+    """Return the outline of a layer with only this mixer, without its weights.
+
+    Each token is cached as its share of a compressed entry. The window and the inputs of entries have a constant size,
+    so they count as a state. Without compression only the window is cached.
+    """
     compression, dim = mixer.compression, mixer.head_dim
     pairs = 2 * mixer.q_size
     outline = LayerOutline(
@@ -203,8 +207,9 @@ def _of_windowed(mixer: WindowedMqa) -> LayerOutline:
     )
 
 
-def _of_conv(conv: ShortConv) -> LayerOutline:
-    """A layer of nothing but this mixer, without its weights. Its window is a few tokens: as good as a state."""
+def _conv_outline(conv: ShortConv) -> LayerOutline:
+    """Return the outline of a layer with only this mixer, without its weights. Its window of a few tokens counts as a
+    state."""
     return LayerOutline(
         linear=0,
         vectors=0,
@@ -217,8 +222,8 @@ def _of_conv(conv: ShortConv) -> LayerOutline:
     )
 
 
-def _of_recurrent(mixer: Recurrent) -> LayerOutline:
-    """A layer of nothing but this mixer, without its weights."""
+def _recurrent_outline(mixer: Recurrent) -> LayerOutline:
+    """Return the outline of a layer with only this mixer, without its weights."""
     state = mixer.value_heads * mixer.key_dim * mixer.value_dim
     return LayerOutline(
         linear=0,
@@ -243,7 +248,7 @@ def _inner_width(mlp: MlpSpec | MoeSpec | None) -> int:
 
 @dataclass(frozen=True)
 class MixerOutline:
-    """Sizes of a layer's mixer, where tokens meet each other."""
+    """Sizes of a layer's mixer (attention or recurrence)."""
 
     linear: int
     vectors: int = 0
@@ -258,7 +263,7 @@ class MixerOutline:
 
 @dataclass(frozen=True)
 class FeedOutline:
-    """Sizes of a layer's MLP or experts, where each token is alone."""
+    """Sizes of a layer's MLP or experts."""
 
     linear: int = 0
     vectors: int = 0
@@ -269,7 +274,7 @@ class FeedOutline:
 
 
 def layer(mixer: MixerOutline, feed: FeedOutline, norms: int) -> LayerOutline:
-    """`norms`: values of the norms around the two."""
+    """Combine a mixer and an MLP into a layer. `norms`: values of the norms around the two."""
     return LayerOutline(
         linear=mixer.linear + feed.linear,
         vectors=mixer.vectors + feed.vectors + norms,
@@ -298,7 +303,10 @@ def grouped_attention(
     gates: bool = False,
     window: int | None = None,
 ) -> MixerOutline:
-    """`norms`: values of norms on queries and keys, or other vectors; `gates`: queries come with as many gates."""
+    """Return the sizes of grouped-query attention.
+
+    `norms`: values of norms on queries and keys, or other vectors; `gates`: each query value has a gate.
+    """
     q, kv = heads * head_dim, kv_heads * head_dim
     projected = q * (2 if gates else 1) + 2 * kv
     return MixerOutline(
@@ -328,8 +336,10 @@ def routed(
     biases: int = 0,
     has_router_bias: bool = False,
 ) -> FeedOutline:
-    """`shared`: inner width of what every token passes beside its experts; `matrices`: 3 gated, 2 plain; `biases`:
-    values of each expert's own."""
+    """Return the sizes of routed experts.
+
+    `shared`: inner width of the shared expert; `matrices`: 3 if gated, else 2; `biases`: bias values per expert.
+    """
     return FeedOutline(
         linear=hidden * num_experts + matrices * hidden * shared,
         vectors=num_experts if has_router_bias else 0,

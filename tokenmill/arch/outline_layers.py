@@ -1,4 +1,4 @@
-"""Layers of models that are only planned, as their configs describe them (see `outlines.py`)."""
+"""Layer outlines of models that the engine does not run, read from their configs (see `outlines.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Reader = Callable[[ConfigFields], Layers]
 
 
 def phi_layers(fields: ConfigFields) -> Layers:
-    """One norm (weight and bias) before both halves, biases everywhere, an MLP without gate."""
+    """Phi-1.5 and 2: one norm (weight and bias) before attention and MLP, biases everywhere, an ungated MLP."""
     hidden, heads = fields.integer("n_embd"), fields.integer("n_head")
     inner = fields.integer_or_none("n_inner") or 4 * hidden
     mixer = grouped_attention(
@@ -66,7 +66,7 @@ def latent_attention(fields: ConfigFields, hidden: int) -> MixerOutline:
 
 
 def _indexer(fields: ConfigFields, hidden: int, query_rank: int) -> tuple[int, int, int]:
-    """(matrices, vectors, values kept per token) of what chooses the keys that sparse attention looks at."""
+    """Return the (matrix values, vector values, cached values per token) of the indexer of sparse attention."""
     heads = fields.integer_or_none("index_n_heads")
     if heads is None:
         return 0, 0, 0
@@ -82,22 +82,22 @@ def deepseek_experts(fields: ConfigFields) -> FeedOutline:
     )
 
 
-# ── attention of several shapes ────────────────────────────────────────────────────────────────────
+# ── layers of several shapes ───────────────────────────────────────────────────────────────────────
 
 
-def _kinds(fields: ConfigFields, key: str, count: int, usual: Sequence[int]) -> tuple[int, ...]:
-    """A number for each layer; `usual` where the config has none"""
-    kinds = fields.integers(key) if fields.has(key) else tuple(usual)
+def _kinds(fields: ConfigFields, key: str, count: int, default: Sequence[int]) -> tuple[int, ...]:
+    """Return an integer per layer; `default` if the config has none."""
+    kinds = fields.integers(key) if fields.has(key) else tuple(default)
     if len(kinds) < count:
         fields.refuse(f"{key} has {len(kinds)} entries for {count} layers")
     return kinds[:count]
 
 
 def mimo_layers(fields: ConfigFields) -> Layers:
-    """MiMo-V2: keys wider than values; layers with windows have heads of their own, and sinks."""
+    """MiMo-V2: keys wider than values; windowed layers have their own numbers of heads, and sinks."""
     hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
-    usual = [int(bool(index) and (index + 1) % 6 > 0) for index in range(count)]
-    windows = _kinds(fields, "hybrid_layer_pattern", count, usual)
+    default = [int(bool(index) and (index + 1) % 6 > 0) for index in range(count)]
+    windows = _kinds(fields, "hybrid_layer_pattern", count, default)
     sparse = _kinds(fields, "moe_layer_freq", count, [0] + [1] * (count - 1))
     mixers = _mimo_attention(fields, hidden, is_windowed=False), _mimo_attention(fields, hidden, is_windowed=True)
     feeds = gated(hidden, fields.integer("intermediate_size")), _experts_with_bias(fields, hidden)
@@ -137,9 +137,9 @@ def _experts_with_bias(fields: ConfigFields, hidden: int, *, shared: int = 0) ->
 
 
 def step_layers(fields: ConfigFields) -> Layers:
-    """Step-3.7: a gate for each head; layers with windows may have more heads."""
+    """Step-3.7: a gate per head; windowed layers may have more heads."""
     hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
-    kinds = fields.words("layer_types", count) or ("full_attention",) * count
+    kinds = fields.strings("layer_types", count) or ("full_attention",) * count
     heads, others = fields.integer("num_attention_heads"), fields.section("attention_other_setting") or {}
     more = ConfigFields({"num_attention_heads": heads, **others}, "attention_other_setting")
     dense = fields.integer("first_k_dense_replace", minimum=0)
@@ -163,8 +163,8 @@ def _gated_heads(fields: ConfigFields, hidden: int, heads: int, window: int | No
 
 
 def block_sparse_layers(fields: ConfigFields) -> Layers:
-    """MiniMax-M3: an indexer chooses blocks of keys, of which it keeps a key of its own for each token. Attention is
-    counted as if every block were looked at."""
+    """MiniMax-M3: an indexer, which caches its own key per token, selects blocks of keys. Attention is counted as if
+    every block were selected."""
     hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     index = ConfigFields(fields.section("sparse_attention_config") or {}, "sparse_attention_config")
     chosen = _kinds(index, "sparse_attention_freq", count, [0] * count)
@@ -195,16 +195,16 @@ def block_sparse_layers(fields: ConfigFields) -> Layers:
     return tuple(layer(mixers[a > 0], feeds[b > 0], 2 * hidden) for a, b in zip(chosen, sparse, strict=True))
 
 
-def unequal_layers(fields: ConfigFields) -> Layers:
-    """Nemotron's search over architectures: each layer has an MLP of its own width, some have no attention."""
+def nemotron_nas_layers(fields: ConfigFields) -> Layers:
+    """Nemotron NAS: each layer has an MLP of its own width, and some layers have no attention."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     blocks, count = fields.get("block_configs"), fields.integer("num_hidden_layers")
     if not isinstance(blocks, list) or len(blocks) != count:
         fields.refuse(f"block_configs has no entry for each of {count} layers")
-    return tuple(_unequal_layer(fields, block, hidden, heads) for block in blocks)
+    return tuple(_nemotron_nas_layer(fields, block, hidden, heads) for block in blocks)
 
 
-def _unequal_layer(fields: ConfigFields, block: Any, hidden: int, heads: int) -> LayerOutline:
+def _nemotron_nas_layer(fields: ConfigFields, block: Any, hidden: int, heads: int) -> LayerOutline:
     own = block if isinstance(block, dict) else {}
     parts = [own[key] for key in ("attention", "ffn") if isinstance(own.get(key), dict)]
     if len(parts) < 2:
@@ -225,8 +225,8 @@ def _unequal_layer(fields: ConfigFields, block: Any, hidden: int, heads: int) ->
 
 
 def kimi_k3_layers(fields: ConfigFields) -> Layers:
-    """Kimi K3: recurrent layers with a decay for each channel, gated latent attention without rotation, experts that
-    work on fewer numbers than the stream has."""
+    """Kimi K3: recurrent layers with a decay per channel, gated latent attention without rotation, experts that work on
+    a narrower projection of the stream."""
     hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     linear = ConfigFields(fields.section("linear_attn_config") or {}, "linear_attn_config")
     full, dense = set(linear.integers("full_attn_layers")), fields.integer("first_k_dense_replace", minimum=0)
@@ -277,7 +277,7 @@ LAYERS: dict[str, Reader] = {
     "mimo_v2_flash": mimo_layers,
     "minimax_m3": block_sparse_layers,
     "minimax_m3_vl": block_sparse_layers,
-    "nemotron-nas": unequal_layers,
+    "nemotron-nas": nemotron_nas_layers,
     "phi-msft": phi_layers,
     "step3p7": step_layers,
 }

@@ -1,12 +1,11 @@
-"""Outlines of models that the engine does not run: enough to say what they need, by the words of their configs.
+"""Outlines of models that the engine does not run, read from their configs, so that the planner can size them.
 
-A family that the engine learns to run leaves this table by itself: its `ModelSpec` is preferred. Of models that also
-see or hear, the part that reads and writes text is outlined.
+A family's `ModelSpec` takes precedence as soon as the engine supports it. Of multimodal models only the text part is
+outlined.
 
-Latent attention (MLA, DeepSeek's line): a token leaves behind one latent vector and one rotated key for all heads
-together, and with sparse attention (V3.2, GLM-5) the indexer's key. Attention is counted as if every query saw all
-keys, sparse or not: an upper bound. Heads that predict further tokens ahead (MTP) are not counted; model cards leave
-them out too.
+Latent attention (MLA, DeepSeek): a token caches one latent vector and one rotated key for all heads together, and with
+sparse attention (V3.2, GLM-5) the indexer's key. Attention is counted as if every query attended to all keys, sparse or
+not: an upper bound. Multi-token-prediction heads (MTP) are not counted, as in model cards.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tokenmill.errors import UnsupportedModel
 
 
 SAME_TEXT_MODEL = {"phi3_v": "phi3", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
-# What keeps the engine from running a model_type that it knows of.
+# model_type → the features that the engine lacks to run it.
 MISSING = {
     "bailing_hybrid": "linear attention beside latent attention",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
@@ -34,9 +33,9 @@ MISSING = {
     "minimax_m3": "attention over chosen blocks of keys",
     "minimax_m3_vl": "attention over chosen blocks of keys",
     "nemotron-nas": "layers that differ in their sizes, or lack attention",
-    "phi-msft": "GPT-2's names for everything (the same model as `phi` has ours)",
-    "phi3_v": "a picture part that the file has no names of ours for",
-    "step3p7": "gates per head, limits of activations that differ between layers",
+    "phi-msft": "GPT-2's tensor names (the same model is supported as `phi`)",
+    "phi3_v": "a vision part with unknown tensor names",
+    "step3p7": "gates per head, activation limits that differ between layers",
 }
 DEFAULTS = {
     "first_k_dense_replace": 0,
@@ -46,7 +45,7 @@ DEFAULTS = {
 
 
 def outline_from_hf(config: Mapping[str, Any]) -> Model:
-    """A config as what can be planned with: a spec where the engine runs the model, an outline elsewhere."""
+    """Read a config for the planner: as a spec if the engine runs the model, else as an outline."""
     model_type = str(config.get("model_type"))
     if model_type in BY_MODEL_TYPE:
         return spec_from_hf(config)
@@ -61,7 +60,7 @@ def outline_from_hf(config: Mapping[str, Any]) -> Model:
 
 
 def _without_parts(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without what does not change sizes: how positions of pictures are rotated."""
+    """Return the config without keys that do not affect sizes, such as the rotation of image positions."""
     dropped = ("text_config", "architectures", "rope_scaling", "rope_parameters")
     return {"rope_theta": 10000.0, **{key: value for key, value in config.items() if key not in dropped}}
 
@@ -77,7 +76,7 @@ def _outline(fields: ConfigFields, family: str) -> ModelOutline:
         fields.refuse(f"{len(layers)} layers")
     for one in layers:
         if one.num_active > one.num_experts:
-            fields.refuse(f"{one.num_active} experts a token are not possible with {one.num_experts}")
+            fields.refuse(f"{one.num_active} experts per token are not possible with {one.num_experts}")
     return ModelOutline(
         family,
         fields.integer("vocab_size"),
@@ -90,7 +89,7 @@ def _outline(fields: ConfigFields, family: str) -> ModelOutline:
 
 
 def _phi(fields: ConfigFields) -> ModelOutline:
-    """Phi-1.5 and Phi-2 name everything in GPT-2's words; their head has a bias."""
+    """Read an older Phi-1.5 or Phi-2 config, which uses GPT-2's keys; the head has a bias."""
     hidden, vocab = fields.integer("n_embd"), fields.integer("vocab_size")
     return ModelOutline(
         "phi-msft",

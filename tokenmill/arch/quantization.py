@@ -1,15 +1,15 @@
 """Reader of a checkpoint's quantisation: `quantization_config` of config.json, or hf_quant_config.json.
 
-Every maker has its own words. They are read into one `Quantization`: which matrices are stored in which way. What
-stands there and cannot be computed with is refused by name; what only speaks of activations is not needed, because
-activations are never quantised as the maker did (`docs/design/quantisation.md`).
+Every quantiser uses its own keys. They are read into one `Quantization`: which matrices are stored in which format.
+Unsupported settings are refused by name. Settings of activations are ignored, because the engine quantises activations
+in its own way (`docs/design/quantisation.md`).
 
-    gptq, awq, auto-round    integers with a scale and a zero for each group of columns
+    gptq, awq, auto-round    integers with a scale and a zero point for each group of columns
     compressed-tensors       pack-quantized, int-quantized, float-quantized, naive-quantized, mxfp4, mxfp8, nvfp4; mixed
     fp8, fbgemm_fp8          e4m3 with scales of blocks, rows or whole matrices
-    modelopt                 FP8, NVFP4, or one of them for each matrix
+    modelopt                 FP8, NVFP4, or either one per matrix
     bitsandbytes             nf4, fp4, int8
-    hqq                      integers with a scale and a zero that are floats
+    hqq                      integers with a floating-point scale and zero point
     mxfp4                    experts of gpt-oss
 """
 
@@ -35,32 +35,32 @@ _REPEATS = re.compile(r"[*+{]")
 class Scheme:
     """The storage format of some matrices."""
 
-    quant: str  # the block format that they become (`block_formats.py`), if its scales can be kept
-    group: int = ROW  # columns that have a scale in common
-    is_expanded: bool = False  # to plain numbers, on a GPU: no exact kernel of its own takes them
+    quant: str  # the block format that they are converted to (`block_formats.py`)
+    group: int = ROW  # columns that share a scale
+    is_expanded: bool = False  # dequantized on a GPU, because no kernel computes with them exactly
     bits: int = 0  # of integers
-    is_ordered: bool = False  # columns of a group need not lie together: act order
-    is_expanded_on_cpu: bool = False  # there too, since no block format holds them
+    is_ordered: bool = False  # act order: columns of a group need not be neighbours
+    is_expanded_on_cpu: bool = False  # dequantized on a CPU too, because no block format can store them
 
 
 @dataclass(frozen=True)
 class Quantization:
     """The quantisation of a checkpoint's matrices, from its config."""
 
-    method: str  # in words, for people
-    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # (patterns of modules, how they are stored); the first counts
+    method: str  # description for messages
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # (patterns of modules, their scheme); the first match applies
     excluded: tuple[str, ...] = ()  # patterns of modules that are not quantised
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """The scheme of a module, named as in the checkpoint and without ".weight"."""
+        """Return the scheme of a module, named as in the checkpoint and without ".weight"; None: not quantised."""
         if any(_fits(pattern, module) for pattern in self.excluded):
             return None
         return next((scheme for patterns, scheme in self.schemes if any(_fits(one, module) for one in patterns)), None)
 
 
 def _fits(pattern: str, module: str) -> bool:
-    """Return whether a maker's pattern means a module: its name or the start or end of it, a glob, a regular
-    expression, or a class of modules."""
+    """Return whether a pattern matches a module: a part of its dotted name, a glob, a regular expression, or the class
+    Linear."""
     if pattern == "Linear":
         return True
     if pattern.startswith("re:"):
@@ -72,7 +72,7 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def _matches(expression: str, module: str) -> bool:
-    """Match a regular expression of a file; one that could take very long is not tried."""
+    """Match a regular expression from a file; one that could take very long counts as no match."""
     if len(expression) > MAX_EXPRESSION or _REPEATED_GROUP.search(expression) or len(_REPEATS.findall(expression)) > 8:
         return False
     try:
@@ -94,7 +94,7 @@ def read_quantization(config: Mapping[str, Any], source: str = "quantization_con
 
 
 def _patterns(fields: ConfigFields, *keys: str) -> tuple[str, ...]:
-    """Patterns of modules from the first of these keys that has some."""
+    """Return the patterns of modules under the first of these keys that is set."""
     for key in keys:
         value = fields.get(key)
         if value:
@@ -177,7 +177,7 @@ def _fp8(fields: ConfigFields) -> Quantization:
 
 
 def block_sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Rows and columns that have a scale in common, for all parts of a quantization_config that say so."""
+    """Return the sizes (rows, columns) of all blocks with a common scale in a quantization_config."""
     found = []
     if config.get("weight_block_size") is not None:
         found.append(_fp8_block(ConfigFields(config, "quantization_config")))
@@ -194,7 +194,7 @@ def block_sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _fp8_block(fields: ConfigFields) -> tuple[int, int] | None:
-    """Rows and columns that have a scale in common; None: the scales' own shape says it."""
+    """Return the rows and columns that share a scale; None: they follow from the scales' shape."""
     size = fields.get("weight_block_size")
     if size is None:
         return None

@@ -43,8 +43,8 @@ def _read_config(config: Path, generation: dict[str, Any] | None = None) -> Mode
 
 
 def quantization_config(config: Path) -> dict[str, Any]:
-    """Return the quantisation of the matrices beside a config.json: from it, or from ModelOpt's hf_quant_config.json
-    beside it; empty where they are not quantised."""
+    """Return the quantization_config of a config.json, or of ModelOpt's hf_quant_config.json in the same directory;
+    empty if the matrices are not quantised."""
     whole = read_json(config)
     text = whole.get("text_config")
     found = whole.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
@@ -52,10 +52,10 @@ def quantization_config(config: Path) -> dict[str, Any]:
     if not found and beside.is_file():
         found = read_json(beside).get("quantization")
         if not isinstance(found, dict):
-            raise UnsupportedModel(f"{beside} says nothing of a quantization")
+            raise UnsupportedModel(f'{beside} has no object "quantization"')
     if not isinstance(found, dict):
         return {}
-    experts = whole.get("expert_dtype")  # DeepSeek V4 says it beside
+    experts = whole.get("expert_dtype")  # DeepSeek V4 has it outside the quantization_config
     return found if experts is None else {**found, "expert_dtype": experts}
 
 
@@ -65,7 +65,7 @@ def _read_lone_gguf(directory: Path) -> ModelSpec:
         return spec_from_gguf(read_gguf_model(files[0]))
     if files:
         names = ", ".join(file.name for file in files)
-        raise ModelError(f"{directory} holds several GGUF files: {names}", hint="name one of them")
+        raise ModelError(f"{directory} contains several GGUF files: {names}", hint="name one of them")
     raise ModelError(f"{directory} has no config.json", hint="name a model directory or a .gguf file")
 
 
@@ -79,5 +79,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path}: not valid JSON: {str(error)[:100]}") from None
     if not isinstance(value, dict):
-        raise DamagedFile(f"{path}: holds a {type(value).__name__}, expected an object")
+        raise DamagedFile(f"{path}: contains a {type(value).__name__}, expected an object")
     return value

@@ -1,4 +1,4 @@
-"""Recurrent mixers as data: gated DeltaNet and Mamba-2, whose memory is a matrix a head instead of keys and values.
+"""Recurrent mixers as data: gated DeltaNet and Mamba-2, whose memory is one matrix per head instead of keys and values.
 
 Per value head, with q and k of its key head, a state S [key_dim, value_dim] and a decay e^g in (0, 1]:
 
@@ -7,11 +7,11 @@ Per value head, with q and k of its key head, a state S [key_dim, value_dim] and
     delta (gated DeltaNet)   u_t = β_t (v_t - k_t e^{g_t} S_{t-1})     q and k have length one, q over √key_dim
     ssd   (Mamba-2)          u_t = dt_t v_t, and d · v_t is added to o_t
 
-q, k and v come from a causal depthwise convolution with silu behind it. Decay and step are computed from one number a
+q, k and v come from a causal depthwise convolution followed by silu. Decay and step are computed from one value per
 token and head: g = -e^{a_log} · dt with dt = softplus(a + dt_bias). The output is normed and gated by z.
 
-Where channels have decays of their own, e^g and G are vectors over the channels of a key, and k_t·k_j is a sum in which
-channel c counts e^{G_tc - G_jc} times.
+With a decay per channel, e^g and G are vectors over the channels of a key, and channel c of the sum k_t·k_j is weighted
+by e^{G_tc - G_jc}.
 
 Within a chunk of 64 tokens the recurrence unrolls (G: sum of g since the chunk began, S the state there):
 
@@ -19,7 +19,7 @@ Within a chunk of 64 tokens the recurrence unrolls (G: sum of g since the chunk 
     o_t = e^{G_t} q_t S + Σ_{j<=t} e^{G_t - G_j} (q_t·k_j) u_j
     S'  = e^{G_64} S + Σ_j e^{G_64 - G_j} k_j u_jᵀ
 
-So a token leaves a cell (its convolution input, k, u, G) for the rest of its chunk, and a state is written once a
+So each token stores a cell (its convolution input, k, u, G) for the rest of its chunk, and one state is written per
 chunk.
 """
 
@@ -61,7 +61,7 @@ class Recurrent:
     part_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)  # multiply the projected q, k and v
     out_scale: float = 1.0  # multiplies the mixer's output
     is_tiled: bool = False  # value head h reads key head h % key_heads (GGUF's Qwen3.5), not h // (heads of each)
-    has_channel_decays: bool = False  # each channel of a key has a decay of its own (Kimi's), not each head
+    has_channel_decays: bool = False  # one decay per channel of a key (Kimi), not per head
 
     @property
     def gates_by_sigmoid(self) -> bool:
@@ -86,14 +86,14 @@ class Recurrent:
 
     @property
     def projected_parts(self) -> tuple[tuple[str, int], ...]:
-        """The matrices in front of the mixer and their rows, in the order in which they are stacked."""
+        """The input projections of the mixer and their row counts, in stacking order."""
         parts = (("q", self.keys_size), ("k", self.keys_size), ("v", self.values_size), ("z", self.values_size))
         step = (("b", self.value_heads), ("a", self.num_decays)) if self.rule == "delta" else (("a", self.num_decays),)
         return parts + step
 
     @property
     def conv_parts(self) -> tuple[tuple[str, int], ...]:
-        """The convolution's weights and their channels."""
+        """The convolution's weights and their channel counts."""
         return ("conv_q", self.keys_size), ("conv_k", self.keys_size), ("conv_v", self.values_size)
 
     @property

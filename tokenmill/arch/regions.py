@@ -1,12 +1,12 @@
-"""The regions of a layer, as data: what is computed over the residual stream, in order, and with which weights.
+"""The regions of a layer, as data: the steps computed on the residual stream, in order, and their weights.
 
     NormProject   normed stream × matrices with a common input                 → activations
-    Attend        the mixer: activations of each token meet those before it    → activations
+    Attend        the mixer: attention or recurrence over the tokens           → activations
     ProjectAdd    activations × matrix (→ norm), added to the stream           → stream
-                  a second mixer's likewise, where a layer has two
+                  again for a second mixer, if a layer has two
     GatedMlp      norm → down(act(gate) * up) (→ norm), added to the stream    → stream
     Experts       the same with a router and the experts it chooses            → stream
-    SideBySide    both of the last two                                         → stream
+    SideBySide    both of the last two in parallel                             → stream
     AddInput      the layer's own embedding of the token, through a gate       → stream
 
 Every implementation of a model builds its layers from this list: `models/layer.py` as calls of a backend's region ops,
@@ -24,7 +24,7 @@ from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MixerSpec, Mla, MlpS
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrices with the same input, stacked by rows in this order."""
+    """Names of matrices with the same input, stacked by rows in this order."""
 
     names: tuple[str, ...]
     has_bias: bool = False
@@ -38,7 +38,7 @@ class NormProject:
 
 @dataclass(frozen=True)
 class Attend:
-    """`layer`: whose cache the mixer reads and writes; weights of its own are named `<name>.<weight>`."""
+    """The mixer. `layer`: the layer whose cache it reads and writes; its own weights are named `<name>.<weight>`."""
 
     mixer: MixerSpec
     name: str
@@ -64,16 +64,16 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """Matrices of all experts are one tensor for each of `gates`, `ups` and `downs`: [experts, rows, columns]."""
+    """Routed experts. `gates`, `ups` and `downs` each name one tensor [experts, rows, columns]."""
 
     norm: str | None
     router: Matrices
     gates: str | None
     ups: str
     downs: str
-    shared: tuple[Matrices, Matrices] | None  # gate and up, down of the expert for every token
+    shared: tuple[Matrices, Matrices] | None  # gate and up, and down, of the shared expert
     shared_gate: str | None
-    latent: tuple[Matrices, Matrices] | None  # to what experts work on, and back
+    latent: tuple[Matrices, Matrices] | None  # projections to the experts' input width and back
     router_norm: str | None
     choice_bias: str | None
     expert_scales: str | None
@@ -85,7 +85,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """An MLP and experts that read the same stream, each with norms of its own; their results are added and normed."""
+    """An MLP and experts that read the same stream, each with its own norms; their results are added and normed."""
 
     mlp: GatedMlp
     experts: Experts
@@ -95,7 +95,7 @@ class SideBySide:
 
 @dataclass(frozen=True)
 class AddInput:
-    """The layer's own embedding of each token, times a gate that reads the stream, projected, normed and added"""
+    """The layer's own embedding of each token, times a gate computed from the stream, projected, normed and added."""
 
     gate: Matrices
     up: Matrices
@@ -109,7 +109,7 @@ Region = NormProject | Attend | ProjectAdd | Feed | AddInput
 
 @dataclass(frozen=True)
 class LayerRegions:
-    """In the order in which they are computed; where `is_parallel`, `add` and `feed` read the same stream."""
+    """A layer's regions in the order of computation; with `is_parallel`, `add` and `feed` read the same stream."""
 
     project: NormProject
     attend: Attend
@@ -117,16 +117,16 @@ class LayerRegions:
     feed: Feed | None
     is_parallel: bool = False
     add_input: AddInput | None = None
-    scale: str | None = None  # what the stream is multiplied by at the end
-    side: tuple[Attend, ProjectAdd] | None = None  # a second mixer, which reads the last of what is projected
+    scale: str | None = None  # weight that the stream is multiplied by at the end
+    side: tuple[Attend, ProjectAdd] | None = None  # a second mixer, which reads the last projected activations
 
 
 def layer_regions(spec: LayerSpec, number: int) -> LayerRegions:
     name = f"layers.{number}"
-    inputs, attend, add = _mixed(spec, spec.mixer, name, number)
+    inputs, attend, add = _mixer_regions(spec, spec.mixer, name, number)
     side = None
     if spec.side_mixer is not None:
-        more, side_attend, side_add = _mixed(spec, spec.side_mixer, name, number)
+        more, side_attend, side_add = _mixer_regions(spec, spec.side_mixer, name, number)
         inputs, side = Matrices((*inputs.names, *more.names), inputs.has_bias), (side_attend, side_add)
     return LayerRegions(
         NormProject(f"{name}.attn_norm" if spec.has_pre_norms else None, inputs),
@@ -140,8 +140,8 @@ def layer_regions(spec: LayerSpec, number: int) -> LayerRegions:
     )
 
 
-def _mixed(spec: LayerSpec, mixer: MixerSpec, name: str, number: int) -> tuple[Matrices, Attend, ProjectAdd]:
-    """What a mixer reads, the mixer, and how its result is added"""
+def _mixer_regions(spec: LayerSpec, mixer: MixerSpec, name: str, number: int) -> tuple[Matrices, Attend, ProjectAdd]:
+    """Return the projections that a mixer reads, the mixer, and the addition of its result."""
     cache = number
     match mixer:
         case Gqa():
@@ -164,7 +164,7 @@ def _mixed(spec: LayerSpec, mixer: MixerSpec, name: str, number: int) -> tuple[M
 
 
 def _inputs(mixer: Gqa) -> tuple[str, ...]:
-    """What the stream is projected to; values that are keys are projected by the same matrix again."""
+    """Return the names of the input projections; values that equal keys use the key matrix a second time."""
     own = ("k", "k" if mixer.value_is_key else "v") if mixer.has_own_kv else ()
     return ("q", *own, *(("attn_gate",) if mixer.gate is not None else ()))
 

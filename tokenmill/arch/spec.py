@@ -1,16 +1,15 @@
-"""A model as frozen data, no torch. Everything else derives from it: the tensors a checkpoint must hold
-(`tensors.py`), its cost (`cost.py`), the layout of its cache, the shard plan, the planner's estimates and how it runs.
+"""A model's architecture as frozen data, without torch. Everything else derives from it: the tensors a checkpoint must
+contain (`tensors.py`), its cost (`cost.py`), the cache layout, the shard plan, the planner's estimates and execution.
 
     ModelSpec = embedding → LayerSpec × L → final norm → head
-    LayerSpec = norm → mixer → (norm) → + → norm → MLP or experts → (norm) → +      `norms` says where norms stand
+    LayerSpec = norm → mixer → (norm) → + → norm → MLP or experts → (norm) → +      `norms`: which norms exist
 
-A mixer is the part of a layer in which tokens look at each other: grouped-query attention (`Gqa`), latent attention
-(`Mla`), attention over compressed entries (`WindowedMqa`), a short convolution (`ShortConv`) or a recurrence
-(`Recurrent`, in `recurrent.py`). It alone knows what has to be kept of the tokens computed so far (`cache_fields`, or
-`cache_parts` where it is of several kinds) and how far back a token looks (`window`); cache, memory sizing and planner
-ask it and nothing else.
+The mixer is the part of a layer that combines tokens: grouped-query attention (`Gqa`), latent attention (`Mla`),
+attention over compressed entries (`WindowedMqa`), a short convolution (`ShortConv`) or a recurrence (`Recurrent`, in
+`recurrent.py`). Only the mixer defines what must be cached of earlier tokens (`cache_fields`, or `cache_parts` where it
+is of several kinds) and how far back a token can see (`window`); cache, memory sizing and planner use its definition.
 
-A variant that these fields cannot express is refused by the reader, by name; it is never approximated.
+The readers refuse a variant that these fields cannot express, by name; it is never approximated.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.streams import Streams
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "silu_to_10"]
-"""What a gated MLP multiplies with: act(gate) * up. "relu2" is max(x, 0)²; "swiglu_oai", of gpt-oss, is
+"""The activation of an MLP, act(gate) * up if gated. "relu2" is max(x, 0)²; "swiglu_oai", of gpt-oss, is
 g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up between -7 and 7; "silu_to_10", of DeepSeek V4, is
 silu(min(gate, 10)) * u with u = up between -10 and 10."""
 
@@ -50,7 +49,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """Phi-3: a factor per frequency, one set for short and one for long contexts; cos and sin times `mscale`."""
+    """Phi-3: a factor per frequency, one set for short and one for long contexts; cos and sin are multiplied by
+    `mscale`."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -70,7 +70,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class FrequencyFactors:
-    """Each frequency divided by its own factor (how GGUF files carry Llama 3's scaling)."""
+    """Each frequency divided by its own factor (how GGUF files store Llama 3's scaling)."""
 
     factors: tuple[float, ...]  # rotary_dim / 2
 
@@ -85,19 +85,19 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None = None
-    num_angles: int | None = None  # Gemma 4: only so many pairs turn, the others have an angle of zero; None: all
+    num_angles: int | None = None  # number of pairs that rotate, the others have angle zero (Gemma 4); None: all
 
 
 # ── mixers ─────────────────────────────────────────────────────────────────────────────────────────────
 
 QkNorm = Literal["head", "all", "head_after_rope", "l2_after_rope"]
-"""How queries and keys are normed: each head alone, all heads of a token together, each head behind the rotation, or
-each head behind the rotation without a weight. RMSNorm in all cases."""
+"""How queries and keys are normed, always by RMSNorm: per head, over all heads of a token, per head after the rotation,
+or per head after the rotation without a weight."""
 
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries grow with their position p: times 1 + beta * log(1 + floor((p + first) / length))."""
+    """Scaling of queries with their position p, by 1 + beta * log(1 + floor((p + first) / length))."""
 
     beta: float
     length: int
@@ -106,7 +106,7 @@ class QueryGrowth:
 
 @dataclass(frozen=True)
 class AttentionGate:
-    """What attention puts out is multiplied by function(gate(x)): one number a head, or one each."""
+    """A gate on attention's output, which is multiplied by function(gate(x)): one value per head, or per element."""
 
     function: Literal["sigmoid", "softplus"] = "sigmoid"
     is_per_head: bool = False
@@ -127,14 +127,14 @@ class Gqa:
     window: int | None = None  # a token sees itself and the window-1 tokens before it
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # one learned logit per head joins the softmax
-    is_chunked: bool = False  # the window begins anew at its multiples: a token sees those of its own chunk only
-    value_dim: int | None = None  # where values have another width than keys
+    is_chunked: bool = False  # a token sees only its own chunk of `window` tokens, not a sliding window
+    value_dim: int | None = None  # if values have another width than keys
     value_scale: float = 1.0  # multiplies values
-    value_is_key: bool = False  # the values are what is projected to keys, before it is normed and rotated
+    value_is_key: bool = False  # values are the projected keys before norm and rotation
     has_value_norm: bool = False  # RMSNorm without a weight over each head of the values
     gate: AttentionGate | None = None
     query_growth: QueryGrowth | None = None
-    shares_kv_of: int | None = None  # a layer before, whose keys and values this one reads; it has none of its own
+    shares_kv_of: int | None = None  # an earlier layer whose keys and values this one reads; it has none of its own
 
     @property
     def q_size(self) -> int:
@@ -164,7 +164,7 @@ class Gqa:
 
     @property
     def is_plain(self) -> bool:
-        """True where nothing is done between projections and cache but norm each head and rotate it."""
+        """Return whether keys and values are cached after at most a per-head norm and the rotation."""
         is_usual = self.qk_norm in (None, "head") and self.gate is None and self.query_growth is None
         has_usual_values = self.value_dim is None and self.value_scale == 1.0 and not self.has_value_norm
         return is_usual and has_usual_values and self.has_own_kv
@@ -180,9 +180,9 @@ class Gqa:
 class ShortConv:
     """LFM2's gated short convolution: out(c * conv(b * x)) with b, c and x projected from the layer's input.
 
-    The convolution is causal and depthwise: each channel is a weighted sum of its last `kernel` inputs b * x. What
-    later tokens need is therefore the last kernel - 1 inputs, and each token keeps its own, like a key: a window of
-    `kernel` tokens over paged blocks.
+    The convolution is causal and depthwise: each channel is a weighted sum of its last `kernel` inputs b * x. Later
+    tokens therefore need the last kernel - 1 inputs. Each token caches its own, like a key: a window of `kernel` tokens
+    over paged blocks.
     """
 
     width: int  # channels; the model's hidden size
@@ -199,23 +199,24 @@ class ShortConv:
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek): keys and values of all heads are projections of one short vector a token.
+    """Multi-head latent attention (DeepSeek): keys and values of all heads are projections of one short vector per
+    token.
 
-    Only that vector is kept (normed), and beside it a key for all heads that is rotated; a head's query has a part for
-    either:  [ nope_dim | rope_dim ]. The cache is one entry a token, [ kv_rank | rope_dim ].
+    Only that (normed) vector is cached, and one rotated key for all heads. A head's query has a part for each:
+    [ nope_dim | rope_dim ]. The cache has one entry per token, [ kv_rank | rope_dim ].
     """
 
     num_heads: int
-    q_rank: int | None  # width of the latent vector that queries are made of; None: they are projected directly
+    q_rank: int | None  # width of the latent vector of queries; None: queries are projected directly
     kv_rank: int
     nope_dim: int
     rope_dim: int
     value_dim: int
     scale: float  # multiplies q·k
     rope: RopeSpec | None
-    norm_eps: float = 1e-6  # of the latents, whatever the model's own is
-    indexer: Indexer | None = None  # chooses the tokens that are looked at; None: all of the context are
-    shares_index_of: int | None = None  # a layer before, whose indexer's choice holds for this one too
+    norm_eps: float = 1e-6  # of the latents, independent of the model's
+    indexer: Indexer | None = None  # selects the tokens that are attended to; None: the whole context
+    shares_index_of: int | None = None  # an earlier layer whose indexer's selection this one uses
 
     @property
     def window(self) -> None:
@@ -248,11 +249,12 @@ class Mla:
 
 @dataclass(frozen=True)
 class WindowedMqa:
-    """Attention of DeepSeek V4: one key for all heads, which is the value too, a window, and compressed entries behind.
+    """Attention of DeepSeek V4: one key for all heads, which is also the value, a window, and compressed entries
+    before it.
 
-    Queries come from a latent vector; each head's is normed without a weight. The last numbers of queries and keys are
-    rotated, in neighbouring pairs, and turned back in the result. Heads are projected group by group to `out_rank`
-    numbers each, and those together to the stream.
+    Queries come from a latent vector; each head is normed without a weight. The last dimensions of queries and keys are
+    rotated, in neighbouring pairs, and rotated back in the result. Each group of heads is projected to `out_rank`
+    values, and all groups together to the stream.
     """
 
     num_heads: int
@@ -276,7 +278,7 @@ class WindowedMqa:
 
     @property
     def projected_parts(self) -> tuple[tuple[str, int], ...]:
-        """The matrices in front of the mixer and their rows, in the order in which they are stacked."""
+        """The input projections of the mixer and their row counts, in stacking order."""
         parts = [("q_down", self.q_rank), ("kv", self.head_dim)]
         if self.compression is not None:
             size = self.compression.num_series * self.head_dim
@@ -300,17 +302,17 @@ MixerSpec = Gqa | ShortConv | Mla | Recurrent | WindowedMqa
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate"""
+    """An MLP: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     is_gated: bool = True
-    sparsity: float = 0.0  # the share of gates that is cut off, were they normally distributed (Gemma 3n)
+    sparsity: float = 0.0  # the share of gates that is cut off, if they are normally distributed (Gemma 3n)
 
     @property
     def sparsity_cutoff(self) -> float | None:
-        """Standard deviations above the mean below which gates are cut off"""
+        """The threshold below which gates are cut off, in standard deviations above their mean."""
         return NormalDist().inv_cdf(self.sparsity) if self.sparsity else None
 
 
@@ -323,35 +325,35 @@ class RoutingSpec:
     """
 
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
-    renormalize: bool = True  # weights of the chosen experts sum to one
+    renormalize: bool = True  # divide the weights of the chosen experts by their sum
     epsilon: float = 0.0  # added to that sum
-    has_router_bias: bool = False  # of the router's product
-    has_choice_bias: bool = False  # a number per expert that counts for the choice, not for the weight
+    has_router_bias: bool = False
+    has_choice_bias: bool = False  # a value per expert that affects the choice, not the weight
     num_groups: int = 1  # neighbouring experts form groups, of which the best are kept
     kept_groups: int = 1
-    group_score: Literal["best", "two_best"] = "two_best"  # what a group is judged by: its best, or the sum of two
+    group_score: Literal["best", "two_best"] = "two_best"  # a group's score: its best, or the sum of its two best
     scale: float = 1.0
     has_expert_scales: bool = False
-    has_input_norm: bool = False  # the router reads an RMSNorm of the stream of its own, over sqrt(hidden)
-    weights_input: bool = False  # an expert's input is weighted, not its output
-    table_rows: int = 0  # experts are looked up by token in a table of so many; 0: those with the best scores are taken
+    has_input_norm: bool = False  # the router reads its own RMSNorm of the stream, divided by sqrt(hidden)
+    weights_input: bool = False  # the weight multiplies an expert's input, not its output
+    table_rows: int = 0  # of the table that gives the experts of each token id; 0: the experts with the best scores
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Each token goes through `num_active` of `num_experts` MLPs, weighted as the router says."""
+    """Routed experts: each token goes through `num_active` of `num_experts` MLPs, weighted by the router."""
 
     num_experts: int
     num_active: int
     expert: MlpSpec
     routing: RoutingSpec = RoutingSpec()
-    shared: MlpSpec | None = None  # every token goes through this one too
-    has_shared_gate: bool = False  # weighted by the sigmoid of one more row of the router, not by 1
-    latent_size: int | None = None  # experts work on a projection of the stream to so many numbers, and back
+    shared: MlpSpec | None = None  # every token also goes through this one
+    has_shared_gate: bool = False  # its weight is the sigmoid of a further router row, not 1
+    latent_size: int | None = None  # experts work on a projection of the stream to this width, and back
 
     @property
     def is_shared_like_experts(self) -> bool:
-        """True where the shared MLP is as some more experts would be that every token has with weight 1."""
+        """Return whether the shared MLP equals some further experts that every token uses with weight 1."""
         shared, expert = self.shared, self.expert
         if shared is None or self.has_shared_gate or self.latent_size is not None or self.routing.weights_input:
             return False
@@ -366,16 +368,16 @@ NormPlace = Literal["before", "after", "both"]
 @dataclass(frozen=True)
 class LayerSpec:
     mixer: MixerSpec
-    mlp: FeedSpec | None  # None: nothing is fed behind the mixer
-    norms: NormPlace = "before"  # of mixer and MLP; what stands after is applied before the residual is added
+    mlp: FeedSpec | None  # None: the layer has only a mixer
+    norms: NormPlace = "before"  # of mixer and MLP; a norm after is applied before the residual is added
     is_parallel: bool = False  # the MLP reads the same normed stream as the mixer; both results are added
     residual_scale: float = 1.0  # multiplies what is added to the stream
-    side_experts: MoeSpec | None = None  # beside the MLP, with norms before and after of their own (Gemma 4)
+    side_experts: MoeSpec | None = None  # in parallel with the MLP, with their own norms before and after (Gemma 4)
     input_width: int = 0  # of the layer's own embedding of the token, which is added through a gate (Gemma 4)
-    has_scale: bool = False  # the stream is multiplied by a number at the layer's end
-    side_mixer: Recurrent | None = None  # beside the mixer: reads the same normed stream, both results are added
-    streams: Streams | None = None  # around it, where there are several; the same in all layers of a model
-    factors: tuple[tuple[str, float], ...] = ()  # what matrices, by name, are multiplied by when they are read
+    has_scale: bool = False  # the stream is multiplied by a weight at the layer's end
+    side_mixer: Recurrent | None = None  # in parallel with the mixer, on the same normed stream; both are added
+    streams: Streams | None = None  # if the model has several residual streams; the same in all layers
+    factors: tuple[tuple[str, float], ...] = ()  # matrix name → factor that it is multiplied by when it is read
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
@@ -392,7 +394,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """RMSNorm, or LayerNorm (which subtracts the mean), perhaps with a bias: of the stream, in every layer"""
+    """The norm of the residual stream in all layers: RMSNorm, or LayerNorm (which subtracts the mean)."""
 
     kind: Literal["rms", "layer"] = "rms"
     has_bias: bool = False
@@ -403,7 +405,7 @@ RMS_NORM = NormSpec()
 
 @dataclass(frozen=True)
 class ModelSpec:
-    family: str  # "llama", "qwen3", ... for people; nothing branches on it
+    family: str  # "llama", "qwen3", ...
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
@@ -415,15 +417,16 @@ class ModelSpec:
     logit_scale: float = 1.0  # multiplies the logits, before they are capped
     has_head_bias: bool = False
     norm: NormSpec = RMS_NORM
-    input_vocab_size: int | None = None  # rows of the layers' own embeddings, where tokens beyond have the first's
-    layer_numbers: tuple[tuple[int, int], ...] = ()  # where a checkpoint counts mixers and MLPs as layers: of each both
-    num_extra_layers: int = 0  # of the checkpoint, beside these: heads that predict further tokens (see `arch/mtp.py`)
-    joins_states: bool = False  # what enters is each token's embedding and another model's state before it, joined
+    input_vocab_size: int | None = None  # rows of the layers' own embeddings, if fewer; further tokens use row 0
+    # (mixer, MLP): each layer's numbers in a checkpoint that counts mixers and MLPs as separate layers.
+    layer_numbers: tuple[tuple[int, int], ...] = ()
+    num_extra_layers: int = 0  # further layers of the checkpoint: MTP heads (see `arch/mtp.py`)
+    joins_states: bool = False  # its input is the token's embedding joined with another model's previous state
     dtype: str = "float32"  # what the checkpoint stores, or "quantised"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     name: str = ""
-    extra: dict[str, str] = field(default_factory=dict, compare=False, hash=False)  # facts for `show` only
+    extra: dict[str, str] = field(default_factory=dict, compare=False, hash=False)  # shown by `tokenmill show` only
 
     @property
     def num_layers(self) -> int:
@@ -431,7 +434,7 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[Gqa, ...]:
-        """The mixers that are attention, in the order of their layers."""
+        """The `Gqa` mixers, in the order of their layers."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Gqa))
 
     @property
@@ -448,7 +451,7 @@ class ModelSpec:
 
     @property
     def input_width(self) -> int:
-        """The width of the embeddings that each layer has for itself; 0: there are none."""
+        """The width of the layers' own embeddings; 0: there are none."""
         return max(layer.input_width for layer in self.layers)
 
     @property
@@ -457,7 +460,7 @@ class ModelSpec:
 
     @property
     def growths(self) -> tuple[QueryGrowth, ...]:
-        """The distinct ways in which queries of its layers grow."""
+        """The distinct position scalings of queries in its layers."""
         return tuple(dict.fromkeys(mixer.query_growth for mixer in self.attentions if mixer.query_growth is not None))
 
     @property
@@ -470,12 +473,12 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a model in our own naming.
+    """One tensor of a model under Tokenmill's name.
 
     embed.weight                                       [vocab, hidden]
-    layers.{i}.attn_norm.weight                        [hidden], before the mixer, whichever it is
+    layers.{i}.attn_norm.weight                        [hidden], before the mixer of any kind
     layers.{i}.{q,k,v}.weight  (.bias)                 [heads * head_dim, hidden]
-    layers.{i}.{q_norm,k_norm}.weight                  [head_dim], or all heads' numbers
+    layers.{i}.{q_norm,k_norm}.weight                  [head_dim], or [heads * head_dim]
     layers.{i}.attn_gate.weight                        [heads, hidden], or as q's
     layers.{i}.sinks                                   [heads]
     layers.{i}.o.weight  (.bias)                       [hidden, heads * head_dim]
@@ -531,7 +534,7 @@ class TensorSpec:
     streams.{in,out}.{s}.weight                        [hidden, hidden], of all streams but the first
     streams_end.weight, _base, _scale                  [streams, streams * hidden], [streams], [1]
 
-    Norm weights are always the plain multiplier (a reader adds Gemma's 1); LayerNorm may have a `.bias` beside it.
+    Norm weights are always the plain multiplier (the reader adds Gemma's 1); LayerNorm may also have a `.bias`.
     """
 
     name: str

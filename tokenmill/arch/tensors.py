@@ -1,20 +1,22 @@
-"""The tensors a model is made of, in our own names, and where each of them lies in a checkpoint.
+"""The tensors of a model under Tokenmill's own names, and the checkpoint tensors that each is read from.
 
-    tensors_of    per model: the tensors its spec asks for (the names are drawn at `TensorSpec`)
-    Rule          per family: our name pattern → their name pattern (+ what to do with it)
-    TensorSource  per model: our name → the checkpoint tensors it is made of, ready to read
+    tensors_of    per model: the tensors that its spec requires (names are listed at `TensorSpec`)
+    Rule          per family: our name pattern → the checkpoint's name pattern (+ how to convert it)
+    TensorSource  per model: our name → the checkpoint tensors that it is made of, ready to read
 
-Loaders and cost functions know only our names. Transformations are all on whole rows, so that quantised rows take part:
+Loaders and cost functions use only our names. "Ours" is a tensor of Tokenmill's naming, "theirs" one of the checkpoint.
+Conversions work on whole rows, so that they apply to quantised rows too:
 
-    fused        theirs holds several of ours, rows one after another (Phi-3's qkv_proj), perhaps for each key head anew
-    woven        theirs holds several of ours in turns: a row of each (gpt-oss's gate and up), or a head of each
+    fused        theirs contains several of ours, one after another by rows (Phi-3's qkv_proj), or repeated so for each
+                 key head
+    woven        theirs contains several of ours alternating: by rows (gpt-oss's gate and up), or by heads
     {e}          one of theirs per expert, stacked into one of ours
     add          a constant added to each value (Gemma stores a norm's weight minus one)
-    transposed   theirs has rows and columns exchanged (plain numbers only)
-    unit_axis    theirs has an axis of length one that ours has not (the channel axis of a depthwise convolution)
+    transposed   theirs has rows and columns exchanged (unquantised only)
+    unit_axis    theirs has an axis of length one that ours lacks (the channel axis of a depthwise convolution)
     interleaved  rows of each head alternate between the two halves of the rotation (GGUF's llama files);
                  ours has the first half, then the second
-    beside       theirs has each head's keys, transposed, and another tensor its values (GGUF's latent attention)
+    values       theirs has each head's keys, transposed; another tensor has its values (GGUF's latent attention)
     minus_exp    theirs is -e^ours (GGUF's decays of recurrent layers)
     in_groups    theirs has a row for each group of a recurrent mixer, ours is one vector
 """
@@ -72,7 +74,7 @@ def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
 
 
 def _layer_inputs(spec: ModelSpec) -> Iterator[TensorSpec]:
-    """The embeddings that each layer has for itself"""
+    """Yield the tensors of the layers' own token embeddings."""
     width = spec.num_layers * spec.input_width
     yield TensorSpec("layer_inputs.embed.weight", (spec.input_vocab_size or spec.vocab_size, width), "embedding")
     yield TensorSpec("layer_inputs.project.weight", (width, spec.hidden_size), "linear")
@@ -285,21 +287,23 @@ def _experts(moe: MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         yield TensorSpec(prefix + "shared_gate.weight", (1, hidden), "vector")
 
 
-# ── where they lie in a checkpoint ─────────────────────────────────────────────────────────────────
+# ── where they are in a checkpoint ─────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Rule:
+    """The checkpoint's name of one of our tensors, and the conversion that it needs (see the top of this file)."""
+
     pattern: str  # theirs, with {i} for the layer, {e} for the expert, {s} for the stream
     fused: tuple[str, ...] = ()  # our parts, in the order of their rows in the fused tensor
-    is_per_key_head: bool = False  # theirs has such rows for each key head of a recurrent mixer, one after another
+    is_per_key_head: bool = False  # the fused rows repeat for each key head of a recurrent mixer
     woven: tuple[str, ...] = ()  # our parts, in the order in which they alternate
     add: float = 0.0
     interleaved: bool = False
     transposed: bool = False
     unit_axis: int | tuple[int, ...] | None = None
-    times: str | None = None  # a matrix of as many rows as a recurrent key has channels, multiplied by theirs
-    beside: str | None = None
+    times: str | None = None  # ours is theirs times this matrix, which has a row per channel of a recurrent key
+    values: str | None = None  # pattern of the tensor with the heads' values
     minus_exp: bool = False
     in_groups: bool = False
 
@@ -309,21 +313,21 @@ Rules = Mapping[str, Rule]
 
 @dataclass(frozen=True)
 class TensorSource:
-    """One of our tensors, out of the checkpoint's. With several `names` they are stacked along a new first axis."""
+    """The checkpoint tensors that one of ours is made of. Several `names` are stacked along a new first axis."""
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]  # each of theirs
-    plane: int | None = None  # which of its first axis is ours
-    rows: tuple[int, int] | None = None  # which of its rows are ours (the axis before the last, or the only one)
-    row_groups: int = 1  # of so many equal parts of the rows, each
-    woven: tuple[int, int, int] | None = None  # (index, count, size): rows of `count` parts alternate, `size` of each
+    shape: tuple[int, ...]  # of each of theirs
+    stack_index: int | None = None  # index along their first axis that is ours
+    rows: tuple[int, int] | None = None  # the range of their rows that is ours (the axis before the last, or the only)
+    row_groups: int = 1  # their rows consist of so many equal groups; `rows` are those in each
+    woven: tuple[int, int, int] | None = None  # (index, count, size): `count` parts alternate, `size` rows each
     transposed: bool = False
-    is_vector: bool = False  # its rows are the last axis: a bias, of each expert perhaps
+    is_vector: bool = False  # the last axis counts as rows: a bias, perhaps one per expert
     add: float = 0.0
     factor: float = 1.0
-    unit_axes: tuple[int, ...] = ()  # of theirs, which are dropped
-    times: tuple[str, tuple[int, int]] | None = None  # a matrix that theirs is multiplied by, and its shape
-    beside: tuple[str, tuple[int, ...]] | None = None  # the values of each head, whose keys these are
+    unit_axes: tuple[int, ...] = ()  # axes of theirs that are dropped
+    times: tuple[str, tuple[int, int]] | None = None  # name and shape of the matrix that theirs is multiplied with
+    values: tuple[str, tuple[int, ...]] | None = None  # name and shape of the heads' values; `names` has their keys
     minus_exp: bool = False
     is_flattened: bool = False  # theirs has rows, ours is one vector
     interleaved_heads: int = 0  # 0: rows are in our order already
@@ -342,15 +346,15 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
         if "{s}" in pattern:
             return TensorSource((pattern.replace("{s}", stream),), shape)
         others = spec.streams.num_streams - 1 if spec.streams is not None else 0
-        return TensorSource((pattern,), (others, *shape), plane=int(stream))
+        return TensorSource((pattern,), (others, *shape), stack_index=int(stream))
     if not name.startswith("layers."):
         rule = _rule(rules, name, spec)
-        number = spec.layer_numbers[0][0] if spec.layer_numbers else 0  # of a head that predicts further tokens
+        number = spec.layer_numbers[0][0] if spec.layer_numbers else 0  # of an MTP head's layer
         return TensorSource((rule.pattern.replace("{i}", str(number)),), shape, add=rule.add)
     _, index, part = name.split(".", 2)
     layer, rule = spec.layers[int(index)], _rule(rules, "layers.{i}." + part, spec)
     is_vector = not part.endswith(".weight")
-    number = _their_number(spec, int(index), part)
+    number = _checkpoint_layer(spec, int(index), part)
     source = TensorSource(
         (rule.pattern.replace("{i}", str(number)),),
         shape,
@@ -359,8 +363,8 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
         factor=dict(layer.factors).get(part.removesuffix(".weight"), 1.0),
         minus_exp=rule.minus_exp,
     )
-    if rule.beside is not None and isinstance(layer.mixer, Mla):
-        return _by_heads(source, layer.mixer, rule.beside.replace("{i}", str(number)))
+    if rule.values is not None and isinstance(layer.mixer, Mla):
+        return _by_heads(source, layer.mixer, rule.values.replace("{i}", str(number)))
     if rule.in_groups:
         groups = next(mixer.key_heads for mixer in layer.mixers if isinstance(mixer, Recurrent))
         source = replace(source, shape=(groups, shape[0] // groups), is_flattened=True)
@@ -392,11 +396,11 @@ def _by_heads(source: TensorSource, mla: Mla, values: str) -> TensorSource:
     ours:                  [nope_dim + value_dim, kv_rank], head after head
     """
     keys = (mla.num_heads, mla.kv_rank, mla.nope_dim)
-    return replace(source, shape=keys, beside=(values, (mla.num_heads, mla.value_dim, mla.kv_rank)))
+    return replace(source, shape=keys, values=(values, (mla.num_heads, mla.value_dim, mla.kv_rank)))
 
 
-def _their_number(spec: ModelSpec, index: int, part: str) -> int:
-    """The checkpoint's number of the layer that has a part of ours."""
+def _checkpoint_layer(spec: ModelSpec, index: int, part: str) -> int:
+    """Return the checkpoint's number of the layer with this part of our layer `index`."""
     if not spec.layer_numbers:
         return index
     mixer, fed = spec.layer_numbers[index]
@@ -406,7 +410,7 @@ def _their_number(spec: ModelSpec, index: int, part: str) -> int:
 
 def _rule(rules: Rules, name: str, spec: ModelSpec) -> Rule:
     if name not in rules:
-        raise UnsupportedModel(f"{spec.family}: no name is known for {name!r} in such a checkpoint")
+        raise UnsupportedModel(f"{spec.family}: the checkpoint's name of the tensor {name!r} is not known")
     return rules[name]
 
 
@@ -459,7 +463,7 @@ def _own_name(part: str) -> str:
 
 
 def _num_rows(layer: LayerSpec, part: str) -> dict[str, int]:
-    """Rows of the parts that may be fused with this one"""
+    """Return the row counts of the parts that may be fused with this one."""
     attention, feed = layer.mixer, layer.mlp
     if part.startswith("side.") and layer.side_experts is not None:
         feed = layer.side_experts
@@ -480,7 +484,7 @@ def _per_expert(source: TensorSource) -> TensorSource:
     return replace(source, names=names, shape=source.shape[1:])
 
 
-# ── names that most families share ─────────────────────────────────────────────────────────────────
+# ── names shared by most families ──────────────────────────────────────────────────────────────────
 
 HF_ATTENTION: Rules = {
     f"layers.{{i}}.{ours}.{kind}": Rule(f"model.layers.{{i}}.self_attn.{ours}_proj.{kind}")
@@ -523,12 +527,12 @@ HF_UNGATED_MLP: Rules = {
 
 
 def interleaved_pairs(rules: Rules) -> Rules:
-    """The rules of a model that rotates neighbouring dimensions."""
+    """Return the rules for a model that rotates neighbouring dimensions of q and k."""
     turned = [f"layers.{{i}}.{part}.{kind}" for part in ("q", "k") for kind in ("weight", "bias")]
     return {**rules, **{name: replace(rules[name], interleaved=True) for name in turned}}
 
 
-# Norms after attention and MLP only, under the names that others have for those before.
+# Norms only after attention and MLP, under the names that other families use for the norms before them.
 HF_POST_NORMS: Rules = {
     "layers.{i}.attn_post_norm.weight": Rule("model.layers.{i}.post_attention_layernorm.weight"),
     "layers.{i}.mlp_post_norm.weight": Rule("model.layers.{i}.post_feedforward_layernorm.weight"),
@@ -536,7 +540,7 @@ HF_POST_NORMS: Rules = {
 
 
 def with_norm_biases(rules: Rules) -> Rules:
-    """The rules, and the same for the biases of all norms of the stream."""
+    """Return the rules with rules added for the biases of all norms of the residual stream."""
     of_heads = ("q_norm.weight", "k_norm.weight")
     norms = [name for name in rules if name.endswith("_norm.weight") and not name.endswith(of_heads)]
     return {**rules, **{_bias_of(name): Rule(_bias_of(rules[name].pattern)) for name in norms}}
@@ -546,7 +550,7 @@ def _bias_of(name: str) -> str:
     return name.removesuffix(".weight") + ".bias"
 
 
-# Gemma: post_attention_layernorm really is after attention, and every norm is stored minus one.
+# Gemma: post_attention_layernorm is applied after attention here, and every norm's weight is stored minus one.
 HF_GEMMA: Rules = {
     **HF_LLAMA,
     "layers.{i}.attn_norm.weight": Rule("model.layers.{i}.input_layernorm.weight", add=1.0),
@@ -595,7 +599,7 @@ GGUF: Rules = {
 # llama.cpp rotates neighbouring pairs for this architecture, so its converter reorders the rows of q and k.
 GGUF_LLAMA: Rules = interleaved_pairs(GGUF)
 
-# Where the norm before an MLP has the name of one behind attention.
+# Files that name the norm before the MLP like a norm after attention.
 GGUF_OTHER_NORM: Rules = {"layers.{i}.mlp_norm.weight": Rule("blk.{i}.post_attention_norm.weight")}
 GGUF_ROUTED: Rules = {
     "layers.{i}.choice_bias": Rule("blk.{i}.exp_probs_b.bias"),
@@ -606,12 +610,12 @@ GGUF_ROUTED: Rules = {
 }
 
 GGUF_SHARED_GATE: Rules = {"layers.{i}.shared_gate.weight": Rule("blk.{i}.ffn_gate_inp_shexp.weight")}
-# In newer files gates and ups of experts are one tensor.
+# Newer files have the experts' gate and up matrices in one tensor.
 GGUF_FUSED_EXPERTS: Rules = {
     f"layers.{{i}}.experts.{part}.weight": Rule("blk.{i}.ffn_gate_up_exps.weight", ("gate", "up"))
     for part in ("gate", "up")
 }
-# Mamba-2, whose parts are those of `families/bamba.py`.
+# Mamba-2, with the parts of `families/bamba.py`.
 _MAMBA_INPUTS = ("ssm_z", "ssm_v", "ssm_k", "ssm_q", "ssm_a")
 _MAMBA_CONVOLVED = ("ssm_conv_v", "ssm_conv_k", "ssm_conv_q")
 GGUF_MAMBA: Rules = {
@@ -627,7 +631,7 @@ GGUF_MAMBA: Rules = {
     "layers.{i}.ssm_norm.weight": Rule("blk.{i}.ssm_norm.weight", in_groups=True),
     "layers.{i}.ssm_out.weight": Rule("blk.{i}.ssm_out.weight"),
 }
-# Latent attention; newer files have the matrices of each head by themselves.
+# Latent attention; newer files store the matrices of each head separately (GGUF_LATENT_HEADS).
 GGUF_LATENT: Rules = {
     "layers.{i}.q.weight": Rule("blk.{i}.attn_q.weight", interleaved=True),
     "layers.{i}.q_down.weight": Rule("blk.{i}.attn_q_a.weight"),
@@ -638,8 +642,8 @@ GGUF_LATENT: Rules = {
     "layers.{i}.kv_up.weight": Rule("blk.{i}.attn_kv_b.weight"),
 }
 GGUF_LATENT_HEADS: Rules = {
-    "layers.{i}.kv_up.weight": Rule("blk.{i}.attn_k_b.weight", beside="blk.{i}.attn_v_b.weight")
+    "layers.{i}.kv_up.weight": Rule("blk.{i}.attn_k_b.weight", values="blk.{i}.attn_v_b.weight")
 }
 
-# Tensors that carry facts of the architecture, read into the spec rather than as weights.
+# Tensors that describe the architecture; they are read into the spec rather than as weights.
 GGUF_FACTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -1,8 +1,8 @@
-"""Kernels and graphs that are not proven on a GPU yet, and the variable that chooses them all the same.
+"""Kernels that have not been verified on a GPU yet, and the environment variable that enables them anyway.
 
-A kernel that was written where no GPU is at hand is tested in Triton's interpreter and compiled for Hopper; what it
-computes on a GPU, and how fast, is not known. Nothing chooses such a kernel by itself. Once `tests/gpu` passed with it
-and it was faster than what it replaces, the GPU is named in its row here, which is all that it takes to have it chosen.
+A kernel written without access to a GPU is tested in Triton's interpreter and compiled for Hopper, but its results and
+speed on a GPU are unknown. Such a kernel is off by default. Once `tests/gpu` passes with it and it is faster than what
+it replaces, adding the GPU to its row here enables it.
 
     TOKENMILL_UNPROVEN_KERNELS=1            all of them
     TOKENMILL_UNPROVEN_KERNELS=gpu_ranks    some of them
@@ -23,8 +23,10 @@ KernelSet = Literal[
 
 
 class KernelTrial(NamedTuple):
-    what: str  # that is computed with these kernels
-    instead: str  # how the same is computed without them
+    """A set of kernels that is not enabled on every GPU."""
+
+    what: str  # what they compute
+    instead: str  # how that is computed without them
     proven_on: tuple[str, ...] = ()  # GPUs on which tests/gpu passed with them
 
 
@@ -35,27 +37,28 @@ TRIALS: dict[KernelSet, KernelTrial] = {
     "gpu_rank_adapters": KernelTrial("adapters on several ranks with GPUs", "refused"),
     "gpu_stages": KernelTrial("pipelines of stages on GPUs (--pp)", "refused"),
     "gpu_sums": KernelTrial(
-        "products of ranks on GPUs summed, two exchanges a layer, but of quantised matrices",
-        "put together without sums, four exchanges a layer",
+        "all-reduce of partial products between ranks on GPUs, two exchanges per layer, unquantised matrices only",
+        "all-gather without sums, four exchanges per layer",
     ),
     "gpu_expert_adapters": KernelTrial("adapters of routed experts on a GPU", "refused"),
-    "gpu_iq4": KernelTrial("matrices of IQ4_NL and IQ4_XS in their 4 bits on Hopper", "kept in 8 bits and scales"),
+    "gpu_iq4": KernelTrial("IQ4_NL and IQ4_XS matrices in 4 bits on Hopper", "stored as 8-bit integers with scales"),
     "gpu_reorder": KernelTrial(
-        "more than 16 rows of activations put into act order as whole rows", "number by number, slower for many rows"
+        "activations of more than 16 rows reordered for act order row by row",
+        "reordered element by element, slower for many rows",
     ),
 }
 
 
 def is_chosen(kernels: KernelSet) -> bool:
-    """Return whether these kernels are chosen: proven, or asked for."""
-    return bool(TRIALS[kernels].proven_on) or kernels in _asked_for()
+    """Return whether these kernels are used: because they are proven, or enabled by the variable."""
+    return bool(TRIALS[kernels].proven_on) or kernels in _enabled()
 
 
 def not_chosen() -> Iterator[tuple[KernelSet, KernelTrial]]:
     return ((name, trial) for name, trial in TRIALS.items() if not is_chosen(name))
 
 
-def _asked_for() -> tuple[str, ...]:
+def _enabled() -> tuple[str, ...]:
     value = os.environ.get(VARIABLE, "").strip().lower()
     if value in ("", "0", "no", "false", "off"):
         return ()
@@ -64,5 +67,5 @@ def _asked_for() -> tuple[str, ...]:
     names = tuple(part.strip() for part in value.split(","))
     for name in names:
         if name not in TRIALS:
-            raise InvalidConfig(f"{VARIABLE}: there are no kernels {name!r}", hint=f"1, or some of {', '.join(TRIALS)}")
+            raise InvalidConfig(f"{VARIABLE}: unknown kernels {name!r}", hint=f"1, or some of {', '.join(TRIALS)}")
     return names

@@ -134,7 +134,7 @@ CUDA = Device(
     ),
     free_bytes=_free_gpu_bytes,
     limits=gpu_limits,
-    compute_dtype=lambda spec, in_halves: gpu_dtype(spec, in_halves=in_halves),
+    compute_dtype=lambda spec, prefers_16_bits: gpu_dtype(spec, prefers_16_bits=prefers_16_bits),
     dtype_note=_gpu_dtype_note,
     workspace_bytes=lambda spec, limits, share: runner_bytes(spec, limits, share=share),
     make_runner=_cuda_runner,

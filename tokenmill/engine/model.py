@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tokenmill.arch.mtp import mtp_head
-from tokenmill.arch.packed_formats import drawable_formats, stored_formats
+from tokenmill.arch.packed_formats import dummy_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.unproven import is_chosen
 from tokenmill.config import EngineConfig
@@ -44,7 +44,7 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
     """The model's weights: those of its files, checked for completeness, or random ones."""
     if config.model.load_format == "dummy":  # drawn where they are used, in the precision they are used in
         dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
-        stored = drawable_formats(stored_formats(path, spec))
+        stored = dummy_formats(stored_formats(path, spec))
         return dummy_weights(spec, seed=config.model.seed, dtype=dtype, device=device, stored=stored)
     wanted, found = config.model.load_format, locate(path).format
     if wanted not in ("auto", found):

@@ -6,7 +6,7 @@ Embedding and head matrix are the model's own. Its cache has one layer, and bloc
 from __future__ import annotations
 
 from tokenmill.arch.cost import WeightParts, num_parameters
-from tokenmill.arch.mtp import MOST_STATES, has_mtp_head, mtp_head, mtp_parameters
+from tokenmill.arch.mtp import MAX_KEPT_STATES, has_mtp_head, mtp_head, mtp_parameters
 from tokenmill.arch.outline import Model
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.errors import InvalidConfig
@@ -22,7 +22,7 @@ def mtp_bytes(spec: Model, parts: WeightParts, max_rows: int) -> int:
         problem = f"speculate mtp was asked for, but heads that predict further tokens of {spec.family} are not read"
         raise InvalidConfig(problem, param="speculate")
     weights = int(parts.total * mtp_parameters(spec) / num_parameters(spec))
-    return weights + max_rows * MOST_STATES * spec.hidden_size * 4
+    return weights + max_rows * MAX_KEPT_STATES * spec.hidden_size * 4
 
 
 def mtp_blocks(num_blocks: int, layout: KVLayout) -> int:

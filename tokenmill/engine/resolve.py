@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, is_small
-from tokenmill.arch.packed_formats import drawable_formats, stored_formats
+from tokenmill.arch.packed_formats import dummy_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.config.engine import MAX_AUTO_CONTEXT
@@ -67,7 +67,7 @@ class Resolved:
 def resolve_model_config(config: EngineConfig, spec: ModelSpec, path: Path) -> Resolved:
     """Resolve a config for a model's files on this machine."""
     is_random = config.model.load_format == "dummy"
-    formats = drawable_formats(stored_formats(path, spec)) if is_random else None
+    formats = dummy_formats(stored_formats(path, spec)) if is_random else None
     stored = StoredWeights(spec, None if is_random else path, formats)
     return resolve(config, spec, probe(config), stored)
 

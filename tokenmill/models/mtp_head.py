@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tokenmill.arch.mtp import MOST_STATES
+from tokenmill.arch.mtp import MAX_KEPT_STATES
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.protocol import BestLogits, StagedModel, WeightReader
@@ -73,7 +73,7 @@ class KeptStates:
     row 3   first                end
             |  [n, H]             |          states of the sequence's tokens first … end - 1
 
-    At most `MOST_STATES` per row are kept. The head then does not see the start of a long prompt, which costs
+    At most `MAX_KEPT_STATES` per row are kept. The head then does not see the start of a long prompt, which costs
     acceptance only: drafts are verified anyway.
     """
 
@@ -86,7 +86,7 @@ class KeptStates:
         if not begin <= first <= begin + len(held):
             begin, held = first, states[:0]
         joined = torch.cat([held[: first - begin], states])
-        surplus = max(0, len(joined) - MOST_STATES)
+        surplus = max(0, len(joined) - MAX_KEPT_STATES)
         self._rows[row] = begin + surplus, joined[surplus:]
 
     def first(self, row: int) -> int | None:

@@ -20,7 +20,7 @@ class RawTensor:
     shape: tuple[int, ...]  # of the values, also where `data` holds blocks
     data: torch.Tensor  # values of any float dtype; or uint8 blocks [..., bytes per row] when `quant` is set
     quant: str | None = None
-    same_scales: int = 1  # this many neighbouring blocks share one scale: larger groups, stored as blocks
+    blocks_per_scale: int = 1  # this many neighbouring blocks share one scale: larger groups, stored as blocks
     ordered: Ordered | None = None
     is_rounded: bool = False  # dequantised from a format without blocks: float16 keeps all of their precision
 

@@ -21,7 +21,7 @@ from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.gguf_mixes import MIXES, mixed_parts
 from tokenmill.arch.outline import Model
 from tokenmill.arch.outlines import outline_from_hf
-from tokenmill.arch.packed_formats import Stored, configured_formats
+from tokenmill.arch.packed_formats import StoredFormat, configured_formats
 from tokenmill.arch.quantization import Scheme, read_quantization
 from tokenmill.arch.read import quantization_config, read_json, read_spec
 from tokenmill.arch.spec import ModelSpec
@@ -149,7 +149,7 @@ def _from_config(config: dict[str, Any], name: str) -> PlannedModel:
     return PlannedModel(name, model, dtype, kept=kept.parts, expands_weights=kept.expands_weights)
 
 
-def _formats(model: ModelSpec, quantisation: dict[str, Any]) -> Mapping[str, Stored]:
+def _formats(model: ModelSpec, quantisation: dict[str, Any]) -> Mapping[str, StoredFormat]:
     """Formats of matrices; none where weights so quantised are planned but not computed with."""
     try:
         return configured_formats(model, quantisation)

@@ -24,7 +24,7 @@ from tokenmill.arch.packed_formats import (
     INT4_GROUP,
     INT8_GROUP,
     UNQUANTIZED,
-    Stored,
+    StoredFormat,
     packed_int_format,
 )
 from tokenmill.arch.recurrent import Recurrent
@@ -223,7 +223,7 @@ def table_width(max_blocks: int) -> int:
     return ceil(max_blocks / 4) * 4
 
 
-Formats = Mapping[str, Stored]
+Formats = Mapping[str, StoredFormat]
 NOTHING_STORED: Formats = {}
 
 
@@ -242,7 +242,7 @@ def gpu_weight_parts(
     return WeightParts(embedding, experts, sum(kept.values()) - embedding - experts - tables, tables)
 
 
-def kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored: Stored | None) -> int:
+def kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored: StoredFormat | None) -> int:
     size = prod(tensor.shape)
     if tensor.kind == "vector":
         return 4 * size if not tensor.name.endswith(".bias") else value_bytes * size

@@ -98,7 +98,7 @@ def _load_four_bits(checkpoint: SafetensorsCheckpoint, kind: str, state: _State,
         return RawTensor(name, state.shape, values.view(state.shape))
     header = scales.view(state.shape[0], -1).repeat_interleave(every, dim=1).unsqueeze(2)
     blocks = nibble_pairs(in_blocks(numbers, BLOCK))
-    return with_headers(name, state.shape, header, blocks, quant, same_scales=every)
+    return with_headers(name, state.shape, header, blocks, quant, blocks_per_scale=every)
 
 
 def _scales(checkpoint: SafetensorsCheckpoint, name: str, state: _State) -> torch.Tensor:
@@ -135,4 +135,4 @@ def _load_eight_bits(checkpoint: SafetensorsCheckpoint, scales_name: str, name: 
     num_blocks = shape[1] // BLOCK
     header = scales.view(-1, 1, 1).expand(shape[0], num_blocks, 1)
     blocks = in_blocks(numbers.view(torch.uint8), BLOCK)
-    return with_headers(name, shape, header, blocks, "B8", same_scales=num_blocks)
+    return with_headers(name, shape, header, blocks, "B8", blocks_per_scale=num_blocks)

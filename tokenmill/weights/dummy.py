@@ -14,7 +14,7 @@ from importlib import import_module
 import torch
 
 from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
-from tokenmill.arch.packed_formats import Stored
+from tokenmill.arch.packed_formats import StoredFormat
 from tokenmill.arch.spec import ModelSpec, TensorSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import UnsupportedModel
@@ -72,10 +72,10 @@ def dummy_weights(
     dtype: torch.dtype = torch.float32,
     quant: str | None = None,
     device: torch.device | None = None,
-    stored: Mapping[str, Stored] | None = None,
+    stored: Mapping[str, StoredFormat] | None = None,
 ) -> DummyWeights:
     """Return random weights; with `quant`, matrices are blocks of that format where its block length fits their rows.
-    `stored`: formats of some matrices (`drawable_formats`)."""
+    `stored`: formats of some matrices (`dummy_formats`)."""
     if quant is not None and quant not in _BLOCK_SCALES:
         known = ", ".join(_BLOCK_SCALES)
         raise UnsupportedModel(f"random {quant} blocks are not implemented", hint=f"these are: {known}")

@@ -68,7 +68,7 @@ def _load(
         refuse_parts(checkpoint.place, name, matrix=shape, scales=tuple(grid.shape))
     header = per_block.repeat_interleave(rows, dim=-2)[..., : shape[-2], :].unsqueeze(-1)
     blocks = in_blocks(bits, BLOCK)
-    return with_headers(name, shape, header, blocks, "F8", same_scales=every)
+    return with_headers(name, shape, header, blocks, "F8", blocks_per_scale=every)
 
 
 def _spread(grid: torch.Tensor, rows: int, columns: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -32,7 +32,7 @@ Factors = dict[str, tuple[float, ...]]
 
 def architecture_metadata(spec: ModelSpec, family: Family) -> tuple[Metadata, Factors]:
     """Return (keys without the architecture's prefix, tensors of rope factors)."""
-    if family.gguf_traits.words is not None:
+    if family.gguf_traits.config_keys is not None:
         raise UnsupportedModel(
             f"{spec.family}: models of this family are read from GGUF, but cannot be written as GGUF"
         )

@@ -51,7 +51,7 @@ def integer_blocks(name: str, groups: Groups) -> RawTensor:
         header = _repeated(torch.stack((scales, zeros), dim=2), every).view(torch.uint8)
     numbers = codes.view(num_out, -1, BLOCK)
     packed = torch.cat((header, nibble_pairs(numbers) if is_small else numbers), dim=2)
-    return RawTensor(name, (num_out, num_in), packed.flatten(1), quant, same_scales=every)
+    return RawTensor(name, (num_out, num_in), packed.flatten(1), quant, blocks_per_scale=every)
 
 
 def _ordered(name: str, groups: Groups, size: int) -> Ordered | None:
@@ -101,22 +101,22 @@ def nibble_pairs(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def with_headers(name: str, shape: tuple[int, ...], header: torch.Tensor, numbers: torch.Tensor, quant: str,
-                 same_scales: int = 1) -> RawTensor:  # fmt: skip
+                 blocks_per_scale: int = 1) -> RawTensor:  # fmt: skip
     """A tensor of blocks: header [..., blocks, n] of any type, numbers uint8 [..., blocks, bytes]"""
     data = torch.cat((header.contiguous().view(torch.uint8), numbers), dim=-1).flatten(-2)
-    return RawTensor(name, shape, data, quant, same_scales)
+    return RawTensor(name, shape, data, quant, blocks_per_scale)
 
 
 def alike(parts: Sequence[RawTensor]) -> list[RawTensor]:
     """Matrices of one shape in one format, so that they can be stacked: experts of which some have scales that others
     have not are all given the wider ones; where formats differ altogether all are expanded."""
-    if len({(part.quant, part.same_scales, part.data.dtype) for part in parts}) == 1:
+    if len({(part.quant, part.blocks_per_scale, part.data.dtype) for part in parts}) == 1:
         return list(parts)
-    every = math.gcd(*(part.same_scales for part in parts))
-    wide = [replace(_widened(part) if part.quant in WIDER else part, same_scales=every) for part in parts]
+    every = math.gcd(*(part.blocks_per_scale for part in parts))
+    wide = [replace(_widened(part) if part.quant in WIDER else part, blocks_per_scale=every) for part in parts]
     if len({part.quant for part in wide}) == 1 and wide[0].quant is not None:
         return wide
-    return [replace(part, data=dequantize(part), quant=None, same_scales=1, ordered=None) for part in parts]
+    return [replace(part, data=dequantize(part), quant=None, blocks_per_scale=1, ordered=None) for part in parts]
 
 
 def _widened(raw: RawTensor) -> RawTensor:
@@ -126,4 +126,4 @@ def _widened(raw: RawTensor) -> RawTensor:
     scales = blocks[..., :HEADER_BYTES].contiguous().view(torch.float16).float()
     numbers = blocks[..., HEADER_BYTES:] if raw.quant == "Q4_0" else blocks[..., HEADER_BYTES:] ^ 128
     header = torch.cat((scales, torch.full_like(scales, middle)), dim=-1)
-    return with_headers(raw.name, raw.shape, header, numbers, WIDER[str(raw.quant)], raw.same_scales)
+    return with_headers(raw.name, raw.shape, header, numbers, WIDER[str(raw.quant)], raw.blocks_per_scale)

@@ -61,7 +61,7 @@ def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
     checkpoint: Checkpoint
     if is_gguf:
         checkpoint = GGUFCheckpoint(read_gguf_model(location.files[0]))
-        rules = names.rules_beside(family.gguf_traits.rules_for(checkpoint.shapes))
+        rules = names.head_rules(family.gguf_traits.rules_for(checkpoint.shapes))
     else:
         checkpoint = _safetensors(location.files)
         rules = _hf_rules(family, checkpoint, names)
@@ -105,7 +105,7 @@ def _hf_rules(family: Family, checkpoint: Checkpoint, head: MtpNames | None = No
     found = (prefix for prefix in family.hf_prefixes if prefix + "embed_tokens.weight" in shapes)
     prefix = next(found, "model.")
     rules: Rules = {**family.hf_rules, **_variant(family, prefix, shapes)}
-    rules = prefixed_rules(rules if head is None else head.rules_beside(rules), prefix)
+    rules = prefixed_rules(rules if head is None else head.head_rules(rules), prefix)
     if isinstance(checkpoint, QuantizedCheckpoint) and checkpoint.has_rows_of_outputs:
         return {ours: replace(rule, transposed=False) for ours, rule in rules.items()}
     return rules
@@ -161,8 +161,8 @@ class CheckpointWeights:
         parts = [self._part(theirs, source, rows, experts, columns) for theirs in source.names]
         if source.times is not None:
             return self._product(name, parts[0], *source.times)
-        if source.beside is not None:
-            return self._by_heads(name, parts[0], *source.beside)
+        if source.values is not None:
+            return self._by_heads(name, parts[0], *source.values)
         if len(self.sources[name].names) == 1:
             return replace(parts[0], name=name)
         parts = alike(parts)
@@ -205,7 +205,7 @@ class CheckpointWeights:
         shapes = self.checkpoint.shapes
         expected = {theirs: source.shape for source in self.sources.values() for theirs in source.names}
         expected |= dict(source.times for source in self.sources.values() if source.times is not None)
-        expected |= dict(source.beside for source in self.sources.values() if source.beside is not None)
+        expected |= dict(source.values for source in self.sources.values() if source.values is not None)
         missing = [name for name in expected if name not in shapes]
         wrong = [
             f"{name} {list(shapes[name])} (expected {list(shape)})"
@@ -246,8 +246,8 @@ def transformed(
     """A tensor of a checkpoint as ours, or some of its rows or columns: others are not touched. `fetched`: what is used
     of it is read at once."""
     data, shape = raw.data, raw.shape
-    if source.plane is not None:
-        data, shape = data[source.plane], shape[1:]
+    if source.stack_index is not None:
+        data, shape = data[source.stack_index], shape[1:]
     for at in reversed(source.unit_axes):
         data, shape = data.squeeze(at), (*shape[:at], *shape[at + 1 :])
     axis = len(shape) - 1 if source.is_vector or len(shape) == 1 else len(shape) - 2  # of rows

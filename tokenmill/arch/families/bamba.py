@@ -1,7 +1,7 @@
-"""Bamba: Mamba-2 in most layers, attention in some, an MLP behind each.
+"""Bamba: Mamba-2 in most layers, attention in some, each followed by an MLP.
 
-Which layers attend is said by `attn_layer_indices` or `layers_block_type`. One matrix makes the gate, x, B, C and dt of
-Mamba-2; here they are called z, v, k, q and a, as of other recurrent layers.
+`attn_layer_indices` or `layers_block_type` list the attention layers. Mamba-2's gate, x, B, C and dt come from one
+matrix; here they are called z, v, k, q and a, as in other recurrent layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONVOLVED = ("ssm_conv_v", "ssm_conv_k", "ssm_conv_q")
 
 
 def hf_mamba(place: str) -> Rules:
-    """The names of Mamba-2's tensors in a layer, behind `place`."""
+    """Return the rules of Mamba-2's tensors, whose names begin with `place`."""
     return {
         **{f"layers.{{i}}.{part}.{kind}": Rule(f"{place}.in_proj.{kind}", INPUTS)
            for part in INPUTS for kind in ("weight", "bias")},
@@ -38,7 +38,7 @@ def hf_mamba(place: str) -> Rules:
 
 
 def mamba2(fields: ConfigFields) -> Recurrent:
-    """The recurrent mixer that `mamba_*` keys describe."""
+    """Return the recurrent mixer that the `mamba_*` keys describe."""
     heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups")
     width = fields.get("mamba_d_ssm") or fields.integer("mamba_expand") * fields.integer("hidden_size")
     head_dim = width // heads if fields.get("mamba_d_head") == "auto" else fields.integer("mamba_d_head")
@@ -59,18 +59,18 @@ def mamba2(fields: ConfigFields) -> Recurrent:
 
 
 def step_limits(fields: ConfigFields) -> tuple[float, float] | None:
-    """`time_step_limit`; infinity may be written as an object."""
+    """Return `time_step_limit`, in which infinity may be written as an object; None: no limits."""
     given = fields.get("time_step_limit")
     limits = [inf if one == {"__float__": "Infinity"} else one for one in given or (0.0, inf)]
     if len(limits) != 2 or not all(isinstance(one, int | float) for one in limits):
         fields.refuse(f"time_step_limit is {given!r}, expected two numbers")
     low, high = (float(one) for one in limits)
-    return None if low == 0.0 and high > 1e38 else (low, high)  # softplus is never below, no float32 above
+    return None if low == 0.0 and high > 1e38 else (low, high)  # softplus is never negative, float32 never larger
 
 
 def is_recurrent(fields: ConfigFields, layer_index: int, key: str) -> bool:
-    """Tell whether a list of kinds says that a layer is recurrent."""
-    kinds = fields.words(key, fields.integer("num_hidden_layers"))
+    """Return whether the list of layer types under `key` declares a layer as recurrent."""
+    kinds = fields.strings(key, fields.integer("num_hidden_layers"))
     if kinds is None:
         return False
     for kind in sorted(set(kinds) - set(KINDS)):
@@ -86,7 +86,7 @@ def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpe
     return replace(layer, mixer=mamba2(fields)) if recurs else layer
 
 
-MAMBA_WORDS = {
+MAMBA_KEYS = {
     "mamba_d_conv": "ssm.conv_kernel",
     "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",
@@ -96,7 +96,7 @@ MAMBA_WORDS = {
 
 
 def mamba_sizes(fields: ConfigFields, gguf: GGUFFile) -> dict[str, int]:
-    """The rest of what GGUF says of Mamba-2"""
+    """Return the head size of Mamba-2, which GGUF metadata gives only indirectly."""
     return {"mamba_d_head": fields.integer("ssm.inner_size") // fields.integer("ssm.time_step_rank")}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tokenmill.arch.family import Family, GGUFTraits, alternating
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import Gqa, ModelSpec, NormSpec
 from tokenmill.arch.tensors import GGUF_LLAMA, HF_LLAMA, interleaved_pairs
 
@@ -41,7 +41,7 @@ COHERE2 = Family(
     gguf=GGUFTraits(
         "cohere2",
         GGUF_LLAMA,
-        words=ConfigWords({"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}),
+        config_keys=ConfigKeys({"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}),
     ),
     qkv_bias="attention_bias",
     out_bias="attention_bias",

@@ -1,11 +1,11 @@
-"""DeepSeek V2 to V3.2, R1, Kimi K2, GLM-5, GLM-4.7-Flash, Moonlight: latent attention, and routed experts behind a few
-dense layers, beside experts for every token.
+"""DeepSeek V2 to V3.2, R1, Kimi K2, GLM-5, GLM-4.7-Flash, Moonlight: latent attention, and routed and shared experts
+after a few dense layers.
 
-V2 weighs experts by a softmax over all; V3 by sigmoids, with a bias that counts for the choice alone and groups of
-experts of which the best are kept. The layer behind the last one predicts a further token (`arch/mtp.py`).
+V2 scores experts by a softmax over all; V3 by sigmoids, with a bias that affects only the choice, and groups of experts
+of which the best are kept. The layer after the last one is an MTP head (`arch/mtp.py`).
 
-V3.2 and GLM-5 look at those tokens of the context that an indexer chooses; in GLM-5.2 most layers take the choice of a
-layer before them.
+V3.2 and GLM-5 attend to the tokens that an indexer selects; in GLM-5.2 most layers use the selection of an earlier
+layer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
 from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits, refuse_others
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
+from tokenmill.arch.gguf_config_keys import SIGMOID, SOFTMAX, ConfigKeys, yarn_keys
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
-from tokenmill.arch.gguf_words import SIGMOID, SOFTMAX, ConfigWords, yarn_words
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.spec import LayerSpec, Mla, MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, GGUF_LATENT, GGUF_LATENT_HEADS, GGUF_ROUTED, HF_LLAMA, Rule, Rules
@@ -61,7 +61,7 @@ HF_INTERLEAVED_INDEX: Rules = {
 def _experts(fields: ConfigFields, layer_index: int, routing: RoutingSpec) -> MoeSpec | None:
     if fields.integer("moe_layer_freq") != 1:
         fields.refuse("moe_layer_freq other than 1 is not implemented")
-    kinds = fields.words("mlp_layer_types", fields.integer("num_hidden_layers"))
+    kinds = fields.strings("mlp_layer_types", fields.integer("num_hidden_layers"))
     first = fields.integer("first_k_dense_replace", minimum=0)
     if layer_index < first if kinds is None else kinds[layer_index] == "dense":
         return None
@@ -103,7 +103,7 @@ def _experts_by_sigmoid(fields: ConfigFields, layer_index: int) -> MoeSpec | Non
 
 
 def _indexed(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
-    """Return the layer with an indexer, or with the choice of the last layer that has one."""
+    """Return the layer with an indexer, or with the selection of the last layer that has one."""
     mixer, kinds = layer.mixer, _index_kinds(fields)
     assert isinstance(mixer, Mla), "see `is_latent`"
     if mixer.q_rank is None:
@@ -120,9 +120,9 @@ def _indexed(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerS
 
 
 def _index_kinds(fields: ConfigFields) -> tuple[str, ...]:
-    """ "full" or "shared" for each layer, in any of the ways to say it"""
+    """Return "full" or "shared" for each layer, from any of the keys that can define it."""
     count, pattern = fields.integer("num_hidden_layers"), fields.get("index_topk_pattern")
-    kinds = fields.words("indexer_types", count)
+    kinds = fields.strings("indexer_types", count)
     if kinds is None and isinstance(pattern, str):
         kinds = tuple({"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern)
     if kinds is None:
@@ -135,9 +135,12 @@ def _index_kinds(fields: ConfigFields) -> tuple[str, ...]:
     return kinds
 
 
-def latent_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
-    """Sizes of a head: under keys of their own, where those of attention are those of the entries that all heads share
-    (newer files), or those of attention. YaRN's two factors for scores are one number here."""
+def latent_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Return the sizes of a head and the scaling.
+
+    Newer files have the head sizes under `_mla` keys, because their attention keys describe the latent entries that all
+    heads share. YaRN's two score factors are one value in GGUF files.
+    """
     rope, ending = fields.integer("rope.dimension_count"), "_mla" if fields.has("attention.key_length_mla") else ""
     found: dict[str, Any] = {
         "qk_rope_head_dim": rope,
@@ -147,15 +150,15 @@ def latent_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
     }
     if fields.get("rope.scaling.type") == "yarn" and fields.has("rope.scaling.yarn_log_multiplier"):
         weight = round(10 * fields.positive("rope.scaling.yarn_log_multiplier"), 6)
-        found["rope_scaling"] = {**yarn_words(fields), "mscale": weight, "mscale_all_dim": weight}
+        found["rope_scaling"] = {**yarn_keys(fields), "mscale": weight, "mscale_all_dim": weight}
     has_groups = (fields.integer_or_none("expert_group_count", minimum=0) or 1) > 1
     if has_groups and fields.get("expert_gating_func") in (None, SOFTMAX):
         found["topk_method"] = "group_limited_greedy"
     return found
 
 
-LATENT_WORDS = {
-    **EXPERT_WORDS,
+LATENT_KEYS = {
+    **EXPERT_KEYS,
     "kv_lora_rank": "attention.kv_lora_rank",
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
@@ -175,23 +178,23 @@ GGUF_GLM_DSA: Rules = {
     "layers.{i}.index_k_norm.bias": Rule(f"{GGUF_INDEX}.k_norm.bias", interleaved=True),
     "layers.{i}.index_weights.weight": Rule(f"{GGUF_INDEX}.proj.weight"),
 }
-INDEX_WORDS = {
+INDEX_KEYS = {
     "index_n_heads": "attention.indexer.head_count",
     "index_head_dim": "attention.indexer.key_length",
     "index_topk": "attention.indexer.top_k",
 }
 
 
-def _indexed_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
-    """With which layers choose for themselves: those of which the file says so, or which have an indexer"""
+def _indexed_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Return also which layers have their own indexer: those that the metadata lists, or that have its tensors."""
     count = fields.integer("block_count") - (fields.integer_or_none("nextn_predict_layers", minimum=0) or 0)
-    said = fields.get("attention.indexer.types")
-    if not isinstance(said, list):
-        said = [f"blk.{index}.indexer.attn_k.weight" in gguf.tensors for index in range(count)]
-    return latent_words(fields, gguf) | {"indexer_types": ["full" if one else "shared" for one in said[:count]]}
+    types = fields.get("attention.indexer.types")
+    if not isinstance(types, list):
+        types = [f"blk.{index}.indexer.attn_k.weight" in gguf.tensors for index in range(count)]
+    return latent_config(fields, gguf) | {"indexer_types": ["full" if one else "shared" for one in types[:count]]}
 
 
-DEEPSEEK_WORDS = ConfigWords(LATENT_WORDS, more=latent_words, without=NOT_OF_HEADS)
+DEEPSEEK_KEYS = ConfigKeys(LATENT_KEYS, more=latent_config, without=NOT_OF_HEADS)
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
@@ -225,7 +228,7 @@ DEEPSEEK_V2 = Family(
     gguf=GGUFTraits(
         "deepseek2",
         GGUF_DEEPSEEK,
-        words=replace(DEEPSEEK_WORDS, gating=SOFTMAX),
+        config_keys=replace(DEEPSEEK_KEYS, gating=SOFTMAX),
         variant=GGUF_LATENT_HEADS,
         other_with=("expert_gating_func", "deepseek_v3"),
         other_value=SIGMOID,
@@ -254,7 +257,7 @@ DEEPSEEK_V3 = Family(
         "eos_token_id": 1,
     },
     hf_rules=HF_LATENT,
-    gguf=GGUFTraits("deepseek2", GGUF_DEEPSEEK, words=DEEPSEEK_WORDS, variant=GGUF_LATENT_HEADS),
+    gguf=GGUFTraits("deepseek2", GGUF_DEEPSEEK, config_keys=DEEPSEEK_KEYS, variant=GGUF_LATENT_HEADS),
     is_latent=True,
     experts=_experts_by_sigmoid,
     refused_flags=("attention_bias", "mlp_bias", "index_n_heads"),
@@ -319,7 +322,7 @@ GLM_MOE_DSA = replace(
     gguf=GGUFTraits(
         "glm-dsa",
         GGUF_GLM_DSA,
-        words=ConfigWords({**LATENT_WORDS, **INDEX_WORDS}, more=_indexed_words, without=NOT_OF_HEADS),
+        config_keys=ConfigKeys({**LATENT_KEYS, **INDEX_KEYS}, more=_indexed_config, without=NOT_OF_HEADS),
         variant=GGUF_LATENT_HEADS,
     ),
     refused_flags=("attention_bias", "mlp_bias"),

@@ -1,6 +1,6 @@
 """DeepSeek V4: attention over a window and compressed entries, several residual streams, experts that are looked up by
-token in the first layers and chosen by square roots of softplus in the others. Its files have no heads that predict
-further tokens but under names of their own, which are left out."""
+token id in the first layers and scored by the square root of softplus in the others. Its MTP heads, which have their
+own tensor names, are ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 10.0  # of activations
 
 
 def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in the words of newer files: kinds of layers, their rates, and a rotation for each kind"""
+    """Convert a config to the keys of newer files: layer types, their rates, and a rotation per type."""
     found = {**config, "intermediate_size": config.get("moe_intermediate_size")}
     count, ratios = config.get("num_hidden_layers"), config.get("compress_ratios")
     if "layer_types" not in config and isinstance(ratios, list):
@@ -36,29 +36,29 @@ def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Windows alone turn by plain angles, compressed entries and what looks at them by others"""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Return the two rotations: that of layers with only a window, and that of layers with compressed entries."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = config.get("partial_rotary_factor")
     if share is None and config.get("qk_rope_head_dim") and config.get("head_dim"):
         share = config["qk_rope_head_dim"] / config["head_dim"]
     common = {"partial_rotary_factor": share if share is not None else 64 / 512}
     main = {"rope_theta": config.get("rope_theta", 10000.0), **common}
-    other = {**given, "rope_theta": config.get("compress_rope_theta", 160000.0), **common}
-    if isinstance(given.get("main"), dict) and isinstance(given.get("compress"), dict):
-        main, other = given["main"], given["compress"]
+    other = {**scaling, "rope_theta": config.get("compress_rope_theta", 160000.0), **common}
+    if isinstance(scaling.get("main"), dict) and isinstance(scaling.get("compress"), dict):
+        main, other = scaling["main"], scaling["compress"]
     if "yarn" in (other.get("rope_type"), other.get("type")):
         other = {"attention_factor": 1.0, **other}
     return {SLIDING: main, "full_attention": other}
 
 
 def _windows(fields: ConfigFields, num_layers: int) -> Windows:
-    """Windows of layers that have nothing else: they say which of the two rotations a layer has."""
+    """Return windows for the layers without compressed entries, which selects one of the two rotations."""
     window = fields.integer("sliding_window")
     return tuple(window if kind == SLIDING else None for kind in _kinds(fields, num_layers))
 
 
 def _kinds(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
-    kinds = fields.words("layer_types", num_layers)
+    kinds = fields.strings("layer_types", num_layers)
     if kinds is None:
         fields.refuse("layer_types is missing")
     refuse_others(fields, kinds, SLIDING, SPARSE, HEAVY)
@@ -106,7 +106,7 @@ def _compression(fields: ConfigFields, kind: str, head_dim: int) -> Compression 
 
 
 def _experts(fields: ConfigFields, index: int) -> MoeSpec:
-    kinds = fields.words("mlp_layer_types", fields.integer("num_hidden_layers")) or ()
+    kinds = fields.strings("mlp_layer_types", fields.integer("num_hidden_layers")) or ()
     refuse_others(fields, kinds, "hash_moe", "moe")
     if fields.text("scoring_func") != "sqrtsoftplus":
         fields.refuse(f"scoring_func {fields.get('scoring_func')!r} is not implemented")
@@ -214,7 +214,7 @@ DEEPSEEK_V4 = Family(
             "streams_end_scale": "model.hc_head.hc_scale",
         },
     ),
-    # As the files are published; above as transformers writes them.
+    # The names in published files; those above are written by transformers.
     hf_variant=_rules(
         "",
         "kv_norm",

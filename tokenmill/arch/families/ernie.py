@@ -1,5 +1,5 @@
-"""ERNIE 4.5, dense and with experts: rotation of neighbouring pairs; routed experts are chosen with a bias beside the
-softmax, and some are for every token."""
+"""ERNIE 4.5, dense and with experts: rotation of neighbouring pairs; routed experts with softmax scores and a choice
+bias, and shared experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF_LLAMA, HF_LLAMA, HF_SHARED_EXPERTS, Rule, interleaved_pairs
 
@@ -28,7 +28,7 @@ ERNIE4_5 = Family(
         "eos_token_id": 2,
     },
     hf_rules=interleaved_pairs(HF_LLAMA),
-    gguf=GGUFTraits("ernie4_5", GGUF_LLAMA, words=ConfigWords(tensors={"use_bias": "blk.0.attn_q.bias"})),
+    gguf=GGUFTraits("ernie4_5", GGUF_LLAMA, config_keys=ConfigKeys(tensors={"use_bias": "blk.0.attn_q.bias"})),
     qkv_bias="use_bias",
     out_bias="use_bias",
     mlp_bias="use_bias",

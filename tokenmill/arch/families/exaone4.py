@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind attention and MLP only, and on each head of q and k; windows in three of four layers, and in
+"""EXAONE 4: norms only after attention and MLP, and on each head of q and k; windows in three of four layers, and in
 models with windows no rotation in the others."""
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from typing import Any
 
 from tokenmill.arch.family import Family, GGUFTraits, alternating
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import Gqa
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_POST_NORMS, HF_QK_NORM
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A pattern may be letters, "LLLG": three local layers and a global one; the last layer of all is global."""
+    """Convert a pattern of letters such as "LLLG" (three local layers, one global) to `layer_types`; the last layer is
+    always global."""
     pattern = config.get("sliding_window_pattern")
     if not isinstance(pattern, str):
         return config
     count = config.get("num_hidden_layers")
     if not pattern or set(pattern) - set("LG") or not isinstance(count, int):
-        return config  # refused as what it is, where it is read
+        return config  # the reader of `sliding_window_pattern` refuses it
     kinds = {"L": "sliding_attention", "G": "full_attention"}
     named = [kinds[pattern[index % len(pattern)]] for index in range(count - 1)]
     return {**config, "layer_types": config.get("layer_types") or [*named, "full_attention"]}
@@ -49,7 +50,7 @@ EXAONE4 = Family(
         "eos_token_id": 2,
     },
     hf_rules={**HF_LLAMA, **HF_QK_NORM, **HF_POST_NORMS},
-    gguf=GGUFTraits("exaone4", GGUF, words=ConfigWords(defaults={"sliding_window": None})),
+    gguf=GGUFTraits("exaone4", GGUF, config_keys=ConfigKeys(defaults={"sliding_window": None})),
     qk_norm="head",
     norms="after",
     windows=alternating,

@@ -1,18 +1,19 @@
-"""Falcon-H1: attention and Mamba-2 side by side in every layer, with a multiplier on nearly every branch.
+"""Falcon-H1: attention and Mamba-2 in parallel in every layer, with a multiplier on nearly every branch.
 
-Multipliers of the recurrence are numbers of its mixer. Those of attention and the MLP are multiplied into the matrices
-when they are read: a matrix in front takes the multiplier of its input, one behind that of its output.
+The multipliers of the recurrence are fields of its mixer. Those of attention and the MLP are multiplied into the
+matrices when they are read: the multiplier of an input into the input projections, that of the output into the output
+projection.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.bamba import BAMBA, MAMBA_DEFAULTS, MAMBA_WORDS, hf_mamba, mamba2, mamba_sizes
+from tokenmill.arch.families.bamba import BAMBA, MAMBA_DEFAULTS, MAMBA_KEYS, hf_mamba, mamba2, mamba_sizes
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import LayerSpec, ModelSpec
 from tokenmill.arch.tensors import GGUF, GGUF_MAMBA, Rule
@@ -31,7 +32,7 @@ MULTIPLIERS = {
 
 
 def _mamba(fields: ConfigFields) -> Recurrent:
-    """One matrix makes z, v, k, q and a, whose multipliers come in that order."""
+    """Return the mixer with its multipliers, which are listed in the order z, v, k, q, a of the input projection."""
     mixer = mamba2(fields)
     scale = fields.number("ssm_in_multiplier")
     z, v, k, q, a = (scale * one for one in fields.numbers("ssm_multipliers", 5))
@@ -81,12 +82,12 @@ FALCON_H1 = Family(
         "projectors_bias": False,
     },
     hf_rules={**BAMBA.hf_rules, **hf_mamba("model.layers.{i}.mamba")},
-    # GGUF files have all multipliers in their matrices already.
+    # In GGUF files all multipliers are already part of the matrices.
     gguf=GGUFTraits(
         "falcon-h1",
-        {**GGUF, **GGUF_MAMBA, "layers.{i}.mlp_norm.weight": Rule("blk.{i}.ffn_norm")},  # so the converter names it
-        words=ConfigWords(
-            MAMBA_WORDS,
+        {**GGUF, **GGUF_MAMBA, "layers.{i}.mlp_norm.weight": Rule("blk.{i}.ffn_norm")},  # the converter's name
+        config_keys=ConfigKeys(
+            MAMBA_KEYS,
             {"mamba_rms_norm": "blk.0.ssm_norm.weight", "mamba_conv_bias": "blk.0.ssm_conv1d.bias"},
             {"mamba_norm_before_gate": False},
             more=mamba_sizes,

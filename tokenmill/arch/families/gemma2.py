@@ -1,4 +1,4 @@
-"""Gemma 2: soft-capped scores and logits, norms before and after each block, windows on every other layer."""
+"""Gemma 2: soft-capped scores and logits, norms before and after attention and MLP, windows on every other layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Gemma 3, text: q and k norms instead of Gemma 2's caps; five windowed layers to each global one, each kind with its
-own rope. `gemma3` is the checkpoint with the picture part beside it, which is left out.
-"""
+"""Gemma 3, text part: q and k norms instead of Gemma 2's softcaps; five windowed layers per global one, each type with
+its own rope. `gemma3` is the checkpoint with the vision part, which is ignored."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Gemma 3n, text: several residual streams of which layers read the first, a low-rank branch beside attention, an
-embedding of each layer's own, gates that are mostly cut off in the lower layers, and upper layers that read the keys
-and values of lower ones."""
+"""Gemma 3n, text part: several residual streams of which layers read the first, a low-rank branch parallel to
+attention, token embeddings per layer, sparse MLP gates in the lower layers, and upper layers that read the keys and
+values of lower ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from tokenmill.arch.families.gemma4 import GEMMA4, GGUF_GEMMA4, THEIRS, shared_layer
 from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec
 from tokenmill.arch.streams import AltUp
 from tokenmill.arch.tensors import Rule
@@ -22,7 +22,7 @@ WIDTHS = "intermediate_sizes"  # of each layer's MLP
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A width of the MLP for each layer, or the same for all"""
+    """Move a list of MLP widths per layer to a key of its own."""
     widths = config.get("intermediate_size")
     if not isinstance(widths, list) or not widths:
         return config
@@ -61,8 +61,8 @@ def _adjust_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
     return replace(model, input_vocab_size=rows if rows < model.vocab_size else None)
 
 
-def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
-    """Shares of gates that are cut off, of which files have the deviations, and sizes that only tensors tell"""
+def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Return the shares of gates that are cut off, which files give as deviations, and sizes that only tensors have."""
     found: dict[str, Any] = {
         "altup_correct_scale": "blk.0.altup_correct_scale.weight" in gguf.tensors,
         "rope_local_base_freq": fields.positive_or_none("rope.freq_base_swa") or 10000.0,
@@ -93,14 +93,14 @@ GGUF_GEMMA3N = {
     "streams.in.{s}.weight": Rule("altup_proj.weight"),
     "streams.out.{s}.weight": Rule("altup_unembd_proj.weight"),
 }
-GEMMA3N_WORDS = ConfigWords(
+GEMMA3N_KEYS = ConfigKeys(
     {
         "hidden_size_per_layer_input": "embedding_length_per_layer_input",
         "final_logit_softcapping": "final_logit_softcapping",
         "altup_num_inputs": "altup.num_inputs",
         "altup_active_idx": "altup.active_idx",
     },
-    more=_gguf_words,
+    more=_further_config,
 )
 
 GEMMA3N = replace(
@@ -135,7 +135,7 @@ GEMMA3N = replace(
         "bos_token_id": 2,
         "eos_token_id": 1,
     },
-    gguf=GGUFTraits("gemma3n", GGUF_GEMMA3N, words=GEMMA3N_WORDS),
+    gguf=GGUFTraits("gemma3n", GGUF_GEMMA3N, config_keys=GEMMA3N_KEYS),
     hf_rules={
         **{ours: rule for ours, rule in GEMMA4.hf_rules.items() if ".side." not in ours and ours != "layers.{i}.scale"},
         "layers.{i}.altup_router_norm.weight": Rule(THEIRS + "altup.router_norm.weight"),

@@ -1,6 +1,6 @@
-"""Gemma 4, text: five windowed layers to each global one, whose heads are wider and may use their keys as values; the
-last layers of small models read the keys and values of earlier ones, and each layer has an embedding of its own. The
-26B model has an MLP and experts side by side."""
+"""Gemma 4, text part: five windowed layers per global one, whose heads are wider and may use keys as values. In small
+models, the last layers read the keys and values of earlier ones, and each layer has its own token embedding. The 26B
+model has an MLP and experts in parallel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, GGUFTraits, alternating
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import SOFTMAX, ConfigKeys
 from tokenmill.arch.gguf_file import GGUFFile, read_floats
-from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM, Rule, Rules
 
@@ -23,7 +23,8 @@ def is_windowed(fields: ConfigFields, layer: int) -> bool:
 
 
 def shared_layer(fields: ConfigFields, layer: int) -> int | None:
-    """The layer whose keys and values this one reads: the last of its kind that has some of its own."""
+    """Return the layer whose keys and values this one reads: the last of the same type that has its own. None: this
+    layer has its own."""
     first = fields.integer("num_hidden_layers") - fields.integer("num_kv_shared_layers", minimum=0)
     if layer < first or first <= 0:
         return None
@@ -34,7 +35,7 @@ def shared_layer(fields: ConfigFields, layer: int) -> int | None:
 
 
 def _of_layer(fields: ConfigFields, layer: int, key: str, global_key: str, default: int) -> int:
-    """A size that global layers, or single ones, may have for themselves."""
+    """Return a size that may differ for global layers or for single layers."""
     for number, own in (fields.section("per_layer_config") or {}).items():
         if number.isdecimal() and int(number) == layer and isinstance(own, dict) and key in own:
             return ConfigFields(own, f"{fields.source} per_layer_config {layer}").integer(key)
@@ -59,7 +60,7 @@ def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
 
 
 def _wider(rope: RopeSpec, old: int, new: int) -> RopeSpec:
-    """The rotation for heads of another width."""
+    """Return a rotation converted to heads of another width."""
     angles = None if rope.num_angles is None else rope.num_angles * new // old
     return replace(rope, rotary_dim=rope.rotary_dim * new // old, num_angles=angles)
 
@@ -81,8 +82,8 @@ def _adjust_layer(fields: ConfigFields, index: int, layer: LayerSpec) -> LayerSp
     return replace(layer, mlp=mlp, side_experts=side, input_width=width, has_scale=True)
 
 
-def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
-    """Sizes that windowed and global layers have for themselves, and the share of a global head that turns"""
+def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Return the sizes of windowed and global layers, and the share of a global head that rotates."""
     pattern = fields.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         fields.refuse("attention.sliding_window_pattern is missing")
@@ -110,15 +111,15 @@ def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": fields.positive("rope.freq_base"),
-                "partial_rotary_factor": _turning_share(fields, gguf),
+                "partial_rotary_factor": _rotated_share(fields, gguf),
             },
         },
     }
     return found | ({"num_global_key_value_heads": whole[0]} if without_values and whole else {})
 
 
-def _turning_share(fields: ConfigFields, gguf: GGUFFile) -> float:
-    """Frequencies that don't turn are divided by a huge number."""
+def _rotated_share(fields: ConfigFields, gguf: GGUFFile) -> float:
+    """Return the share of a head that rotates: other frequencies have a huge factor in `rope_freqs`."""
     factors = gguf.tensors.get("rope_freqs.weight")
     if factors is None:
         return 1.0
@@ -127,10 +128,10 @@ def _turning_share(fields: ConfigFields, gguf: GGUFFile) -> float:
             f"tensor 'rope_freqs.weight' is {factors.type} {list(factors.shape)}, expected F32 of half a head"
         )
     numbers = read_floats(factors)
-    turning = sum(number == 1.0 for number in numbers)
-    if any(number != 1.0 and number < 1e20 for number in numbers) or any(one != 1.0 for one in numbers[:turning]):
+    num_rotated = sum(number == 1.0 for number in numbers)
+    if any(number != 1.0 and number < 1e20 for number in numbers) or any(one != 1.0 for one in numbers[:num_rotated]):
         fields.refuse("rope_freqs has factors other than 1 and infinity, which is not implemented")
-    return turning / len(numbers)
+    return num_rotated / len(numbers)
 
 
 GGUF_GEMMA4: Rules = {
@@ -152,7 +153,7 @@ GGUF_GEMMA4: Rules = {
     SIDE + "experts.up.weight": Rule("blk.{i}.ffn_gate_up_exps.weight", fused=("gate", "up")),
     SIDE + "experts.down.weight": Rule("blk.{i}.ffn_down_exps.weight"),
 }
-GEMMA4_WORDS = ConfigWords(
+GEMMA4_KEYS = ConfigKeys(
     {
         "num_kv_shared_layers": "attention.shared_kv_layers",
         "hidden_size_per_layer_input": "embedding_length_per_layer_input",
@@ -164,7 +165,7 @@ GEMMA4_WORDS = ConfigWords(
     {"attention_bias": "blk.0.attn_q.bias"},
     {"hidden_size_per_layer_input": 0},
     gating=SOFTMAX,
-    more=_gguf_words,
+    more=_further_config,
     without=("partial_rotary_factor", "rope_theta"),
     reads_factors=True,
     has_heads_by_kind=True,
@@ -220,7 +221,7 @@ GEMMA4 = Family(
         SIDE + "experts.up.weight": Rule(THEIRS + "experts.gate_up_proj", fused=("gate", "up")),
         SIDE + "experts.down.weight": Rule(THEIRS + "experts.down_proj"),
     },
-    gguf=GGUFTraits("gemma4", GGUF_GEMMA4, words=GEMMA4_WORDS),
+    gguf=GGUFTraits("gemma4", GGUF_GEMMA4, config_keys=GEMMA4_KEYS),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     activation_key="hidden_activation",

@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: dense layers first, then experts chosen by a sigmoid with a bias beside it, and one for every
-token; rotation of half of each head. The layer behind the last one predicts a second token (`arch/mtp.py`)."""
+"""GLM-4.5, 4.6 and 4.7: dense layers first, then routed experts with sigmoid scores and a choice bias, and a shared
+expert; rotation of half of each head. The layer after the last one is an MTP head (`arch/mtp.py`)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
 from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, GGUF_OTHER_NORM, GGUF_ROUTED, HF_LLAMA, HF_QK_NORM, HF_SHARED_EXPERTS, Rule
 
 
 def sigmoid_experts(fields: ConfigFields, layer: int) -> MoeSpec | None:
-    """Experts in DeepSeek V3's words: behind `first_k_dense_replace` layers, in groups, with shared ones."""
+    """Read experts from DeepSeek V3's keys: after `first_k_dense_replace` layers, in groups, with shared experts."""
     if layer < fields.integer("first_k_dense_replace", minimum=0):
         return None
     inner, shared = fields.integer("moe_intermediate_size"), fields.integer_or_none("n_shared_experts", minimum=0) or 0
@@ -73,9 +73,9 @@ GLM4_MOE = Family(
     gguf=GGUFTraits(
         "glm4moe",
         {**GGUF, **GGUF_OTHER_NORM, **GGUF_ROUTED},
-        words=ConfigWords(
+        config_keys=ConfigKeys(
             {
-                **EXPERT_WORDS,
+                **EXPERT_KEYS,
                 "n_routed_experts": "expert_count",
                 "n_shared_experts": "expert_shared_count",
                 "n_group": "expert_group_count",

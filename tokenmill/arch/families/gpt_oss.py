@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from tokenmill.arch.family import Family, GGUFTraits, alternating
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
-from tokenmill.arch.gguf_words import SOFTMAX_OF_CHOSEN, ConfigWords
+from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
+from tokenmill.arch.gguf_config_keys import SOFTMAX_OF_CHOSEN, ConfigKeys
 from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, GGUF_OTHER_NORM, HF_LLAMA, Rule
 
 EXPERTS = "model.layers.{i}.mlp.experts."
 PARTS = ("gate", "up", "down")
-LIMIT, ALPHA = 7.0, 1.702  # what "swiglu_oai" has
+LIMIT, ALPHA = 7.0, 1.702  # constants of "swiglu_oai"
 
 
 def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
@@ -75,8 +75,8 @@ GPT_OSS = Family(
             "layers.{i}.router.bias": Rule("blk.{i}.ffn_gate_inp.bias"),
             **{f"layers.{{i}}.experts.{part}.bias": Rule(f"blk.{{i}}.ffn_{part}_exps.bias") for part in PARTS},
         },
-        words=ConfigWords(
-            {**EXPERT_WORDS, "num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"},
+        config_keys=ConfigKeys(
+            {**EXPERT_KEYS, "num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"},
             rope={"truncate": False},
             gating=SOFTMAX_OF_CHOSEN,
         ),

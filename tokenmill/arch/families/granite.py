@@ -1,5 +1,5 @@
-"""Granite 3 and dense Granite 4: Llama with numbers that multiply the embedding, what is added to the stream, the
-scores of attention, and (as a divisor) the logits."""
+"""Granite 3 and dense Granite 4: Llama with multipliers of the embedding, of what is added to the residual stream and
+of attention scores, and a divisor of the logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import Gqa, LayerSpec, ModelSpec
 from tokenmill.arch.tensors import GGUF_LLAMA
 
@@ -33,7 +33,7 @@ GRANITE_MULTIPLIERS = {
     "attention_multiplier": 1.0,
 }
 
-GRANITE_WORDS = {
+GRANITE_KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
@@ -48,8 +48,8 @@ GRANITE = replace(
     gguf=GGUFTraits(
         "granite",
         GGUF_LLAMA,
-        words=ConfigWords(
-            GRANITE_WORDS,
+        config_keys=ConfigKeys(
+            GRANITE_KEYS,
             {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"},
         ),
     ),

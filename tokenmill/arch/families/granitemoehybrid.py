@@ -1,5 +1,5 @@
 """Granite 4 hybrids (h-tiny, h-small, h-micro): Mamba-2 in most layers, attention mostly without rotation in the
-others, Granite's multipliers, and routed experts beside an MLP for every token, or that alone."""
+others, Granite's multipliers, and routed experts with a shared one, or only a dense MLP."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from tokenmill.arch.families.bamba import (
     MAMBA_DEFAULTS,
-    MAMBA_WORDS,
+    MAMBA_KEYS,
     hf_mamba,
     is_recurrent,
     mamba2,
     mamba_sizes,
 )
-from tokenmill.arch.families.granite import GRANITE, GRANITE_WORDS, adjust_attention, adjust_layer
+from tokenmill.arch.families.granite import GRANITE, GRANITE_KEYS, adjust_attention, adjust_layer
 from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
+from tokenmill.arch.gguf_config_keys import SOFTMAX, ConfigKeys
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec
 from tokenmill.arch.tensors import GGUF_LLAMA, GGUF_MAMBA, GGUF_ROUTED, HF_LLAMA, Rule, Rules
 
@@ -45,13 +45,13 @@ def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
 
 def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
     layer = adjust_layer(fields, layer_index, layer)
-    if isinstance(layer.mlp, MlpSpec):  # without experts, the MLP that others have beside them
+    if isinstance(layer.mlp, MlpSpec):  # without routed experts: the shared MLP alone
         layer = replace(layer, mlp=replace(layer.mlp, intermediate_size=fields.integer("shared_intermediate_size")))
     return replace(layer, mixer=mamba2(fields)) if is_recurrent(fields, layer_index, "layer_types") else layer
 
 
 def _rotation(fields: ConfigFields) -> dict[str, str]:
-    """A flag of another purpose says in these files whether attention rotates."""
+    """Return whether attention rotates, which these files store in a flag meant for something else."""
     return {"position_embedding_type": "rope" if fields.get("rope.scaling.finetuned") else "nope"}
 
 
@@ -84,10 +84,10 @@ GRANITE_HYBRID = replace(
     gguf=GGUFTraits(
         "granitehybrid",
         {**GGUF_LLAMA, **GGUF_MAMBA, **GGUF_ROUTED},
-        words=ConfigWords(
+        config_keys=ConfigKeys(
             {
-                **GRANITE_WORDS,
-                **MAMBA_WORDS,
+                **GRANITE_KEYS,
+                **MAMBA_KEYS,
                 "num_local_experts": "expert_count",
                 "num_experts_per_tok": "expert_used_count",
                 "shared_intermediate_size": "expert_shared_feed_forward_length",

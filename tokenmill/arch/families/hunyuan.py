@@ -1,5 +1,5 @@
-"""Hunyuan: version 1 norms heads of q and k behind the rotation, whose base grows with a factor `alpha`, and has
-experts with one for every token. Version 3 (Hy3) norms before it, and chooses experts by a sigmoid with a bias."""
+"""Hunyuan: version 1 norms heads of q and k after the rotation, whose base is increased by a factor `alpha`, and has
+routed and shared experts. Version 3 (Hy3) norms before the rotation, with sigmoid scores and a choice bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenmill.arch.tensors import HF_LLAMA, HF_QK_NORM, Rule, Rules
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotation without `alpha`, which `_adjust_attention` puts into its base."""
+    """Move `alpha` out of the rope parameters; `_adjust_attention` applies it to the base."""
     found = dict(config)
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key)
@@ -66,7 +66,7 @@ def _experts(fields: ConfigFields, layer: int) -> MoeSpec:
 
 
 def _of_layer(fields: ConfigFields, key: str, layer: int) -> int:
-    """A number that may be given for each layer."""
+    """Return an integer that may be given once or per layer."""
     numbers = fields.integers(key)
     if not numbers or min(numbers) < 1 or (len(numbers) > 1 and layer >= len(numbers)):
         fields.refuse(f"{key} is {list(numbers)}, expected an integer, or one for each layer")
@@ -89,7 +89,7 @@ HUNYUAN_MOE = replace(
 
 
 def _sigmoid_experts(fields: ConfigFields, layer: int) -> MoeSpec | None:
-    kinds = fields.words("mlp_layer_types", fields.integer("num_hidden_layers"))
+    kinds = fields.strings("mlp_layer_types", fields.integer("num_hidden_layers"))
     if (layer == 0) if kinds is None else (kinds[layer] == "dense"):
         return None
     inner = fields.integer("moe_intermediate_size")

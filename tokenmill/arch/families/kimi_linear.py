@@ -1,7 +1,7 @@
-"""Kimi-Linear: the delta rule with a decay for each channel of a key in most layers, latent attention without rotation
-in the others, routed experts weighted by sigmoids.
+"""Kimi-Linear: the delta rule with a decay per key channel in most layers, latent attention without rotation in the
+others, routed experts with sigmoid scores.
 
-Decays and gates are made by two matrices with nothing between them, which are read as one.
+Decays and gates are each the product of two matrices, which are multiplied when they are read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tokenmill.arch.families.deepseek import (
     DEEPSEEK_V3,
     GGUF_DEEPSEEK,
     HF_LATENT,
-    LATENT_WORDS,
+    LATENT_KEYS,
     NOT_OF_HEADS,
-    latent_words,
+    latent_config,
 )
 from tokenmill.arch.family import GGUFTraits, refuse_others
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import LayerSpec, Mla, ModelSpec
 from tokenmill.arch.tensors import GGUF_LATENT_HEADS, Rule, Rules
@@ -56,7 +56,7 @@ def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
-    kinds = fields.words("layer_types", fields.integer("num_hidden_layers"))
+    kinds = fields.strings("layer_types", fields.integer("num_hidden_layers"))
     if kinds is None:
         fields.refuse("layer_types is missing")
     refuse_others(fields, kinds, "linear_attention", "full_attention")
@@ -70,7 +70,7 @@ def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpe
 
 
 def _model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
-    """Return the model with a head of its own, which it has whatever `tie_word_embeddings` says."""
+    """Return the model with an untied head, which it has regardless of `tie_word_embeddings`."""
     return replace(model, tied_head=False)
 
 
@@ -104,9 +104,9 @@ GGUF_KIMI: Rules = {
 }  # fmt: skip
 
 
-def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
-    """The metadata has no number of recurrent heads: each has a decay."""
-    found = latent_words(fields, gguf)
+def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Return also the number of recurrent heads, which the metadata lacks: the length of the decays `ssm_a`."""
+    found = latent_config(fields, gguf)
     decays = next((tensor for name, tensor in gguf.tensors.items() if name.endswith(".ssm_a")), None)
     if decays is None:
         fields.refuse("no block has ssm_a")
@@ -129,9 +129,9 @@ KIMI_LINEAR = replace(
     gguf=GGUFTraits(
         "kimi-linear",
         GGUF_KIMI,
-        words=ConfigWords(
-            {**LATENT_WORDS, "linear_head_dim": "kda.head_dim", "linear_conv_kernel_dim": "ssm.conv_kernel"},
-            more=_gguf_words,
+        config_keys=ConfigKeys(
+            {**LATENT_KEYS, "linear_head_dim": "kda.head_dim", "linear_conv_kernel_dim": "ssm.conv_kernel"},
+            more=_further_config,
             without=NOT_OF_HEADS,
             other_kind="linear_attention",
         ),

@@ -1,7 +1,7 @@
 """LFM2 and LFM2.5: gated short convolutions in most layers, attention with norms on q and k in the others.
 
-Its configs have words of their own: which layers attend is said by `layer_types` or `full_attn_idxs`, and the width of
-the MLP is computed from `intermediate_size` (once called `block_ff_dim`).
+Its configs have their own keys: `layer_types` or `full_attn_idxs` list the attention layers, and the width of the MLP
+is computed from `intermediate_size` (formerly `block_ff_dim`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ OLDER_KEYS = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_em
 
 
 def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the keys that other families have."""
+    """Convert a config to the keys of other families."""
     renamed = {**config, **{new: config[old] for old, new in OLDER_KEYS.items() if old in config}}
     fields = ConfigFields(renamed, "lfm2", LFM2.defaults)
     return {**renamed, "rms_norm_eps": fields.get("norm_eps"), "intermediate_size": _mlp_width(fields)}
 
 
 def _mlp_width(fields: ConfigFields) -> int:
-    """Two thirds of what the config says, times a factor, rounded up to a multiple."""
+    """Return the MLP's width: two thirds of the configured size, times a factor, rounded up to a multiple."""
     width = fields.integer("intermediate_size")
     if not fields.flag("block_auto_adjust_ff_dim"):
         return width
@@ -41,7 +41,7 @@ def _convolution(fields: ConfigFields, layer: int) -> ShortConv | None:
 
 
 def _attends(fields: ConfigFields, layer: int) -> bool:
-    kinds = fields.words("layer_types", fields.integer("num_hidden_layers"))
+    kinds = fields.strings("layer_types", fields.integer("num_hidden_layers"))
     if kinds is None:
         return fields.get("full_attn_idxs") is None or layer in fields.integers("full_attn_idxs")
     for kind in sorted(set(kinds) - {"conv", "full_attention"}):

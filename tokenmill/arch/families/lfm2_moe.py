@@ -1,4 +1,4 @@
-"""LFM2-MoE: LFM2 with experts behind the first dense layers, chosen by a sigmoid with a bias beside it."""
+"""LFM2-MoE: LFM2 with routed experts after the first dense layers, with sigmoid scores and a choice bias."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from tokenmill.arch.families.lfm2 import GGUF_LFM2, LFM2
 from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF_ROUTED, Rule
 
@@ -64,9 +64,9 @@ LFM2_MOE = replace(
     gguf=GGUFTraits(
         "lfm2moe",
         {**GGUF_LFM2, **GGUF_ROUTED},
-        words=ConfigWords(
+        config_keys=ConfigKeys(
             {
-                **EXPERT_WORDS,
+                **EXPERT_KEYS,
                 "norm_eps": "attention.layer_norm_rms_epsilon",
                 "conv_L_cache": "shortconv.l_cache",
                 "num_experts": "expert_count",

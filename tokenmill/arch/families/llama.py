@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and everything built like it: SmolLM2, TinyLlama, Vicuna, ..."""
+"""Llama 1 to 3, and models with the same architecture: SmolLM2, TinyLlama, Vicuna, ..."""
 
 from __future__ import annotations
 

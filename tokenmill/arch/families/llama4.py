@@ -1,6 +1,6 @@
-"""Llama 4, text: three of four layers see a chunk of the context each, with rotation of neighbouring pairs and then an
-L2 norm; the others see everything without rotation, with queries that grow. One expert a token, whose input is
-weighted, beside one for every token."""
+"""Llama 4, text part: three of four layers attend within a chunk of the context, with rotation of neighbouring pairs
+and then an L2 norm; the others attend to everything without rotation, with queries scaled by position. One routed
+expert per token, whose input is weighted, and a shared expert."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from tokenmill.arch.families.smollm3 import has_rope
 from tokenmill.arch.family import TEXT_PREFIXES, VISION_PREFIXES, Family, GGUFTraits, Windows
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import SIGMOID, ConfigKeys
 from tokenmill.arch.gguf_file import GGUFFile, read_floats
-from tokenmill.arch.gguf_words import SIGMOID, ConfigWords
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec, QkNorm, QueryGrowth, RoutingSpec
 from tokenmill.arch.tensors import GGUF_LLAMA, GGUF_ROUTED, HF_LLAMA, Rule, interleaved_pairs
 
-UNNORMED_EXPERTS = 128  # of Maverick, which has no norm of queries and keys; files don't say
+UNNORMED_EXPERTS = 128  # number of experts of Maverick, which has no QK norm; GGUF files don't say so
 
 
 def _chunks(fields: ConfigFields, num_layers: int) -> Windows:
@@ -49,9 +49,9 @@ def _adjust_layer(fields: ConfigFields, index: int, layer: LayerSpec) -> LayerSp
     return replace(layer, mlp=replace(layer.mlp, intermediate_size=fields.integer("intermediate_size_mlp")))
 
 
-def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
-    """Llama 3's scaling as a factor of each frequency; chunks, growth of queries and layers without rotation are those
-    of the published models, of which files say nothing."""
+def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Return Llama 3's scaling as a factor per frequency. Chunks, query scaling and layers without rotation keep the
+    defaults of the published models, because files do not contain them."""
     if fields.get("attention.sliding_window") == 0:
         fields.refuse("attention without chunks is not implemented for this architecture")
     found: dict[str, Any] = {"use_qk_norm": fields.integer("expert_count") != UNNORMED_EXPERTS}
@@ -63,7 +63,7 @@ def _gguf_words(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
     return found
 
 
-LLAMA4_WORDS = ConfigWords(
+LLAMA4_KEYS = ConfigKeys(
     {
         "intermediate_size": "expert_feed_forward_length",
         "intermediate_size_mlp": "feed_forward_length",
@@ -72,7 +72,7 @@ LLAMA4_WORDS = ConfigWords(
         "interleave_moe_layer_step": "interleave_moe_layer_step",
     },
     gating=SIGMOID,
-    more=_gguf_words,
+    more=_further_config,
     without=("sliding_window",),
     reads_factors=True,
 )
@@ -118,7 +118,7 @@ LLAMA4 = Family(
             for part in ("gate", "up", "down")
         },
     },
-    gguf=GGUFTraits("llama4", {**GGUF_LLAMA, **GGUF_ROUTED}, words=LLAMA4_WORDS),
+    gguf=GGUFTraits("llama4", {**GGUF_LLAMA, **GGUF_ROUTED}, config_keys=LLAMA4_KEYS),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     windows=_chunks,

@@ -1,5 +1,5 @@
-"""MiniMax-M2: norms over all heads of q and of k, rotation of half of each head, experts chosen by a sigmoid with a
-bias beside it."""
+"""MiniMax-M2: norms over all heads of q and of k, rotation of half of each head, experts with sigmoid scores and a
+choice bias."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from tokenmill.arch.families.mixtral import MIXTRAL
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import MlpSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, GGUF_ROUTED, HF_QK_NORM, Rule
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Published files say how many dimensions rotate, instead of the share."""
+    """Convert the number of rotated dimensions in published files to `partial_rotary_factor`."""
     rotary, dim = config.get("rotary_dim"), config.get("head_dim", 128)
     if config.get("rope_parameters") or not isinstance(rotary, int) or not isinstance(dim, int) or dim < 1:
         return config
@@ -56,8 +56,8 @@ MINIMAX_M2 = Family(
     gguf=GGUFTraits(
         "minimax-m2",
         {**GGUF, **GGUF_ROUTED},
-        words=ConfigWords(
-            {**EXPERT_WORDS, "num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"}
+        config_keys=ConfigKeys(
+            {**EXPERT_KEYS, "num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"}
         ),
     ),
     qk_norm="all",

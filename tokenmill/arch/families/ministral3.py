@@ -1,5 +1,5 @@
-"""Ministral 3 and Devstral 2: Mistral with YaRN, and queries that grow with their position
-(`llama_4_scaling_beta`, counted in lengths of the original context)."""
+"""Ministral 3 and Devstral 2: Mistral with YaRN, and queries scaled by position (`llama_4_scaling_beta`, per length of
+the original context)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from tokenmill.arch.families.mistral import MISTRAL
 from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import ConfigKeys, yarn_keys
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.gguf_words import ConfigWords, yarn_words
 from tokenmill.arch.spec import Gqa, QueryGrowth
 from tokenmill.arch.tensors import GGUF_LLAMA
 
@@ -27,13 +27,13 @@ def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
 
 
 def _growing(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
-    """YaRN of GGUF files, with the growth of queries, which is a temperature there"""
+    """Return YaRN with the scaling of queries, which GGUF files call a temperature."""
     if fields.get("rope.scaling.type") != "yarn":
         return {}
     weight = fields.positive_or_none("rope.scaling.yarn_log_multiplier") or 1.0
     beta = fields.positive_or_none("attention.temperature_scale")
     grown = {} if beta is None else {"llama_4_scaling_beta": beta}
-    return {"rope_scaling": {**yarn_words(fields), "mscale": weight, "mscale_all_dim": weight, **grown}}
+    return {"rope_scaling": {**yarn_keys(fields), "mscale": weight, "mscale_all_dim": weight, **grown}}
 
 
 MINISTRAL3 = replace(
@@ -48,6 +48,6 @@ MINISTRAL3 = replace(
         "rope_theta": 1e6,
         "sliding_window": None,
     },
-    gguf=GGUFTraits("mistral3", GGUF_LLAMA, words=ConfigWords(more=_growing)),
+    gguf=GGUFTraits("mistral3", GGUF_LLAMA, config_keys=ConfigKeys(more=_growing)),
     adjust_attention=_adjust_attention,
 )

@@ -1,7 +1,6 @@
 """Mistral 7B and its successors: Llama with a sliding window on every layer (null from v0.2 on).
 
-Mistral Small 3 has a picture part beside it, which is left out. GGUF files call it llama, so its GGUF traits are
-Llama's.
+The vision part of Mistral Small 3 is ignored. GGUF files use the architecture `llama`, so the GGUF traits are Llama's.
 """
 
 from __future__ import annotations

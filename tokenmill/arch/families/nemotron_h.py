@@ -1,11 +1,11 @@
 """Nemotron-H and Nemotron 3: Mamba-2, attention without rotation, squared-ReLU MLPs and experts, one to a layer.
 
-A layer of ours has a mixer and what is fed behind it, so two of theirs are one where an MLP or experts follow a mixer
-(`layers_block_type`, or a letter each in `hybrid_override_pattern`); a mixer that another one follows has nothing
-behind it.
+A `LayerSpec` has a mixer followed by an MLP or experts. So two layers of the checkpoint become one where an MLP or
+experts follow a mixer (`layers_block_type`, or one letter each in `hybrid_override_pattern`); a mixer followed by
+another mixer becomes a layer without an MLP.
 
-    theirs   M  E  M  *  E  M  -        M: Mamba-2, *: attention, E: experts, -: MLP
-    ours    [M  E][M ][*  E][M  -]
+    checkpoint    M  E  M  *  E  M  -        M: Mamba-2, *: attention, E: experts, -: MLP
+    LayerSpecs   [M  E][M ][*  E][M  -]
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from tokenmill.arch.families.bamba import hf_mamba
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.gguf_words import EXPERTS as EXPERT_WORDS
-from tokenmill.arch.gguf_words import ConfigWords
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
 from tokenmill.arch.tensors import GGUF, GGUF_MAMBA, GGUF_ROUTED, HF_LLAMA, Rule, Rules
@@ -28,17 +28,17 @@ from tokenmill.arch.tensors import GGUF, GGUF_MAMBA, GGUF_ROUTED, HF_LLAMA, Rule
 LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 MIXERS = ("linear_attention", "full_attention")
-PAIRS = "_layer_pairs"  # (kind and number of a mixer, kind and number of what follows it or None)
+PAIRS = "_layer_pairs"  # (type and number of a mixer, type (or None) and number of the MLP or experts after it)
 
 
 def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with our layers counted instead of theirs, and what each is made of."""
+    """Return the config with layers counted as `LayerSpec`s, and the checkpoint layers that each consists of."""
     pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     if kinds is None and isinstance(pattern, str):
         kinds = [LETTERS.get(letter, letter) for letter in pattern]
     fields = ConfigFields({"layers_block_type": kinds}, "nemotron_h")
     if not isinstance(kinds, list) or not kinds:
-        fields.refuse("neither layers_block_type nor hybrid_override_pattern says what the layers are: 0 layers")
+        fields.refuse("neither layers_block_type nor hybrid_override_pattern lists any layers")
     kinds = [OLDER_KINDS.get(kind, kind) for kind in kinds]
     pairs: list[tuple[str, int, str | None, int]] = []
     for number, kind in enumerate(kinds):
@@ -52,8 +52,8 @@ def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         else:
             pairs[-1] = (*pairs[-1][:2], kind, number)
-    given = {"head_dim": config["attention_head_dim"]} if "attention_head_dim" in config else {}
-    return {**given, **config, "num_hidden_layers": len(pairs), PAIRS: pairs}
+    head_dim = {"head_dim": config["attention_head_dim"]} if "attention_head_dim" in config else {}
+    return {**head_dim, **config, "num_hidden_layers": len(pairs), PAIRS: pairs}
 
 
 def _mamba2(fields: ConfigFields) -> Recurrent:
@@ -132,11 +132,12 @@ HF_NEMOTRON: Rules = {
 
 
 def _kinds_of_blocks(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
-    """A block with heads of keys attends, one with a feed-forward length is an MLP or experts, others are Mamba-2."""
+    """Return the type of each block: one with key heads is attention, one with a feed-forward length an MLP or experts,
+    others Mamba-2."""
     count = fields.integer("block_count") - (fields.integer_or_none("nextn_predict_layers", minimum=0) or 0)
     heads, widths = (fields.integers(key) for key in ("attention.head_count_kv", "feed_forward_length"))
     if len(heads) < count or len(widths) < count:
-        fields.refuse("attention.head_count_kv and feed_forward_length don't say what each block is")
+        fields.refuse("attention.head_count_kv and feed_forward_length must have an entry for each block")
     fed = "moe" if fields.get("expert_count") else "mlp"
     kinds = [
         "full_attention" if own else fed if width else "linear_attention"
@@ -157,13 +158,13 @@ GGUF_NEMOTRON: Rules = {
     **GGUF,
     **GGUF_MAMBA,
     **GGUF_ROUTED,
-    "layers.{i}.mlp_norm.weight": Rule("blk.{i}.attn_norm.weight"),  # the one norm that a block has
+    "layers.{i}.mlp_norm.weight": Rule("blk.{i}.attn_norm.weight"),  # the only norm of a block
     "layers.{i}.latent_in.weight": Rule("blk.{i}.ffn_latent_down.weight"),
     "layers.{i}.latent_out.weight": Rule("blk.{i}.ffn_latent_up.weight"),
 }
-NEMOTRON_WORDS = ConfigWords(
+NEMOTRON_KEYS = ConfigKeys(
     {
-        **EXPERT_WORDS,
+        **EXPERT_KEYS,
         "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
         "ssm_state_size": "ssm.state_size",
         "mamba_num_heads": "ssm.time_step_rank",
@@ -217,7 +218,7 @@ NEMOTRON_H = Family(
         "norm_topk_prob": True,
     },
     hf_rules=HF_NEMOTRON,
-    gguf=GGUFTraits("nemotron_h", GGUF_NEMOTRON, words=NEMOTRON_WORDS, other_archs=("nemotron_h_moe",)),
+    gguf=GGUFTraits("nemotron_h", GGUF_NEMOTRON, config_keys=NEMOTRON_KEYS, other_archs=("nemotron_h_moe",)),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     mlp_bias="mlp_bias",

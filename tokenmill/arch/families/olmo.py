@@ -1,5 +1,5 @@
-"""OLMo 2 and 3: norms behind attention and MLP only, and over all heads of q and of k together. OLMo 3 has windows in
-three of four layers, and stretches the rotation of the others alone."""
+"""OLMo 2 and 3: norms only after attention and MLP, and over all heads of q and of k together. OLMo 3 has windows in
+three of four layers; rope scaling applies to the others only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmill.arch.family import Family, GGUFTraits, alternating
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_POST_NORMS, HF_QK_NORM
 
 OLMO2 = Family(
@@ -24,7 +24,7 @@ OLMO2 = Family(
         "eos_token_id": 50279,
     },
     hf_rules={**HF_LLAMA, **HF_QK_NORM, **HF_POST_NORMS},
-    gguf=GGUFTraits("olmo2", GGUF, words=ConfigWords(), other_with=("attention.sliding_window", "olmo3")),
+    gguf=GGUFTraits("olmo2", GGUF, config_keys=ConfigKeys(), other_with=("attention.sliding_window", "olmo3")),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     qk_norm="all",
@@ -33,7 +33,7 @@ OLMO2 = Family(
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Older files give one rotation, which windowed layers have without its scaling."""
+    """Add the rope base of windowed layers for older files: the same base, without scaling."""
     theta = config.get("rope_theta", OLMO3.defaults["rope_theta"])
     return {"rope_local_base_freq": theta, **config}
 

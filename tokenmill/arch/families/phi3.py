@@ -1,6 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: q, k, v in one tensor, gate and up in another; rope over part of a head, stretched by
-a factor per frequency (longrope).
-"""
+"""Phi-3, Phi-3.5 and Phi-4-mini: q, k, v in one tensor, gate and up in another; rope over part of a head, scaled by a
+factor per frequency (longrope)."""
 
 from __future__ import annotations
 

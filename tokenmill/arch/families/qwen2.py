@@ -1,5 +1,5 @@
-"""Qwen2, Qwen2.5 and MiMo-7B: biases on q, k and v; windows (rarely used) from layer `max_window_layers` on. MiMo has
-layers beside these that predict further tokens, which are left out."""
+"""Qwen2, Qwen2.5 and MiMo-7B: biases on q, k and v; windows (rarely used) from layer `max_window_layers` on. MiMo's MTP
+layers are ignored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): Qwen2 with routed experts and one that every token goes through,
-weighted by a gate of its own."""
+"""Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): Qwen2 with routed experts and a shared expert weighted by its own
+gate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED, routed_experts
 from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
+from tokenmill.arch.gguf_config_keys import SOFTMAX, ConfigKeys
 from tokenmill.arch.spec import MlpSpec, MoeSpec
 from tokenmill.arch.tensors import GGUF, GGUF_FUSED_EXPERTS, GGUF_ROUTED, GGUF_SHARED_GATE, HF_LLAMA, Rule, Rules
 
@@ -20,7 +20,7 @@ def shared_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
 
 
 GGUF_SHARED: Rules = {**GGUF, **GGUF_ROUTED, **GGUF_SHARED_GATE}
-SHARED_WORDS = {
+SHARED_KEYS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -58,7 +58,7 @@ QWEN2_MOE = Family(
     gguf=GGUFTraits(
         "qwen2moe",
         GGUF_SHARED,
-        words=ConfigWords(SHARED_WORDS, {"qkv_bias": "blk.0.attn_q.bias"}, gating=SOFTMAX),
+        config_keys=ConfigKeys(SHARED_KEYS, {"qkv_bias": "blk.0.attn_q.bias"}, gating=SOFTMAX),
         variant=GGUF_FUSED_EXPERTS,
     ),
     qkv_bias="qkv_bias",

@@ -1,4 +1,4 @@
-"""Qwen3, and the text part of Qwen3-VL: RMS norms on q and k instead of Qwen2's biases; head_dim stands on its own."""
+"""Qwen3, and the text part of Qwen3-VL: RMS norms on q and k instead of Qwen2's biases, and its own `head_dim`."""
 
 from __future__ import annotations
 

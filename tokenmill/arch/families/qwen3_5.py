@@ -1,13 +1,13 @@
-"""Qwen3.5, 3.6 and 3.8, dense: Qwen3-Next's layers with an MLP each; the picture part beside them is left out.
+"""Qwen3.5, 3.6 and 3.8, dense: Qwen3-Next's layers with an MLP each; the vision part is ignored.
 
-Positions of text turn all sections of the rotation alike.
+With text positions, all sections of the rotation rotate alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.qwen3_next import DELTA_WORDS, GGUF_DELTA, HF_GATED, QWEN3_NEXT, TILED
+from tokenmill.arch.families.qwen3_next import DELTA_KEYS, GGUF_DELTA, HF_GATED, QWEN3_NEXT, TILED
 from tokenmill.arch.family import GGUFTraits, no_experts
 from tokenmill.arch.tensors import Rule, Rules
 
@@ -29,7 +29,7 @@ GGUF_SPLIT: Rules = {
     "layers.{i}.ssm_b.weight": Rule("blk.{i}.ssm_beta.weight"),
     "layers.{i}.ssm_a.weight": Rule("blk.{i}.ssm_alpha.weight"),
 }
-SPLIT_WORDS = replace(DELTA_WORDS, defaults={TILED: True})
+SPLIT_KEYS = replace(DELTA_KEYS, defaults={TILED: True})
 
 QWEN3_5 = replace(
     QWEN3_NEXT,
@@ -44,7 +44,7 @@ QWEN3_5 = replace(
         "num_key_value_heads": 4,
     },
     hf_rules={**HF_GATED, **HF_SPLIT},
-    gguf=GGUFTraits("qwen35", GGUF_SPLIT, words=SPLIT_WORDS),
+    gguf=GGUFTraits("qwen35", GGUF_SPLIT, config_keys=SPLIT_KEYS),
     has_rope_sections=True,
     experts=no_experts,
     hf_prefixes=("model.", "model.language_model."),

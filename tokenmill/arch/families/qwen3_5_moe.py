@@ -1,12 +1,12 @@
-"""Qwen3.5 and 3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B): as the dense ones, with routed experts and a gated
-shared one."""
+"""Qwen3.5 and 3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B): the dense models with routed experts and a gated shared
+expert."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.qwen2_moe import GGUF_SHARED, SHARED_WORDS, shared_experts
-from tokenmill.arch.families.qwen3_5 import GGUF_SPLIT, HF_SPLIT, QWEN3_5, SPLIT_WORDS
+from tokenmill.arch.families.qwen2_moe import GGUF_SHARED, SHARED_KEYS, shared_experts
+from tokenmill.arch.families.qwen3_5 import GGUF_SPLIT, HF_SPLIT, QWEN3_5, SPLIT_KEYS
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
 from tokenmill.arch.families.qwen3_next import HF_GATED, HF_SHARED
 from tokenmill.arch.family import GGUFTraits
@@ -28,7 +28,7 @@ QWEN3_5_MOE = replace(
     gguf=GGUFTraits(
         "qwen35moe",
         {**GGUF_SHARED, **GGUF_SPLIT},
-        words=replace(SPLIT_WORDS, keys={**SPLIT_WORDS.keys, **SHARED_WORDS}),
+        config_keys=replace(SPLIT_KEYS, keys={**SPLIT_KEYS.keys, **SHARED_KEYS}),
         variant=GGUF_FUSED_EXPERTS,
     ),
     # Published files have one tensor for all experts of a layer.

@@ -1,5 +1,5 @@
-"""Qwen3-MoE, and the text part of Qwen3-VL-MoE: Qwen3 with routed experts on most layers (`decoder_sparse_step`,
-`mlp_only_layers` say which)."""
+"""Qwen3-MoE, and the text part of Qwen3-VL-MoE: Qwen3 with routed experts on most layers (selected by
+`decoder_sparse_step` and `mlp_only_layers`)."""
 
 from __future__ import annotations
 

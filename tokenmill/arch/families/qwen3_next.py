@@ -1,20 +1,20 @@
 """Qwen3-Next: gated DeltaNet in three of four layers, gated attention in the others, routed experts and a gated shared
 one.
 
-Norms are stored minus one, but for the one behind the recurrence. Queries and their gate are one matrix, a head of each
-in turn; so are q, k, v and z of the recurrence, for each key head anew.
+Norm weights are stored minus one, except for the norm after the recurrence. Queries and their gates share one matrix,
+alternating by heads. The q, k, v and z of the recurrence share one matrix too, repeated for each key head.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.families.qwen2_moe import GGUF_SHARED, QWEN2_MOE, SHARED_WORDS, shared_experts
+from tokenmill.arch.families.qwen2_moe import GGUF_SHARED, QWEN2_MOE, SHARED_KEYS, shared_experts
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
 from tokenmill.arch.family import Family, GGUFTraits, MtpNames, refuse_others
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import SOFTMAX, ConfigKeys
 from tokenmill.arch.gguf_file import GGUFFile
-from tokenmill.arch.gguf_words import SOFTMAX, ConfigWords
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
 from tokenmill.arch.spec import AttentionGate, Gqa, LayerSpec
 from tokenmill.arch.tensors import GGUF, GGUF_FUSED_EXPERTS, GGUF_OTHER_NORM, HF_LLAMA, Rule, Rules
@@ -71,14 +71,14 @@ GGUF_DELTA: Rules = {
     "layers.{i}.ssm_norm.weight": Rule("blk.{i}.ssm_norm.weight"),
     "layers.{i}.ssm_out.weight": Rule("blk.{i}.ssm_out.weight"),
 }
-TILED = "linear_value_heads_are_tiled"  # of no config.json: value heads take turns over the key heads
+TILED = "linear_value_heads_are_tiled"  # set for GGUF files only: value head h uses key head h % key_heads
 
 
 def _delta_sizes(fields: ConfigFields, gguf: GGUFFile) -> dict[str, int]:
     return {"linear_value_head_dim": fields.integer("ssm.inner_size") // fields.integer("ssm.time_step_rank")}
 
 
-DELTA_WORDS = ConfigWords(
+DELTA_KEYS = ConfigKeys(
     {
         "linear_conv_kernel_dim": "ssm.conv_kernel",
         "linear_key_head_dim": "ssm.state_size",
@@ -98,7 +98,7 @@ def fused_per_key_head(pattern: str, *parts: str) -> Rules:
 
 
 def delta_layers(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
-    """The layer with a recurrence in attention's place, where it is not one of full attention."""
+    """Return the layer with a recurrence instead of attention, unless it is a full-attention layer."""
     if _attends(fields, layer_index):
         return layer
     key_heads, value_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
@@ -118,7 +118,7 @@ def delta_layers(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> La
 
 
 def _attends(fields: ConfigFields, layer_index: int) -> bool:
-    kinds = fields.words("layer_types", fields.integer("num_hidden_layers"))
+    kinds = fields.strings("layer_types", fields.integer("num_hidden_layers"))
     if kinds is None:
         return (layer_index + 1) % fields.integer("full_attention_interval") == 0
     refuse_others(fields, kinds, "linear_attention", "full_attention")
@@ -173,7 +173,7 @@ QWEN3_NEXT = Family(
     gguf=GGUFTraits(
         "qwen3next",
         {**GGUF_SHARED, **GGUF_DELTA, **fused_per_key_head("blk.{i}.ssm_ba.weight", "ssm_b", "ssm_a")},
-        words=replace(DELTA_WORDS, keys={**DELTA_WORDS.keys, **SHARED_WORDS}),
+        config_keys=replace(DELTA_KEYS, keys={**DELTA_KEYS.keys, **SHARED_KEYS}),
         variant=GGUF_FUSED_EXPERTS,
     ),
     qk_norm="head",

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on q, k and v, and heads whose size stands on its own."""
+"""Seed-OSS: Llama with biases on q, k and v, and a head size independent of the hidden size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.family import GGUFTraits
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.tensors import GGUF, GGUF_OTHER_NORM
 
 SEED_OSS = replace(
@@ -25,7 +25,7 @@ SEED_OSS = replace(
     gguf=GGUFTraits(
         "seed_oss",
         {**GGUF, **GGUF_OTHER_NORM},
-        words=ConfigWords(
+        config_keys=ConfigKeys(
             tensors={"attention_bias": "blk.0.attn_q.bias", "attention_out_bias": "blk.0.attn_output.bias"}
         ),
     ),

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama without rotation in every fourth layer (`no_rope_layers`: 0 where a layer has none)."""
+"""SmolLM3: Llama without rotation in every fourth layer (`no_rope_layers`: 0 for a layer without)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.family import Family, GGUFTraits, named_layers
 from tokenmill.arch.fields import ConfigFields
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import Gqa
 from tokenmill.arch.tensors import GGUF_LLAMA, HF_LLAMA
 
 
 def has_rope(fields: ConfigFields, layer: int) -> bool:
-    """Return whether a layer rotates: said layer by layer, or all but every n-th do."""
+    """Return whether a layer rotates: from `no_rope_layers`, else all but every n-th layer do."""
     listed = fields.integers("no_rope_layers")
     if listed:
         if layer >= len(listed):
@@ -40,7 +40,7 @@ SMOLLM3 = Family(
         "eos_token_id": 128001,
     },
     hf_rules=HF_LLAMA,
-    gguf=GGUFTraits("smollm3", GGUF_LLAMA, words=ConfigWords(tensors={"attention_bias": "blk.0.attn_q.bias"})),
+    gguf=GGUFTraits("smollm3", GGUF_LLAMA, config_keys=ConfigKeys(tensors={"attention_bias": "blk.0.attn_q.bias"})),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     mlp_bias="mlp_bias",

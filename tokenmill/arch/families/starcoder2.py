@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill.arch.family import Family, GGUFTraits, every_layer
-from tokenmill.arch.gguf_words import ConfigWords
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import NormSpec
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_UNGATED_MLP, with_norm_biases
 
@@ -26,7 +26,7 @@ STARCODER2 = Family(
     gguf=GGUFTraits(
         "starcoder2",
         with_norm_biases(GGUF),
-        words=ConfigWords({"norm_epsilon": "attention.layer_norm_epsilon"}, {"use_bias": "blk.0.attn_q.bias"}),
+        config_keys=ConfigKeys({"norm_epsilon": "attention.layer_norm_epsilon"}, {"use_bias": "blk.0.attn_q.bias"}),
     ),
     qkv_bias="use_bias",
     out_bias="use_bias",

@@ -141,7 +141,7 @@ def kind_of(raw: RawTensor, quantization: Quantization) -> str:
     quant = _VARIANTS[raw.quant][0] if raw.quant in _VARIANTS else raw.quant
     if quant in GROUPED:
         num_blocks = raw.shape[-1] // 32
-        group = next(size for size in (4, 2, 1) if raw.same_scales % size == 0 and num_blocks % size == 0)
+        group = next(size for size in (4, 2, 1) if raw.blocks_per_scale % size == 0 and num_blocks % size == 0)
         return str(quant) if group == 1 else f"{quant}:{group}"
     if quant in PACKED_QUANTS:
         return str(quant)

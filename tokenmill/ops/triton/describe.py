@@ -18,7 +18,7 @@ from tokenmill.arch.packed_formats import (
     INT4_GROUP,
     MX_GROUP,
     UNQUANTIZED,
-    Stored,
+    StoredFormat,
     packed_int_format,
     widened,
 )
@@ -56,7 +56,7 @@ class PlannedWeights(NamedTuple):
 
     dtype: torch.dtype  # of activations
     quantization: str = "none"  # of unquantised weights, at load
-    stored: Mapping[str, Stored] = {}  # formats of tensors that are quantised in the checkpoint
+    stored: Mapping[str, StoredFormat] = {}  # formats of tensors that are quantised in the checkpoint
 
 
 class Kind(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.arch.packed_formats import INT4_GROUP, UNQUANTIZED, PackedIntFormat, Stored, packed_int_format
+from tokenmill.arch.packed_formats import INT4_GROUP, UNQUANTIZED, PackedIntFormat, StoredFormat, packed_int_format
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.interface import Dense, ExpertsWeight, LinearWeight
@@ -138,12 +138,12 @@ class PackLinear:
             return None
         if part.ordered is not None:
             blocks = part.ordered.blocks
-            stored = Stored(str(blocks.quant), blocks.same_scales, is_ordered=True)
+            stored = StoredFormat(str(blocks.quant), blocks.blocks_per_scale, is_ordered=True)
             return packed_int_format(part.name, part.shape, stored)
         if part.quant is None:
             return None
         is_widened = not keeps_fp4_on(like.device, like.dtype)
-        form = packed_int_format(part.name, part.shape, Stored(part.quant, part.same_scales, is_widened))
+        form = packed_int_format(part.name, part.shape, StoredFormat(part.quant, part.blocks_per_scale, is_widened))
         if form is not None and form.is_fp4:
             return form if has_fitting_scales(part.data, part.quant) else None
         if form is not None and part.quant == "MXFP4":

@@ -1,23 +1,23 @@
-"""Every error a user can meet: one tree, each with its code, HTTP status and a hint.
+"""All errors that users can see: one tree, each with its code, HTTP status and a hint.
 
     TokenmillError
-    ├── InvalidRequest            the request is wrong (400); `param` names the field
-    │   └── ContextLengthExceeded prompt (plus what was asked for) does not fit
+    ├── InvalidRequest            the request is invalid (400); `param` names the field
+    │   └── ContextLengthExceeded the prompt (plus the requested tokens) exceeds the context
     ├── UnknownModel              no model of that name (404)
     ├── Overloaded                the queue is full (429); try again after `retry_after_s`
-    │   └── Draining              the server is about to end (503)
-    ├── RequestFailed             this request could not be computed; the others go on (500)
-    │   └── RequestAborted        someone ended it on purpose (499, which clients do not repeat)
-    ├── EngineDead                the engine process is gone (503)
-    │   └── PeerDied              one of the ranks that compute a model together is gone
-    ├── InvalidConfig             a setting is wrong or settings contradict each other
+    │   └── Draining              the server is shutting down (503)
+    ├── RequestFailed             this request could not be computed; others are not affected (500)
+    │   └── RequestAborted        the request was aborted deliberately (499, which clients do not retry)
+    ├── EngineDead                the engine process has died (503)
+    │   └── PeerDied              one of the ranks that compute a model together has died
+    ├── InvalidConfig             a setting is invalid, or settings contradict each other
     └── ModelError                the model's files can't be used
-        ├── PullFailed            no source could deliver it, or the disk is full
-        ├── UnsupportedModel      an architecture or variant that is not implemented, by name
+        ├── PullFailed            no source could provide the model, or the disk is full
+        ├── UnsupportedModel      the architecture or a variant is not implemented; names it
         └── DamagedFile           a file is truncated or inconsistent; names file and tensor
 
-An error says what happened in `message` and what to do in `hint`. Nothing here formats for a wire:
-the server and the command line each show an error in their own way.
+`message` says what happened, `hint` what to do about it. Errors are not formatted here: the server and the command line
+each render them in their own way.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ContextLengthExceeded(InvalidRequest):
         num_tokens: int | None = None,
         limit: int | None = None,
     ) -> None:
-        """`num_tokens`: the length of the prompt, where it is known; `limit`: the most that it may have."""
+        """`num_tokens`: the length of the prompt, if known; `limit`: its maximum."""
         super().__init__(message, param=param, hint=hint)
         self.num_tokens = num_tokens
         self.limit = limit
@@ -88,7 +88,7 @@ class RequestFailed(TokenmillError):
 
 class RequestAborted(RequestFailed):
     code = "aborted"
-    http_status = 499  # as nginx counts requests that ended early; not a 5xx, after which clients try again
+    http_status = 499  # nginx's "client closed request"; clients would retry a 5xx
 
 
 class EngineDead(TokenmillError):
@@ -97,7 +97,7 @@ class EngineDead(TokenmillError):
 
 
 class PeerDied(EngineDead):
-    """A rank is gone or does not answer: its group can't go on."""
+    """A rank has died or does not respond, so its group can't continue."""
 
 
 class InvalidConfig(TokenmillError):
@@ -111,7 +111,7 @@ class ModelError(TokenmillError):
 
 class PullFailed(ModelError):
     code = "pull_failed"
-    http_status = 502  # a source's fault, not the server's
+    http_status = 502  # the failure of an upstream source
 
 
 class UnsupportedModel(ModelError):
@@ -123,7 +123,7 @@ class DamagedFile(ModelError):
 
 
 def error_with_code(code: str | None, message: str, param: str | None = None) -> TokenmillError:
-    """The error that another process named by its code; RequestFailed for one that has no better name."""
+    """Recreate an error that another process reported by its code; RequestFailed for an unknown code."""
     of_requests = (InvalidRequest, UnknownModel, Overloaded, RequestFailed)
     kinds: dict[str, type[TokenmillError]] = {
         kind.code: kind for kind in (*of_requests, ModelError, UnsupportedModel, DamagedFile)

@@ -1,12 +1,13 @@
-"""The types that travel between packages and between processes. Frozen, plain data, no behaviour.
+"""The types that are passed between packages and between processes: frozen, plain data without behaviour.
 
     front process                                   engine process (or the same one)
     ─────────────                                   ────────────────────────────────
     ChatRequest / PromptRequest ──► InputProcessor ──► Request ──► scheduler ──► StepPlan ──► runner
     Event ◄── OutputProcessor ◄── SequenceOutput ◄──────────────── scheduler ◄── StepResult ◄──┘
 
-Only the left side handles text: the engine process sees token ids. Everything is a msgspec struct, so it crosses a
-socket without pickle. `FinishReason` uses OpenAI's values; "abort" and "error" are not shown to clients with a schema.
+Only the left side handles text; the engine process works on token ids. Everything is a msgspec struct, so it can be
+sent over a socket without pickle. `FinishReason` uses OpenAI's values; "abort" and "error" are not in OpenAI's schema
+and are never sent to its clients.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 from tokenmill.params import Guided, SamplingParams
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
-BACKGROUND_PRIORITY = 1000  # lines of batches: see scheduler/budget.py
+BACKGROUND_PRIORITY = 1000  # of batch jobs: see scheduler/budget.py
 ToolKind = Literal["function", "custom"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -28,7 +29,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that a model made: `arguments` is the JSON text as it was written; for a custom tool, its raw input."""
+    """A model's tool call: `arguments` is the JSON text as the model wrote it; for a custom tool, its raw input."""
 
     id: str
     name: str
@@ -44,7 +45,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
-    tool_call_id: str | None = None  # of a message with the role "tool": the call that it answers
+    tool_call_id: str | None = None  # for the role "tool": the call whose result this is
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,30 +54,30 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON schema of the arguments; None: there are none
-    strict: bool | None = None  # True: refuse a schema that can't be enforced; False: arguments are any object
+    strict: bool | None = None  # True: refuse a schema that can't be enforced; False: arguments may be any object
     kind: ToolKind = "function"
     input_grammar: Guided | None = None  # of a custom tool: Lark or regex; None: any text
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The rule for which tools may or must be called."""
+    """The setting of which tools the model may or must call."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: list[str] | None = None  # only these; None: all
-    parallel: bool = True  # several calls in one answer
+    parallel: bool = True  # allow several calls in one answer
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of how a model thinks before it answers; None: as its chat template does by itself."""
+    """Settings of a model's reasoning before its answer; None: the chat template's default."""
 
     effort: Effort | None = None
     is_on: bool | None = None
-    budget: int | None = None  # tokens; then the closing marker is forced
-    keep_history: bool = False  # show the model what it thought in all earlier turns, not only since the last question
+    budget: int | None = None  # maximum tokens, after which the closing marker is forced
+    keep_history: bool = False  # show the model its reasoning of all earlier turns, not only since the last question
 
 
 class TokenPrefix(msgspec.Struct, frozen=True, kw_only=True):
-    """The token ids with which an earlier turn of a conversation ended, and the rendered text that they stand for."""
+    """The token ids of a conversation up to the end of an earlier turn, and the rendered text that they encode."""
 
     token_ids: list[int]
     num_characters: int
@@ -89,7 +90,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str = ""
     weight: float = 1.0
-    max_sequences: int | None = None  # computed at a time; further ones wait
+    max_sequences: int | None = None  # that run at the same time; further ones wait
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,20 +104,20 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     template_args: dict[str, Any] = {}  # extra variables for the chat template
     chat_template: str | None = None  # instead of the model's own
     add_generation_prompt: bool = True
-    continues_last: bool = False  # go on with the last message, which is the assistant's, instead of a new one
-    extends: TokenPrefix | None = None  # used where the rendered conversation begins with its text
+    continues_last: bool = False  # continue the last message, which is the assistant's, instead of beginning a new one
+    extends: TokenPrefix | None = None  # reused if the rendered conversation begins with its text
     request_id: str = ""
     priority: int = 0
     cache_salt: str = ""
     tenant: Tenant = Tenant()
-    adapter: str | None = None  # the name of one that the model has loaded
+    adapter: str | None = None  # the name of a loaded adapter
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A text, or token ids, to continue."""
+    """A prompt to continue, as text or token ids."""
 
     prompt: str | list[int]
-    suffix: str | None = None  # the answer belongs between the prompt and this text
+    suffix: str | None = None  # fill in the middle: the answer is inserted between the prompt and this text
     files: list[tuple[str, str]] = []  # with a suffix: other files of the project, as (name, text)
     params: SamplingParams = SamplingParams()
     add_special_tokens: bool = True
@@ -135,7 +136,7 @@ class Pooling(msgspec.Struct, frozen=True):
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A text, or token ids, of which the client wants an embedding."""
+    """A text, or token ids, to compute an embedding of."""
 
     prompt: str | list[int]
     pooling: Pooling | None = None  # None: the mean
@@ -147,8 +148,8 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContextShift(msgspec.Struct, frozen=True):
-    """How a sequence continues past the context: the first `keep` tokens stay, the oldest others go, `drop` at a
-    time."""
+    """How a sequence continues past the context: the first `keep` tokens stay, and the oldest others are dropped,
+    `drop` at a time."""
 
     context: int
     keep: int
@@ -156,9 +157,9 @@ class ContextShift(msgspec.Struct, frozen=True):
 
 
 class TokenizedParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Token ids of the parameters that users write as text."""
+    """Token ids of those parameters that users give as text."""
 
-    dry_break_ids: list[int] = []  # tokens that hold a DRY sequence breaker
+    dry_break_ids: list[int] = []  # tokens that contain a DRY sequence breaker
     dry_breakers: list[list[int]] = []  # token sequences that form one
     stop_pieces: dict[int, bytes] = {}  # for beams: tokens that may be part of a stop string, and their bytes
     think_start_ids: list[int] = []
@@ -166,8 +167,8 @@ class TokenizedParams(msgspec.Struct, frozen=True, kw_only=True):
     starts_thinking: bool = False  # the prompt ends inside a think section
 
 
-class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client has of one sequence already: an engine that resumes it goes on with the next token."""
+class SequenceProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The output of a sequence that another engine has generated; the engine that resumes it continues after that."""
 
     token_ids: list[int] = []
     mirostat_mu: float | None = None  # mirostat's limit after the last of them
@@ -177,34 +178,34 @@ class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as the engine computes it: token ids in, token ids (or a vector) out."""
+    """A request in the engine's form: token ids in, token ids (or a vector) out."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: list[int] = []
     max_tokens: int  # prompt + max_tokens fits the context, unless the context shifts
-    seed: int  # the user's, or a random one of the input processor
-    priority: int = 0  # smaller runs first; from BACKGROUND_PRIORITY on behind all that is interactive
+    seed: int  # the user's, or a random one from the input processor
+    priority: int = 0  # smaller runs first; from BACKGROUND_PRIORITY on, after all interactive requests
     arrival_s: float = 0.0
     cache_salt: str = ""
     tenant: Tenant = Tenant()
     pooling: Pooling | None = None
     shift: ContextShift | None = None  # None: generation ends at the end of the context
     tokenized: TokenizedParams = TokenizedParams()
-    adapter: str = ""  # the digest of one; empty: the model alone
-    given: list[Given] = []  # by sequence, where another engine has begun with it; empty: it is new
-    fetch_from: str = ""  # the address of another engine that may have computed some of its blocks
+    adapter: str = ""  # the digest of an adapter; empty: none
+    given: list[SequenceProgress] = []  # by sequence, for a request that another engine has started; empty: a new one
+    fetch_from: str = ""  # the address of another engine that may have some of its KV blocks
 
 
 # ── one step ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-PENDING = -1  # fed in place of a token id: the token that the row draws in the step before, which only the device knows
+PENDING = -1  # instead of an input token id: the token sampled by the previous step, which only the device knows
 
 
 class BlockTableUpdate(msgspec.Struct, frozen=True):
-    """Entries [start, start + len(blocks)) of a row's block table in one KV group become `blocks`."""
+    """Sets entries [start, start + len(blocks)) of a row's block table in one KV group to `blocks`."""
 
     group: int
     start: int
@@ -224,7 +225,7 @@ class RowInit(msgspec.Struct, frozen=True, kw_only=True):
     tokenized: TokenizedParams = TokenizedParams()
     mirostat_mu: float | None = None  # mirostat's limit after the last sampled token (None: none yet)
     adapter_slot: int = 0  # 0: no adapter
-    part: int = 0  # of the cache: the rank that keeps its blocks, where ranks keep those of some sequences each
+    part: int = 0  # the rank that stores its blocks, if each rank stores those of some sequences
 
 
 class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,11 +237,11 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     with drafts:             [0 .......... start | start ............ total | drafts ]
                                                    fed in this step ─────────────────
 
-    pending:                 [0 ................... start | PENDING ]      the row's last token is drawn by a step in
-                                                                           flight, and the device knows it
+    pending:                 [0 ................... start | PENDING ]      the row's last token is sampled by a step in
+                                                                           flight, and only the device knows it
 
-    Positions are those in the cache. Where the context has shifted, `num_dropped` tokens of the sequence are missing
-    from it (see scheduler/request.py), so a fed token's position in the sequence is that much higher.
+    Positions are those in the cache. After a context shift, `num_dropped` tokens of the sequence are missing from it
+    (see scheduler/request.py), so a token's position in the sequence is that much higher.
     """
 
     row: int
@@ -248,7 +249,7 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     table_updates: list[BlockTableUpdate] = []
     sample: bool = False  # the last fed token is the sequence's last: sample the next one
-    num_drafts: int = 0  # how many of the last `token_ids` are drafts: sample after each, as far as they are accepted
+    num_drafts: int = 0  # number of drafts at the end of `token_ids`: sample after each until one is rejected
     output_index: int = 0  # number of output tokens before the sampled one (position in the random stream)
     num_logprobs: int | None = None  # for the sampled token
     num_prompt_logprobs: int | None = None  # for the prompt tokens that these positions predict
@@ -264,10 +265,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a runner for one step. Plans are launched in order, and the next may be launched before this one
     is collected."""
 
-    step: int = 0  # ties the result to the plan
+    step: int = 0  # identifies the result that belongs to this plan
     new_rows: list[RowInit] = []
     freed_rows: list[int] = []  # applied before new_rows
-    adapter_loads: list[tuple[int, str]] = []  # (slot, digest of the adapter that it holds from this step on)
+    adapter_loads: list[tuple[int, str]] = []  # (slot, digest of the adapter in it from this step on)
     copies: list[tuple[int, int]] = []  # (from block, to block), before anything is written
     rows: list[RowPlan] = []
 
@@ -300,7 +301,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one step, for every row of its plan."""
+    """The results of one step, for every row of its plan."""
 
     step: int = 0
     rows: list[RowResult]
@@ -313,7 +314,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one sequence of a request. The last output of a sequence has `finish_reason`.
 
-    There is one for every token, so fields with default values are left out of the message.
+    One is sent for every token, so fields with default values are left out of the message.
     """
 
     request_id: str
@@ -328,11 +329,11 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     embedding: list[float] | None = None
     error: str | None = None  # with finish_reason "error"
     error_code: str | None = None  # code of the error in `errors.py`, if known
-    error_param: str | None = None  # the parameter to blame
-    retry_after_s: float = 0.0  # with an error that is over after so long
+    error_param: str | None = None  # the parameter that caused the error
+    retry_after_s: float = 0.0  # for a temporary error: retry after this time
     queue_s: float = 0.0  # on the first output: time between arrival and first being scheduled
-    device_s: float = 0.0  # its request's part of the time of steps so far; on the first, the last, and some
-    num_drafted: int = 0  # draft tokens of this sequence that were computed so far
+    device_s: float = 0.0  # the request's share of step time so far; on the first, the last, and some other outputs
+    num_drafted: int = 0  # draft tokens of this sequence computed so far
     num_accepted: int = 0  # ... and accepted
     mirostat_mu: float | None = None  # mirostat's limit after the last token, for an engine that resumes the sequence
 
@@ -355,8 +356,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     drafted_tokens: int = 0  # draft tokens of speculative decoding
     accepted_tokens: int = 0  # ... that were accepted
-    reasoning_tokens: int = 0  # completion tokens that were thought, markers included
-    device_s: float = 0.0  # its part of the time of the engine's steps, as last reported
+    reasoning_tokens: int = 0  # completion tokens in think sections, markers included
+    device_s: float = 0.0  # the request's share of the engine's step time, as last reported
 
 
 class TokenInfo(msgspec.Struct, frozen=True):
@@ -371,19 +372,19 @@ class TokenInfo(msgspec.Struct, frozen=True):
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """Text for the reader of the answer."""
+    """Text of the answer, in contrast to reasoning and tool calls."""
 
     text: str
 
 
 class ThoughtPart(msgspec.Struct, frozen=True):
-    """Text that the model wrote while thinking."""
+    """Reasoning text."""
 
     text: str
 
 
 class CallStart(msgspec.Struct, frozen=True):
-    """The model calls a tool; calls are numbered from 0 and do not overlap."""
+    """The beginning of a tool call; calls are numbered from 0 and do not overlap."""
 
     index: int
     id: str
@@ -392,15 +393,15 @@ class CallStart(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """More of a call's arguments. All fragments joined are a JSON object (the raw input of a custom tool); while they
-    come, what there is so far is the beginning of valid JSON."""
+    """A fragment of a call's arguments. All fragments joined are a JSON object (the raw input of a custom tool), and
+    the fragments so far are always a prefix of valid JSON."""
 
     index: int
     fragment: str
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """The call is complete."""
+    """The end of a tool call."""
 
     index: int
 
@@ -409,10 +410,10 @@ Part = TextPart | ThoughtPart | CallStart | CallArguments | CallEnd
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of one choice for a client (always whole characters), and at the end the reason why it ended.
+    """New text of one choice (always whole characters), and at its end the finish reason.
 
-    `text` is what a reader sees. Where a model thinks or may call tools, `parts` has all of the content in order, text
-    included; None: there is nothing but `text`.
+    `text` is the visible answer. If the model reasons or may call tools, `parts` has the whole content in order,
+    including the text; None: there is only `text`.
     """
 
     request_id: str
@@ -423,8 +424,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenInfo] | None = None
     prompt_logprobs: Sequence[TokenInfo | None] | None = None  # None for the first token, which has no prediction
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or stop id that ended it
+    stop_reason: str | int | None = None  # the stop string or stop id that was found
     cumulative_logprob: float | None = None
-    usage: Usage | None = None  # of the whole request so far; on its first event and on those with finish_reason
+    usage: Usage | None = None  # of the whole request so far; on its first event and those with finish_reason
     embedding: list[float] | None = None
     queue_s: float | None = None  # on the first event of a request: how long it waited to be scheduled

@@ -278,42 +278,42 @@ NAMES_HEAD = """## Short names
 or a Hugging Face id."""
 PLANNED_HEAD = """## Models that can only be planned for
 
-`tokenmill plan` reads their `config.json` and says what they need; the engine does not run them."""
-_INTEGERS, _KEPT4, _KEPT8 = "multiplied as integers", "kept in 4 bits and scales", "kept in 8 bits and scales"
-_ORDERED = "in 4 or 8 bits, inputs in the columns' order"
-_TABLE = "in their 4 bits, codes of a table (Hopper)"
-_IN_4_BITS = "in their 4 bits, as floats"
+`tokenmill plan` reads their `config.json` and computes the memory they need; the engine does not run them."""
+_INTEGERS, _KEPT4, _KEPT8 = "computed as integers", "stored in 4 bits with scales", "stored in 8 bits with scales"
+_ORDERED = "stored in 4 or 8 bits, inputs reordered like the columns"
+_TABLE = "stored unchanged, as 4-bit indices into a table (Hopper)"
+_IN_4_BITS = "stored unchanged, as 4-bit floats"
 OTHER_FORMATS = [
     [
         "safetensors: fp8 (e4m3; blocks, rows or whole matrices)",
         "8",
-        "multiplied as floats",
-        "multiplied as floats, blocks of 128 columns and experts too (from compute capability 8.9 on; activations of "
-        "more than 32 rows are rounded to fp8 too)",
+        "computed as floats",
+        "computed as floats, also with blocks of 128 columns and in experts (from compute capability 8.9 on; "
+        "activations of more than 32 rows are rounded to fp8 too)",
     ],
     ["compressed-tensors W4A16 (pack-quantized, to 4 bits)", "4", _INTEGERS, _KEPT4],
     ["compressed-tensors W8A16 and W8A8 (pack-, int-, naive-quantized)", "8", _INTEGERS, _KEPT8],
-    ["compressed-tensors fp8 and mxfp8 (float-, naive-quantized)", "8", "multiplied as floats", "as fp8 above"],
+    ["compressed-tensors fp8 and mxfp8 (float-, naive-quantized)", "8", "computed as floats", "as fp8 above"],
     ["compressed-tensors and ModelOpt NVFP4", "4.5", _INTEGERS, _IN_4_BITS],
     ["ModelOpt FP8; mixtures of FP8 and NVFP4", "8", "each as above", "each as above"],
     ["GPTQ, 2, 3 and 4 bits; AWQ, 4 bits", "4", _INTEGERS, _KEPT4],
     ["GPTQ and AWQ, 8 bits", "8", _INTEGERS, _KEPT8],
     ["GPTQ and compressed-tensors with act order", "4, 8", _ORDERED, _ORDERED],
-    ["bitsandbytes nf4, fp4", "4.5", "integers, tables of 16 bits", _TABLE],
+    ["bitsandbytes nf4, fp4", "4.5", "integers, tables of 16-bit values", _TABLE],
     ["bitsandbytes int8", "8", _INTEGERS, _KEPT8],
     ["HQQ along the columns (axis 1), to 4 bits", "5", _INTEGERS, _KEPT4],
     ["HQQ along the columns, 8 bits", "9", _INTEGERS, _KEPT8],
-    ["HQQ along the rows (axis 0)", "16", "expanded to 16 bits", "expanded"],
+    ["HQQ along the rows (axis 0)", "16", "dequantized to 16 bits", "dequantized"],
     ["MXFP4 (gpt-oss, compressed-tensors)", "4.25", _INTEGERS, _IN_4_BITS],
 ]
-FORMATS_FOOT = """One checkpoint may mix formats: each matrix is read by the tensors it has. Activations are never
-quantised as W8A8 and FP8 checkpoints were made for; weights keep every bit of their file, and values equal those of the
-maker's own dequantise.
+FORMATS_FOOT = """One checkpoint may mix formats: the format of each matrix is recognised by its tensors. Activations are
+not quantised in the way that W8A8 and FP8 checkpoints define; weights keep every bit of the file, and their values
+equal those of the quantiser's own dequantization.
 
-Formats that a backend does not compute with directly are expanded when they are loaded: to float16 by
-the native CPU kernels, to the computing precision on a GPU. On a GPU, `--dtype float32` and `--deterministic` expand
-all formats, and on GPUs other than Hopper nf4 and fp4 are expanded too. `--quantization` rounds unquantised weights
-while they load ([configuration.md](configuration.md))."""
+Formats that a backend can't compute with directly are dequantized when they are loaded: to float16 by
+the native CPU kernels, to the compute dtype on a GPU. On a GPU, `--dtype float32` and `--deterministic` dequantize
+all formats, and on GPUs other than Hopper nf4 and fp4 are dequantized too. `--quantization` quantises unquantised
+weights while they load ([configuration.md](configuration.md))."""
 
 
 def models() -> str:
@@ -351,20 +351,20 @@ def family_rows() -> Iterator[list[str]]:
 
 
 def traits(family: Family) -> Iterable[str]:
-    """What sets a family apart from a plain decoder, by the fields that differ from a family's defaults."""
+    """Yield what distinguishes a family from a plain decoder, by the fields that differ from the defaults."""
     words = {
         "qkv_bias": "bias in q, k, v",
         "qk_norm": "q and k norms",
-        "norms": "norms after the blocks",
-        "has_softcaps": "soft caps, where the config has them",
-        "has_local_rope": "another rope for windowed layers",
+        "norms": "norms after attention and MLP",
+        "has_softcaps": "soft caps, if configured",
+        "has_local_rope": "separate rope for windowed layers",
         "has_partial_rotary": "rope over part of a head",
-        "windows": "sliding windows, where the config has them",
+        "windows": "sliding windows, if configured",
         "experts": "routed experts",
     }
     plain = {field.name: field.default for field in fields(Family)}
     values = {name: getattr(family, name) for name in words}
-    kinds = ("qk_norm", "norms")  # told by a word
+    kinds = ("qk_norm", "norms")  # strings, not flags
     return [
         words[name]
         for name, value in values.items()
@@ -383,19 +383,19 @@ def outline_rows() -> Iterator[list[str]]:
 
 def format_rows() -> list[list[str]]:
     rows = [
-        ["safetensors: float32, float16, bfloat16", "32, 16", "kept as stored", "computed in 16 or 32 bits"],
+        ["safetensors: float32, float16, bfloat16", "32, 16", "stored unchanged", "computed in 16 or 32 bits"],
         *OTHER_FORMATS,
     ]
     for kind_ in GGML_TYPES.values():
         if kind_.block_size > 1 and can_expand(kind_):
             packed = packed_int_format("layers.0.q.weight", (4096, 4096), StoredFormat(kind_.name))
             bits = f"{kind_.block_bytes * 8 / kind_.block_size:.4g}"
-            on_cpu = _INTEGERS if kind_.name in PACKED_QUANTS else "expanded"
-            on_gpu = "expanded" if packed is None else f"kept in {packed.bits} bits and scales"
+            on_cpu = _INTEGERS if kind_.name in PACKED_QUANTS else "dequantized"
+            on_gpu = "dequantized" if packed is None else f"stored in {packed.bits} bits with scales"
             on_gpu = _IN_4_BITS if packed is not None and packed.is_fp4 else on_gpu
             if packed is not None and packed.table:
                 wide = packed_int_format("layers.0.q.weight", (4096, 4096), StoredFormat(kind_.name, is_widened=True))
-                experts = "expanded" if wide is None else f"in {wide.bits} bits and scales"
+                experts = "dequantized" if wide is None else f"in {wide.bits} bits with scales"
                 on_gpu = f"{_TABLE}; experts, and on other GPUs, {experts}"
             rows.append([f"GGUF {kind_.name}", bits, on_cpu, on_gpu])
     return rows

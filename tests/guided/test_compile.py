@@ -58,7 +58,7 @@ def test_a_compilation_that_takes_too_long_is_refused(vocabulary: Vocabulary) ->
     now = [0.0]
     compilation = Compilation(Compiler(lambda: vocabulary).start(choice(1)).future.__class__(), lambda: now[0])
     assert not compilation.is_done
-    compilation.begun_s.append(0.0)
+    compilation.started_s.append(0.0)
     now[0] = MAX_COMPILE_S + 0.1
     assert compilation.is_done
     with pytest.raises(InvalidRequest, match="to compile"):

@@ -32,7 +32,7 @@ def opened(compiled: Compiled) -> RowGrammar:
 
 def speak(grammar: RowGrammar, text: bytes) -> RowGrammar:
     for byte in text:
-        grammar.take(byte)
+        grammar.advance(byte)
         grammar.recover()
     return grammar
 
@@ -44,7 +44,7 @@ def fill_up(compiled: Compiled) -> None:
     while matcher.error is None:
         matcher.advance(b"a")
         matcher.fill(mask)
-    assert matcher.has_met_limit
+    assert matcher.has_exceeded_limit
 
 
 def allows(mask: NDArray[np.int32], char: str) -> bool:
@@ -82,7 +82,7 @@ def test_masks_of_drafts_survive_a_full_lexer(compiled: Compiled) -> None:
 def test_a_grammar_that_is_slow_to_compile_is_made_anew_by_a_worker(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "MAX_RENEWAL_S", 0.0)
+    monkeypatch.setattr(compiling, "MAX_RECOMPILE_S", 0.0)
     running = speak(opened(compiled), b'["abc')
     fill_up(compiled)
     assert isinstance(speak(running, b'de"]').failure, Overloaded)

@@ -39,7 +39,7 @@ def random_walk(guided: Guided, vocabulary: Vocabulary, rng: random.Random) -> l
     grammar, tokens = opened(guided, vocabulary, []), []
     while EOS_ID not in tokens and len(tokens) < 40:
         tokens.append(rng.choice(sorted(allowed(grammar))))
-        grammar.take(tokens[-1])
+        grammar.advance(tokens[-1])
     return [token for token in tokens if token != EOS_ID]
 
 
@@ -78,7 +78,7 @@ def test_behind_a_draft_too_an_unwelcome_token_is_not_forced(vocabulary: Vocabul
     row = RowGrammar(matcher, [], lambda token, place: places.append((token, place)) or token == ord("c"))
     assert [list(choices) for choices in row.walk([ord("a"), ord("b")])] == [[ord("b")], [ord("c")]]
     assert places[-1] == (ord("c"), 2)
-    row.take(ord("a"))
+    row.advance(ord("a"))
     assert row.jump() == [ord("b")] and row.choices == [ord("c")]
 
 

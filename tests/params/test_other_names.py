@@ -43,7 +43,7 @@ def test_the_same_meaning_is_taken(given: dict[str, Any], ours: dict[str, Any]) 
         ({"max_new_tokens": 5}, "use max_tokens"),
         ({"use_beam_search": True}, "BeamParams"),
         ({"temprature": 1}, "did you mean temperature"),
-        ({"include_stop": True, "include_stop_str_in_output": True}, "says the same as include_stop"),
+        ({"include_stop": True, "include_stop_str_in_output": True}, "means the same as include_stop"),
         ({"guided_decoding": {"json": SCHEMA, "regex": "a"}}, "exactly one of"),
         ({"top_k": -2}, "top_k must be between"),
     ],

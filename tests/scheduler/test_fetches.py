@@ -11,7 +11,7 @@ from tests.support.scheduler_bench import Bench, ask, tokens_of
 from tests.support.simulated_runner import expected_tokens
 from tokenmill.kv.names import BlockName, Fetch
 from tokenmill.scheduler.step_time import StepSize
-from tokenmill.types import Given
+from tokenmill.types import SequenceProgress
 
 
 class ByHand:
@@ -129,7 +129,7 @@ def test_a_request_that_was_moved_is_fetched_at_once(num_gone: int) -> None:
     for name in list(fetcher.kept)[10 - num_gone : 10]:
         del fetcher.kept[name]
     tokens = expected_tokens(ask("first", 41), 0)
-    given = [Given(token_ids=tokens[:2])]
+    given = [SequenceProgress(token_ids=tokens[:2])]
     bench.scheduler.add(msgspec.structs.replace(ask("first", 41), given=given, fetch_from="/another/core"))
     assert bench.scheduler.plan() is None
     assert len(fetcher.loading[0].targets) == 10 and not fetcher.asked

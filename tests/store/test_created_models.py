@@ -48,7 +48,7 @@ def test_a_modelfile_is_read() -> None:
         ("FROM a\nDANCE now", "no instruction"),
         ('FROM a\nSYSTEM """open', "never closed"),
         ("FROM a\nPARAMETER temperature", "needs a value"),
-        ("FROM a\nMESSAGE wizard hi", "a message is of"),
+        ("FROM a\nMESSAGE wizard hi", "role of a message must be one of"),
         ("FROM a\nTEMPLATE {{ if .System }}x{{ end }}", "Go templates"),
         ("FROM a\nTEMPLATE {{- range .Messages }}x{{- end }}", "Go templates"),
     ],
@@ -80,7 +80,7 @@ def test_create_list_and_remove(
     [
         ("FROM {gguf}\nADAPTER ./lora.gguf", "no adapter"),
         ("FROM {gguf}\nPARAMETER num_gpu 1", "num_gpu"),
-        ("FROM ./missing.gguf", "no model is called"),
+        ("FROM ./missing.gguf", "there is no model"),
         ("FROM scripted:{script}", "scripted"),
     ],
 )

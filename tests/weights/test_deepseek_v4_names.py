@@ -85,5 +85,5 @@ def test_matrices_in_fp8_and_experts_in_mxfp4(source: Path, tmp_path: Path) -> N
     assert formats["layers.1.experts.up.weight"].quant == "MXFP4"
     tensors["layers.1.ffn.experts.3.w3.scale"] = tensors["layers.1.ffn.experts.3.w3.scale"][:, :1].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(DamagedFile, match="do not fit together"):
+    with pytest.raises(DamagedFile, match="do not match"):
         open_weights(tmp_path, spec)

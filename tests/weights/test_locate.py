@@ -136,7 +136,7 @@ def test_any_flipped_byte_ends_in_one_of_our_errors(tensors_file: Path) -> None:
 def test_tensor_in_two_files(tensors_file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     save_file({"a.weight": torch.ones(1)}, other)
-    with pytest.raises(DamagedFile, match=r"'a\.weight' is in model\.safetensors too"):
+    with pytest.raises(DamagedFile, match=r"'a\.weight' is also in model\.safetensors"):
         SafetensorsCheckpoint((tensors_file, other))
 
 

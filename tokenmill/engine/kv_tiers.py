@@ -49,7 +49,7 @@ def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_fo
         files = [hashlib.sha256(model_path.read_bytes()).hexdigest()]
     elif model.load_format != "dummy":
         found = [identity(file) for file in locate(model_path).files]
-        files = [one.what if is_for_disk else (one.num_bytes, one.content) for one in found]
+        files = [one.key if is_for_disk else (one.num_bytes, one.content) for one in found]
     kernels: tuple[object, ...] = (torch.__version__,)
     if ops.backend == "cpu":
         kernels = (native_kernels.instruction_set(), layout_digest())

@@ -24,7 +24,17 @@ from tokenmill.engine.answer_reader import AnswerReader
 from tokenmill.engine.results import EventFold, merge_parts, text_parts
 from tokenmill.text.stops import Stops
 from tokenmill.text.tokenizer import IncrementalDetokenizer, Tokenizer
-from tokenmill.types import Event, Given, Part, Request, SequenceOutput, TextPart, TokenInfo, TokenLogprobs, Usage
+from tokenmill.types import (
+    Event,
+    Part,
+    Request,
+    SequenceOutput,
+    SequenceProgress,
+    TextPart,
+    TokenInfo,
+    TokenLogprobs,
+    Usage,
+)
 
 MakeReader = Callable[[IncrementalDetokenizer], AnswerReader]
 
@@ -54,9 +64,9 @@ class ChoiceState:
     def num_accepted(self) -> int:
         return 0 if self.last is None else self.last.num_accepted
 
-    def given(self) -> Given:
+    def given(self) -> SequenceProgress:
         """Return what another engine needs to continue the sequence."""
-        return Given(
+        return SequenceProgress(
             token_ids=self.token_ids,
             mirostat_mu=None if self.last is None else self.last.mirostat_mu,
             num_drafted=self.num_drafted,

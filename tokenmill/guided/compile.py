@@ -1,8 +1,8 @@
-"""Compilation of grammars in worker threads (llguidance releases Python's lock), and a bounded cache of the results.
+"""Compilation of grammars in worker threads (llguidance releases the GIL), and a bounded cache of the results.
 
-A compilation can't be interrupted, so its size is bounded: the text, the grammar, the lexer's states, the fuel of each
-phase. It ends with a trial of the first tokens, which finds grammars that no text satisfies or that explode only when
-they are used. The workers run at a lower priority than the engine's steps.
+A compilation can't be interrupted, so its size is limited: the text, the grammar, the lexer's states, the fuel of each
+phase. It ends with a trial of the first tokens, which detects grammars that no text satisfies or that become too large
+only in use. The workers run at a lower priority than the engine's steps.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CACHE_BYTES = 64 << 20
 MAX_COMPILE_S = 1.8
 MAX_WAIT_S = 30.0  # for a worker, and for the vocabulary of a large model
 TRIAL_TOKENS = 64
-GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64  # memory of a grammar: a high estimate from hundreds of them
+GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64  # memory of a grammar: an upper estimate, measured on hundreds
 NUM_WORKERS = 2
 WORKER_NICENESS = 5
-MAX_RENEWAL_S = 0.2  # a grammar that took longer to compile is not compiled again in the middle of a step
-# The grammar engine's own defaults: what it can follow alone is not refused here.
+MAX_RECOMPILE_S = 0.2  # a grammar that took longer to compile is not compiled again during a step
+# The grammar engine's defaults, so that every grammar it can handle is accepted.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000, max_lexer_states=250_000, max_grammar_size=500_000, verbose_errors=False
 )
@@ -44,29 +44,29 @@ LIMITS = llguidance.LLParserLimits(
 class Compiled:
     """A compiled grammar: a matcher in its initial state, which each sequence forks.
 
-    The forks fill one lexer with states, up to a limit. When it is full, rows that need more open the grammar again:
-    first with a new lexer that all rows share from then on; a row that fills that one too, with a lexer of its own.
+    The forks fill one lexer with states, up to a limit. When it is full, rows that need more reopen the grammar: first
+    with a new lexer that all rows share from then on; a row that fills that one too gets its own lexer.
     """
 
     def __init__(self, matcher: Matcher, num_bytes: int, compile_s: float, build: Callable[[], Matcher]) -> None:
         self.matcher = matcher
         self.num_bytes = num_bytes
-        self.is_full = False  # and stays so: it must be compiled again, by a worker
+        self.is_full = False  # permanently: a worker must compile the grammar again
         self._compile_s = compile_s
         self._build = build
-        self._renewing = threading.Lock()
+        self._reopen_lock = threading.Lock()
 
     def reopen(self, full: Matcher, num_reopened: int) -> Matcher:
         """Return a matcher in its initial state with another lexer than `full` has."""
-        with self._renewing:
-            is_new_already = full.lexer is not self.matcher.lexer
-            if num_reopened == 0 and is_new_already:
+        with self._reopen_lock:
+            is_replaced_already = full.lexer is not self.matcher.lexer
+            if num_reopened == 0 and is_replaced_already:
                 return self.matcher.fork()
             if num_reopened > 1:
                 raise InvalidRequest(f"the grammar is too complex for this answer: {full.error}", param="guided")
-            if self._compile_s > MAX_RENEWAL_S:
+            if self._compile_s > MAX_RECOMPILE_S:
                 self.is_full = True
-                raise Overloaded("the tables of the grammar are full and are made anew: send the request again")
+                raise Overloaded("the grammar's tables are full, and it must be compiled again: send the request again")
             fresh = self._build()
             if num_reopened == 0:
                 self.matcher = fresh
@@ -76,18 +76,18 @@ class Compiled:
 
 @dataclass
 class Compilation:
-    """A compilation in progress; `begun_s` holds the start time once a worker has begun with the grammar itself."""
+    """A compilation in progress."""
 
     future: Future[Compiled]
-    clock: Callable[[], float] = time.monotonic  # the processor time of its worker, once that has begun
-    begun_s: list[float] = field(default_factory=list)
-    is_wanted: bool = True
-    asked_s: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic  # the CPU time of its worker thread, once that has started
+    started_s: list[float] = field(default_factory=list)  # by `clock`; empty until a worker has started
+    is_cancelled: bool = False
+    requested_s: float = field(default_factory=time.monotonic)
 
-    def begin(self) -> None:
-        """Start the clock. Called in the worker: what others do meanwhile does not count."""
+    def start(self) -> None:
+        """Start the clock. Called in the worker thread, so that only its own CPU time counts."""
         self.clock = thread_clock()
-        self.begun_s.append(self.clock())
+        self.started_s.append(self.clock())
 
     @property
     def is_done(self) -> bool:
@@ -96,18 +96,18 @@ class Compilation:
     @property
     def is_kept_waiting(self) -> bool:
         """Return whether it has waited for a worker for too long."""
-        return not self.begun_s and not self.future.done() and time.monotonic() - self.asked_s > MAX_WAIT_S
+        return not self.started_s and not self.future.done() and time.monotonic() - self.requested_s > MAX_WAIT_S
 
     @property
     def is_late(self) -> bool:
-        return not self.future.done() and bool(self.begun_s) and self.clock() - self.begun_s[0] > MAX_COMPILE_S
+        return not self.future.done() and bool(self.started_s) and self.clock() - self.started_s[0] > MAX_COMPILE_S
 
     def result(self) -> Compiled:
         """Return the compiled grammar of a finished compilation, or raise InvalidRequest with the reason."""
         if self.future.done():
             return self.future.result()
-        self.is_wanted = False
-        if not self.begun_s:
+        self.is_cancelled = True
+        if not self.started_s:
             raise Overloaded("too many grammars are being compiled", retry_after_s=5)
         raise InvalidRequest(f"the grammar takes more than {MAX_COMPILE_S:g} s to compile", param="guided")
 
@@ -136,14 +136,14 @@ class Compiler:
         return sum(compiled.num_bytes for compiled in self._cache.values())
 
     def known(self, guided: Guided) -> Compiled | None:
-        """Return a grammar that is compiled already, else None."""
+        """Return a grammar that is already compiled, else None."""
         compiled = self._alive.get(guided)
         if compiled is not None:
             self._keep(guided, compiled)
         return compiled
 
     def usable(self, guided: Guided) -> Compiled | None:
-        """Return a grammar that is compiled already and has room for another request, else None."""
+        """Return a grammar that is already compiled and not full, else None."""
         compiled = self.known(guided)
         return None if compiled is None or compiled.is_full else compiled
 
@@ -162,8 +162,8 @@ class Compiler:
         return compiled
 
     def abandon(self, guided: Guided, compilation: Compilation) -> None:
-        """Cancel a compilation that no request waits for, unless a worker has begun it."""
-        compilation.is_wanted = False
+        """Cancel a compilation that no request waits for; one that a worker has started runs to its end."""
+        compilation.is_cancelled = True
         self._remove(guided, compilation)
 
     def _remove(self, guided: Guided, compilation: Compilation) -> None:
@@ -177,7 +177,7 @@ class Compiler:
             self._cache.popitem(last=False)
 
     def load_vocabulary(self) -> None:
-        """Begin to load the vocabulary; a failure is the first grammar's."""
+        """Start loading the vocabulary; an error is reported for the first grammar."""
         if self._vocabulary is None:
             self._pool().submit(self.vocabulary)
 
@@ -194,13 +194,13 @@ class Compiler:
     # ── in a worker ────────────────────────────────────────────────────────────────────────────────────
 
     def _work(self, guided: Guided, compilation: Compilation) -> None:
-        if not compilation.is_wanted:
+        if compilation.is_cancelled:
             return
         try:
             vocabulary = self.vocabulary()
-            compilation.begin()
+            compilation.start()
             compilation.future.set_result(compile_grammar(guided, vocabulary))
-        except BaseException as error:  # a panic in Rust is no Exception, and its request must get an error too
+        except BaseException as error:  # a Rust panic is not an Exception, and its request must get an error too
             compilation.future.set_exception(as_invalid_request(error))
 
     def vocabulary(self) -> Vocabulary:
@@ -211,7 +211,7 @@ class Compiler:
 
 
 def compile_grammar(guided: Guided, vocabulary: Vocabulary) -> Compiled:
-    """Compile and try a grammar; raise InvalidRequest with the reason if it can't be used."""
+    """Compile and test a grammar; raise InvalidRequest with the reason if it can't be used."""
     text, began_s = grammar_text(guided), time.perf_counter()
 
     def build() -> Matcher:
@@ -246,8 +246,7 @@ def as_invalid_request(error: BaseException) -> InvalidRequest:
 
 
 def thread_clock() -> Callable[[], float]:
-    """Return a clock of this thread's processor time that other threads can read; of elapsed time where there is
-    none."""
+    """Return a clock of this thread's CPU time that other threads can read; where there is none, of elapsed time."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -255,7 +254,7 @@ def thread_clock() -> Callable[[], float]:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread, where threads have their own (Linux)."""
+    """Lower the priority of this thread, where threads have individual priorities (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WORKER_NICENESS)

@@ -1,7 +1,7 @@
-"""Translation of every kind of constraint into the one form that the grammar engine compiles.
+"""Translation of every kind of constraint into the grammar engine's format.
 
-JSON is written on one line as Python's `json.dumps` does: ", " and ": " as separators, no other white space. So the
-text between values is known beforehand and need not be sampled, and an answer can't fill its length with white space.
+JSON is written on one line as by Python's `json.dumps`: ", " and ": " as separators, no other white space. So the text
+between values is forced and need not be sampled, and an answer can't use up its length with white space.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REGEX_TERMINAL = re.compile(r"/((?:\\.|[^/\\\n])+)/")
 
 
 def grammar_text(guided: Guided) -> str:
-    """Return a constraint as a grammar for `LLMatcher`; raise InvalidRequest for errors that show before compiling."""
+    """Return a constraint as a grammar for `LLMatcher`; raise InvalidRequest for errors found before compiling."""
     match guided.kind:
         case "json_schema":
             return _schema_grammar(read_schema(guided.text))
@@ -46,7 +46,7 @@ def grammar_text(guided: Guided) -> str:
 
 
 def lark_rule(guided: Guided) -> str:
-    """Return a constraint as the right-hand side of a Lark rule, to be part of a larger grammar."""
+    """Return a constraint as the right-hand side of a Lark rule, for use in a larger grammar."""
     match guided.kind:
         case "json_schema" | "json_object":
             schema = read_schema(guided.text) if guided.kind == "json_schema" else ANY_OBJECT
@@ -68,11 +68,11 @@ def _with_escaped_slashes(regex: str) -> str:
 
 
 def schema_problem(schema: dict[str, Any]) -> str | None:
-    """Return why a JSON schema can't be enforced; None: it can."""
+    """Return the reason why a JSON schema can't be enforced; None if it can."""
     try:
         return _schema_problem(msgspec.json.encode(schema).decode())
     except (TypeError, ValueError, RecursionError) as error:
-        return f"it is no JSON: {error}"
+        return f"it is not valid JSON: {error}"
 
 
 @lru_cache(maxsize=1024)
@@ -87,7 +87,7 @@ def _schema_problem(text: str) -> str | None:
 
 
 def explain(guided: Guided, message: str) -> NoReturn:
-    """Raise InvalidRequest for an error of the grammar engine, with the keyword and path for a schema."""
+    """Raise InvalidRequest for an error of the grammar engine; for a schema, with its keyword and path."""
     if guided.kind == "json_schema":
         json_schema.explain(read_schema(guided.text), message)
     _refuse(guided.kind, _regex_error(message) if guided.kind == "regex" else first_line(message))
@@ -107,7 +107,7 @@ def read_schema(text: str) -> dict[str, Any]:
 
 
 def _refuse(kind: str, problem: str) -> NoReturn:
-    raise InvalidRequest(f"the {kind} can't be followed: {problem}", param="guided")
+    raise InvalidRequest(f"the {kind} can't be enforced: {problem}", param="guided")
 
 
 # ── JSON ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -126,17 +126,17 @@ def _schema_grammar(schema: dict[str, Any]) -> str:
 
 def _require_small_regex(regex: str) -> None:
     if expanded_size(regex) > MAX_EXPANDED:
-        _refuse("regex", f"its repeats written out are more than {MAX_EXPANDED} characters")
+        _refuse("regex", f"it has more than {MAX_EXPANDED} characters with its repeats expanded")
 
 
 def _regex_error(message: str) -> str:
-    """Return the line of a message that names the error, without the excerpts of the regex around it."""
+    """Return the line of a message that states the error, without excerpts of the regex."""
     lines = [line.strip() for line in message.splitlines()]
     return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), first_line(message))
 
 
 def _choice_lark(text: str) -> str:
-    """Return a grammar with all texts in one terminal, so that thousands of them cost no more than one rule."""
+    """Return a grammar with all texts in one terminal, so that thousands of texts are as fast as one rule."""
     try:
         texts = msgspec.json.decode(text, type=list[str])
     except msgspec.DecodeError as error:
@@ -162,7 +162,7 @@ def _lark_of_gbnf(text: str) -> str:
     try:
         return str(gbnf_to_lark(text))
     except Exception as error:  # the translator raises bare Exception
-        raise InvalidRequest(f"the gbnf can't be followed: {first_line(str(error))}", param="guided") from None
+        raise InvalidRequest(f"the gbnf can't be enforced: {first_line(str(error))}", param="guided") from None
 
 
 def _nesting(text: str) -> int:

@@ -1,15 +1,15 @@
 """The grammars of an engine: requests that wait for a compilation, and the rows of the runner that follow a grammar.
 
     hold(request) ──► pop_compiled()             a request waits for its grammar; others are not delayed
-    update_rows(plan) ──► masks(plan) ──► advance(plan, result)      one step: rows that come and go; the allowed
-                                                                     tokens; then the sampled and the forced ones
+    update_rows(plan) ──► masks(plan) ──► advance(plan, result)      one step: new and freed rows; the allowed tokens;
+                                                                     then the sampled and the forced ones
 
-Forced tokens are not sampled: where a grammar allows one continuation, it is appended to the sampled token, and the
+Forced tokens are not sampled: if a grammar allows only one continuation, that is appended to the sampled token, and the
 next step computes all of it as a chunk. A row with logprobs (or of a beam) samples the same tokens one by one, each as
-the only one allowed, so that logprobs change no token.
+the only allowed one, so that logprobs change no token.
 
-A step may be launched before the one ahead of it is collected; its masks are asked for when it is. If tokens were
-forced meanwhile, what such a step draws for that row is void: its number of outputs tells.
+A step may be launched before the previous one is collected; its masks are computed after that. If tokens were forced
+meanwhile, the token that such a step samples for the row is discarded, because its output index no longer matches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Grammars:
         self._table = MaskTable(num_rows, vocab_size)
         self._rows: dict[int, RowGrammar] = {}
         self._waiting: dict[str, tuple[Request, Compilation]] = {}
-        self._held: dict[str, Compiled] = {}  # by request id: kept while the request runs
+        self._in_use: dict[str, Compiled] = {}  # by request id: kept while the request runs
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -44,8 +44,8 @@ class Grammars:
 
     @property
     def are_in_use(self) -> bool:
-        """Return whether a request holds a grammar or waits for one."""
-        return bool(self._held or self._waiting)
+        """Return whether a request uses a grammar or waits for one."""
+        return bool(self._in_use or self._waiting)
 
     def load_vocabulary(self) -> None:
         """Begin to load the vocabulary in a worker, before a grammar needs it."""
@@ -57,11 +57,11 @@ class Grammars:
         self._waiting[request.request_id] = request, self._compiler.start(request.params.guided)
 
     def is_ready(self, request: Request) -> bool:
-        """Return whether the grammar is compiled already; if so, it is kept for the request."""
+        """Return whether the grammar is already compiled; if so, it is kept for the request."""
         assert request.params.guided is not None
         compiled = self._compiler.usable(request.params.guided)
         if compiled is not None:
-            self._held[request.request_id] = compiled
+            self._in_use[request.request_id] = compiled
         return compiled is not None
 
     def prepare(self, request: Request) -> None:
@@ -83,18 +83,18 @@ class Grammars:
     def _outcome(self, request: Request, compilation: Compilation) -> TokenmillError | None:
         assert request.params.guided is not None
         try:
-            self._held[request.request_id] = self._compiler.finish(request.params.guided, compilation)
+            self._in_use[request.request_id] = self._compiler.finish(request.params.guided, compilation)
         except TokenmillError as error:
             return error
         return None
 
     def wait(self, timeout_s: float) -> None:
-        """Block until a compilation ends or the time is over."""
+        """Block until a compilation ends or the timeout expires."""
         wait([compilation.future for _, compilation in self._waiting.values()], timeout_s, FIRST_COMPLETED)
 
     def forget(self, request_id: str) -> None:
         """Drop a request; cancel its compilation if no other request waits for it."""
-        self._held.pop(request_id, None)
+        self._in_use.pop(request_id, None)
         request, compilation = self._waiting.pop(request_id, (None, None))
         if request is None or compilation is None or request.params.guided is None:
             return
@@ -103,13 +103,13 @@ class Grammars:
 
     def release(self, is_open: Callable[[str], bool]) -> None:
         """Drop the grammars of requests that have ended."""
-        for request_id in [held for held in self._held if not is_open(held)]:
-            del self._held[request_id]
+        for request_id in [used for used in self._in_use if not is_open(used)]:
+            del self._in_use[request_id]
 
     # ── one step ───────────────────────────────────────────────────────────────────────────────────────
 
     def update_rows(self, plan: StepPlan) -> None:
-        """Drop the rows that a plan frees and open the grammars of its new rows. Plans come in order."""
+        """Drop the rows that a plan frees and open the grammars of its new rows. Plans must be passed in order."""
         for row in plan.freed_rows:
             self._rows.pop(row, None)
         for new in plan.new_rows:
@@ -121,14 +121,14 @@ class Grammars:
         return bool(self._rows) and any(row.sample and row.row in self._rows for row in plan.rows)
 
     def masks(self, plan: StepPlan) -> StepMasks:
-        """Return the masks of this step's sampling rows, computed while the model computes. All steps before it have
-        been advanced by."""
+        """Start computing the masks of this step's sampling rows, in parallel with the model. `advance` must have been
+        called for all earlier steps."""
         sampling = {row.row: self._rows[row.row] for row in plan.rows if row.sample and self._is_at(row)}
         drafts = {row.row: row.token_ids[-row.num_drafts :] for row in plan.rows if row.num_drafts}
         return self._table.start(sampling, {row: tokens for row, tokens in drafts.items() if row in sampling})
 
     def num_allowed(self, row: int, drafts: Sequence[int]) -> int:
-        """Return how many of these drafts, in order, the row's grammar allows next: all where there is no grammar."""
+        """Return how many of these drafts, in order, the row's grammar allows next; all if it has no grammar."""
         grammar = self._rows.get(row)
         return len(drafts) if grammar is None else grammar.num_allowed(drafts)
 
@@ -145,7 +145,7 @@ class Grammars:
             return result
         if grammar.failure is None:
             for token_id in result.token_ids:
-                grammar.take(token_id)
+                grammar.advance(token_id)
             grammar.recover()
         if grammar.failure is not None:
             return RowResult(row=plan.row, error=grammar.failure.message, error_code=grammar.failure.code)
@@ -154,7 +154,8 @@ class Grammars:
         return msgspec.structs.replace(result, token_ids=result.token_ids + grammar.jump())
 
     def _is_at(self, plan: RowPlan) -> bool:
-        """Return whether a row has a grammar that stands where the row draws; elsewhere its draw is void."""
+        """Return whether a row has a grammar at the same output index as the plan; otherwise its sample is
+        discarded."""
         grammar = self._rows.get(plan.row)
         return grammar is not None and grammar.num_outputs == plan.output_index
 

@@ -1,15 +1,15 @@
-"""A Lark grammar rewritten so that it describes the same texts inside a JSON string.
+"""Rewriting of a Lark grammar so that it describes the same texts inside a JSON string.
 
 A model that writes tool calls as JSON writes the input of a custom tool as {"input": "…"}, where quotes, backslashes
-and line breaks are escaped. So every character is rewritten, and the structure stays:
+and line breaks are escaped. So every character is rewritten, while the structure stays the same:
 
     "a\\n"          "a\\\\n"                                            the escape instead of the character
     /[^x]+/        (/[[^x]&&[^"\\\\\\x00-\\x1f]]/ | "\\\\n" | …)+           a class, and escapes of its other characters
     LF: /\\n/       t_lf: "\\\\n"                                       a terminal becomes a rule
-    %import        the terminal that it names, written out first
+    %import        the definition of the terminal that it names
 
-Terminals become rules of single characters because an escape has two: the lexer of the grammar engine looks one
-character ahead, and after a backslash could not tell which of two terminals goes on.
+Terminals become rules of single characters because an escape has two: the grammar engine's lexer looks only one
+character ahead, so after a backslash it could not decide which of two terminals continues.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ COMMON = {
     "WORD": "[a-zA-Z]+",
     "CNAME": "[_a-zA-Z][_a-zA-Z0-9]*",
 }
-"""Lark's own terminals that grammars import from its module `common`."""
+"""The terminals of Lark's module `common`, which grammars can import."""
 _IMPORT = re.compile(r"%import\s+common(?:\.(\w+)(?:\s*->\s*(\w+))?|\s*\(([^)]*)\))")
-_PLAIN = r'[^"\\\x00-\x1f]'  # what JSON holds as it is
+_PLAIN = r'[^"\\\x00-\x1f]'  # characters that JSON strings contain unescaped
 _TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*)
       | (?P<range>"(?:\\.|[^"\\\n])"\s*\.\.\s*"(?:\\.|[^"\\\n])")
@@ -64,14 +64,14 @@ _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "0": "\0", "a": "\a", "
 
 
 def json_escaped_lark(grammar: str) -> str:
-    """Return a grammar of the same texts with JSON's escapes; raise InvalidRequest for what can't be rewritten."""
+    """Return a grammar of the same texts with JSON escapes; raise InvalidRequest if it can't be rewritten."""
     if len(grammar) > MAX_CHARACTERS:
         raise _unfit(f"more than {MAX_CHARACTERS} characters")
-    return _TOKEN.sub(_rewritten, _IMPORT.sub(_imported, grammar))
+    return _TOKEN.sub(_rewrite, _IMPORT.sub(_definitions, grammar))
 
 
-def _imported(found: re.Match[str]) -> str:
-    """The terminals that an import brings, written out: `%import common.LF -> NL`, `%import common (LF, INT)`."""
+def _definitions(found: re.Match[str]) -> str:
+    """Return the definitions of imported terminals: `%import common.LF -> NL`, `%import common (LF, INT)`."""
     one, alias, several = found.groups()
     names = [(one, alias or one)] if one else [(name, name) for name in re.findall(r"\w+", several)]
     unknown = [name for name, _ in names if name not in COMMON]
@@ -80,14 +80,14 @@ def _imported(found: re.Match[str]) -> str:
     return "\n".join(f"{alias}: /{COMMON[name]}/" for name, alias in names)
 
 
-def _rewritten(found: re.Match[str]) -> str:
+def _rewrite(found: re.Match[str]) -> str:
     text = found.group()
     match found.lastgroup:
         case "string":
             return text if text.endswith("i") and not set(text[1:-2]) & set(ESCAPED) else _string(text)
         case "range":
             first, last = re.findall(r'"((?:\\.|[^"\\]))"', text)
-            return _character(f"[{first}-{last}]", dot_takes_all=False)
+            return _character(f"[{first}-{last}]", dot_matches_newline=False)
         case "regex":
             return "(" + RegexRules(text[1 : text.rindex("/")], text[text.rindex("/") + 1 :]).expression() + ")"
         case "terminal":
@@ -113,73 +113,73 @@ def _literal(value: str) -> str:
 
 
 class RegexRules:
-    """A regular expression as an expression of Lark, over characters with JSON's escapes."""
+    """Translation of a regular expression to a Lark expression over characters with JSON escapes."""
 
     def __init__(self, pattern: str, flags: str) -> None:
         self._pattern = pattern
-        self._place = 0
-        self._dot_takes_all = "s" in flags
+        self._position = 0
+        self._dot_matches_newline = "s" in flags
         if set(flags) - {"s"}:
             raise _unfit(f"the flag {flags}")
 
     def expression(self) -> str:
         text = self._alternatives()
-        if self._place < len(self._pattern):
+        if self._position < len(self._pattern):
             raise _unfit(f"the regex {self._pattern}")
         return text
 
     def _alternatives(self) -> str:
         parts = [self._sequence()]
-        while self._pattern.startswith("|", self._place):
-            self._place += 1
+        while self._pattern.startswith("|", self._position):
+            self._position += 1
             parts.append(self._sequence())
         return " | ".join(parts)
 
     def _sequence(self) -> str:
         parts: list[str] = []
-        while self._place < len(self._pattern) and self._pattern[self._place] not in "|)":
+        while self._position < len(self._pattern) and self._pattern[self._position] not in "|)":
             part = self._atom()
-            quantifier = _QUANTIFIER.match(self._pattern, self._place)
+            quantifier = _QUANTIFIER.match(self._pattern, self._position)
             if quantifier:
-                self._place = quantifier.end()
+                self._position = quantifier.end()
                 part = f"({part}){quantifier.group().rstrip('?') or '?'}"
             parts.append(part)
         return " ".join(parts) or '""'
 
     def _atom(self) -> str:
-        group = _GROUP.match(self._pattern, self._place)
+        group = _GROUP.match(self._pattern, self._position)
         if group:
             return self._group(group)
-        if self._pattern[self._place] in "^$":  # a terminal is the whole of its text anyway
-            self._place += 1
+        if self._pattern[self._position] in "^$":  # a terminal always matches its whole text
+            self._position += 1
             return '""'
-        if self._pattern[self._place] == "[":
-            text = _class(self._pattern, self._place)
+        if self._pattern[self._position] == "[":
+            text = _class(self._pattern, self._position)
         else:
-            text = _ATOM.match(self._pattern, self._place).group()  # type: ignore[union-attr]  # any character
-        self._place += len(text)
-        return _character(text, dot_takes_all=self._dot_takes_all)
+            text = _ATOM.match(self._pattern, self._position).group()  # type: ignore[union-attr]  # any character
+        self._position += len(text)
+        return _character(text, dot_matches_newline=self._dot_matches_newline)
 
     def _group(self, opening: re.Match[str]) -> str:
-        if self._pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), self._place):
-            raise _unfit("a look around")
+        if self._pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), self._position):
+            raise _unfit("a lookaround")
         flags = re.match(r"\(\?([a-z]*):", opening.group())
-        before = self._dot_takes_all
+        before = self._dot_matches_newline
         if flags:
-            self._dot_takes_all = before or "s" in flags.group(1)
+            self._dot_matches_newline = before or "s" in flags.group(1)
             if set(flags.group(1)) - {"s"}:
                 raise _unfit(f"the flag {flags.group(1)}")
-        self._place = opening.end()
+        self._position = opening.end()
         inner = self._alternatives()
-        if not self._pattern.startswith(")", self._place):
+        if not self._pattern.startswith(")", self._position):
             raise _unfit(f"the regex {self._pattern}")
-        self._place += 1
-        self._dot_takes_all = before
+        self._position += 1
+        self._dot_matches_newline = before
         return f"({inner})"
 
 
 def _class(pattern: str, start: int) -> str:
-    """Return the character class that begins here, with its brackets; classes may be nested."""
+    """Return the character class that begins at `start`, with its brackets; classes may be nested."""
     depth, position = 0, start
     while position < len(pattern):
         char = pattern[position]
@@ -196,9 +196,9 @@ def _class(pattern: str, start: int) -> str:
     raise _unfit(f"the class {pattern[start:]}")
 
 
-def _character(atom: str, *, dot_takes_all: bool) -> str:
-    """Return one character of a regex: a literal, or a class with escapes for those of its characters that JSON
-    escapes."""
+def _character(atom: str, *, dot_matches_newline: bool) -> str:
+    """Return the expression for one character of a regex: a literal, or a class plus the JSON escapes of its characters
+    that need escaping."""
     if re.fullmatch(r"\\[bBAzZG]", atom):
         raise _unfit(f"the boundary {atom}")
     if len(atom) == 1 and atom != ".":
@@ -208,7 +208,7 @@ def _character(atom: str, *, dot_takes_all: bool) -> str:
     if len(atom) == 2 and atom[1] in _CONTROLS:
         return _literal(_CONTROLS[atom[1]])
     if atom == ".":
-        atom = r"[\s\S]" if dot_takes_all else r"[^\n]"
+        atom = r"[\s\S]" if dot_matches_newline else r"[^\n]"
     try:
         escapes = [json.dumps(escape) for char, escape in ESCAPED.items() if re.fullmatch(atom, char)]
     except re.error:
@@ -219,5 +219,6 @@ def _character(atom: str, *, dot_takes_all: bool) -> str:
 
 def _unfit(what: str) -> InvalidRequest:
     return InvalidRequest(
-        f"a Lark grammar can't be followed inside JSON, as this model writes calls: {what[:80]}", param="tools"
+        f"the model writes tool calls as JSON, and a Lark grammar with {what[:80]} can't be enforced in that",
+        param="tools",
     )

@@ -1,8 +1,8 @@
-"""Bit masks of the tokens that may come next: int32 [masks, ceil(vocab / 32)], lowest bit first.
+"""Bit masks of the allowed next tokens: int32 [masks, ceil(vocab / 32)], lowest bit first.
 
-The table is allocated once, with a mask for every row of the runner; rows with drafts have further masks at the end,
-one for each draft. The masks of a step are computed in a thread of their own (llguidance releases Python's lock, and
-uses several cores) while the model computes; a reader waits for them.
+The table is allocated once, with one mask for every row of the runner; rows with drafts have further masks at the end,
+one per draft. A separate thread computes the masks of a step while the model computes (llguidance releases the GIL and
+uses several cores); a reader waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Table = NDArray[np.int32]
 
 
 class StepMasks:
-    """The masks of one step, which may still be in computation."""
+    """The masks of one step, which may not be complete yet."""
 
     def __init__(self, table: Table, computing: Future[None] | None, draft_masks: Mapping[int, int]) -> None:
         """`draft_masks`: for rows with drafts, the index of the mask after their first draft."""
@@ -31,7 +31,7 @@ class StepMasks:
     def bits(self, rows: Sequence[int], num_drafts: Sequence[int] = ()) -> NDArray[np.uint8]:
         """Return uint8 [len(rows), 4 * ceil(vocab / 32)]: bit b of byte k says whether token 8k + b may be sampled.
 
-        `num_drafts`: after how many of its drafts each of the rows is sampled; 0 by default.
+        `num_drafts`: for each row, the number of its drafts after which it is sampled; 0 by default.
         """
         self.wait()
         pairs = zip(rows, num_drafts or [0] * len(rows), strict=True)
@@ -39,13 +39,13 @@ class StepMasks:
 
     @property
     def num_words(self) -> int:
-        """Return the length of a mask in int32."""
+        """The length of a mask in int32."""
         return int(self._table.shape[1])
 
     def copy_to(self, room: Table, rows: Sequence[int]) -> None:
-        """Copy the masks of rows that have no drafts into int32 [len(rows), num_words]."""
+        """Copy the masks of rows without drafts into int32 [len(rows), num_words]."""
         self.wait()
-        np.take(self._table, rows, axis=0, out=room, mode="clip")  # "raise", the default, goes by way of another copy
+        np.take(self._table, rows, axis=0, out=room, mode="clip")  # the default "raise" makes another copy
 
     def wait(self) -> None:
         """Wait until the masks are computed."""
@@ -63,8 +63,8 @@ class MaskTable:
         self._executor: LLExecutor | None = None
 
     def start(self, grammars: Mapping[int, RowGrammar], drafts: Mapping[int, Sequence[int]]) -> StepMasks:
-        """Start to compute the masks of a step: `grammars` of the rows that sample, `drafts` of the rows that have
-        some."""
+        """Start computing the masks of a step. `grammars`: those of the sampling rows; `drafts`: the draft tokens of
+        rows that have some."""
         draft_masks = self._place_draft_masks(drafts)
         masked: dict[int, RowGrammar] = {}
         for row, grammar in grammars.items():
@@ -81,7 +81,7 @@ class MaskTable:
         return StepMasks(self._table, self._thread.submit(self._fill, masked, walks), draft_masks)
 
     def _place_draft_masks(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Assign masks to drafts. May replace the table: the masks of the step before have been read."""
+        """Assign masks to drafts. This may replace the table: the masks of the previous step have been read already."""
         draft_masks: dict[int, int] = {}
         end = self._num_rows
         for row, tokens in drafts.items():
@@ -112,7 +112,8 @@ def allow_only(mask: Table, token_ids: Sequence[int]) -> None:
 
 
 def fill_after_recovery(grammar: RowGrammar, mask: Table) -> None:
-    """Write the mask of a row whose matcher met a limit; without another lexer it allows nothing, and the row fails."""
+    """Write the mask of a row whose matcher exceeded a limit. If no other lexer is available, the mask allows nothing
+    and the row fails."""
     mask[:] = 0
     while grammar.failure is None and grammar.matcher.ll.is_error():
         grammar.recover()
@@ -125,7 +126,7 @@ def fill_after_recovery(grammar: RowGrammar, mask: Table) -> None:
 
 
 def fill_draft_masks(grammar: RowGrammar, drafts: Sequence[int], masks: Table) -> None:
-    """Write the mask after each draft, as far as the drafts are allowed; the other masks allow nothing."""
+    """Write the mask after each draft, up to the first draft that is not allowed; further masks allow nothing."""
     _fill_walk(grammar, drafts, masks)
     while grammar.has_walk_failed and grammar.failure is None:
         grammar.reopen()

@@ -1,10 +1,10 @@
 """The state of one sequence in its grammar.
 
     Matcher      the grammar engine's state: advance, fork, forced tokens, mask
-    RowGrammar   a row of the runner that follows a grammar: its matcher, and forced tokens not taken yet
+    RowGrammar   a row of the runner that follows a grammar: its matcher, and pending forced tokens
 
-A grammar forces text; the tokens that it proposes are only the tokenizer's way to split that text. A request may
-exclude one of them: banned, not among the allowed, biased by -100 (a ban in OpenAI's API), or a stop token before
+A grammar forces text; the tokens that it proposes are only the tokenizer's split of that text. A request may exclude
+one of them: banned, not among the allowed ones, biased by -100 (a ban in OpenAI's API), or a stop token before
 `min_tokens`. Such a token is not forced: the row samples from all tokens that begin the same text. The end token of a
 complete grammar is never excluded.
 """
@@ -24,36 +24,36 @@ from tokenmill.params import SamplingParams
 
 BAN = -100.0
 
-NOT_ALLOWED = "doesn't satisfy the grammar"  # in the error of a matcher that was given a token it does not allow
+NOT_ALLOWED = "doesn't satisfy the grammar"  # in llguidance's error for a token that is not allowed
 
 IsExcluded = Callable[[int, int], bool]  # (token id, number of output tokens before it)
 
 
 class Matcher:
-    """A grammar and the tokens it has taken. After a token that the grammar does not allow, or a limit of the grammar
-    engine, the matcher stays in error.
+    """A grammar and the tokens processed so far. After a token that the grammar does not allow, or after exceeding a
+    limit of the grammar engine, the matcher stays in error.
 
-    Forks share the lexer of the matcher that they come from, and so its limit of states; `lexer` tells which one it is.
+    Forks share the lexer of their original, and so its limit of states; `lexer` identifies it.
     """
 
     def __init__(self, ll: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self.ll = ll
         self.lexer = object()
         self._vocabulary = vocabulary
-        self._has_ended = False  # an end token was taken; the grammar engine does not count it, so it never sees it
+        self._has_ended = False  # an end token was processed; it is not passed to the grammar engine
 
     @property
     def error(self) -> str | None:
         return first_line(self.ll.get_error()) if self.ll.is_error() else None
 
     @property
-    def has_met_limit(self) -> bool:
-        """Tell whether the matcher is in error because of a limit, not because of a token."""
+    def has_exceeded_limit(self) -> bool:
+        """Return whether the matcher is in error because of a limit, not because of a token."""
         return self.ll.is_error() and NOT_ALLOWED not in self.ll.get_error()
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the text so far satisfies the grammar (more may be allowed)."""
+        """Return whether the text so far satisfies the grammar; more may be allowed."""
         return self._has_ended or bool(self.ll.is_accepting())
 
     def advance(self, token_ids: Sequence[int]) -> bool:
@@ -79,7 +79,7 @@ class Matcher:
         return int(self.ll.validate_tokens(list(token_ids)))
 
     def forced(self) -> list[int]:
-        """Return the tokens that must come next, split as the tokenizer splits text; the end token where only it is
+        """Return the tokens that must come next, as the tokenizer splits their text; the end token if only that is
         allowed."""
         if self._has_ended or self.ll.is_error():
             return []
@@ -89,8 +89,8 @@ class Matcher:
         return tokens
 
     def spellings(self) -> list[int]:
-        """Return all tokens that begin the forced text, not only the tokenizer's own split."""
-        return [] if not self.forced() else self._vocabulary.beginnings(self.ll.compute_ff_bytes())
+        """Return all tokens that are a prefix of the forced text, not only the tokenizer's choice."""
+        return [] if not self.forced() else self._vocabulary.prefix_tokens(self.ll.compute_ff_bytes())
 
     def is_end(self, token_id: int) -> bool:
         return token_id in self._vocabulary.eos_token_ids
@@ -106,7 +106,7 @@ def none_excluded(token_id: int, num_outputs: int) -> bool:
 
 
 def excluded_tokens(params: SamplingParams, stop_token_ids: list[int]) -> IsExcluded:
-    """Return the function that says which tokens a request excludes even where its grammar forces them."""
+    """Return the test for tokens that a request excludes even if its grammar forces them."""
     allowed, banned = params.allowed_token_ids, {*(params.banned_token_ids or ())}
     banned |= {token_id for token_id, bias in (params.logit_bias or {}).items() if bias <= BAN}
     if allowed is None and not banned and not params.min_tokens:
@@ -121,19 +121,19 @@ def excluded_tokens(params: SamplingParams, stop_token_ids: list[int]) -> IsExcl
 
 
 class ReopensGrammar(Protocol):
-    """A grammar that can be opened again by a row whose lexer is full."""
+    """A grammar that a row can open again after its lexer has reached the limit."""
 
     def reopen(self, full: Matcher, num_reopened: int) -> Matcher:
-        """Return a matcher in its initial state with more room than `full` has; raise TokenmillError if there is none.
-        `num_reopened`: how often this row has opened it again before."""
+        """Return a matcher in its initial state whose lexer has more space than that of `full`; raise TokenmillError if
+        there is none. `num_reopened`: how often this row has reopened the grammar before."""
         ...
 
 
 class RowGrammar:
     """A row that follows a grammar: its matcher, and the forced tokens up to the first that the request excludes.
 
-    The limit of a lexer counts the states that all rows of the same grammar have reached, now and before. So a row that
-    meets one starts again with another lexer, takes the same tokens, and fails only if its own answer is too much.
+    A lexer's limit counts the states reached by all rows of the grammar, present and past. So a row that exceeds it
+    starts again with another lexer, processes the same tokens, and fails only if its own answer needs too many states.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class RowGrammar:
     ) -> None:
         self.matcher = matcher
         self.matcher.advance(outputs)
-        self.failure: TokenmillError | None = None  # why the row can't go on
-        self.has_walk_failed = False  # the last walk along drafts met a limit
+        self.failure: TokenmillError | None = None  # the reason why the row can't continue
+        self.has_walk_failed = False  # the last walk along drafts exceeded a limit
         self._outputs = list(outputs)
         self._is_excluded = is_excluded
         self._source = source
@@ -159,15 +159,15 @@ class RowGrammar:
         return len(self._outputs)
 
     def recover(self) -> None:
-        """Leave an error of the matcher behind if another lexer helps, or set `failure`."""
+        """Recover from an error of the matcher by using another lexer, or set `failure`."""
         while self.failure is None and self.matcher.ll.is_error():
             self.reopen()
 
     def reopen(self) -> None:
         """Continue with another lexer, or set `failure`."""
         try:
-            if self.matcher.ll.is_error() and not self.matcher.has_met_limit:
-                raise RequestFailed(f"the grammar can't be followed further: {self.matcher.error}")
+            if self.matcher.ll.is_error() and not self.matcher.has_exceeded_limit:
+                raise RequestFailed(f"the grammar can't be enforced further: {self.matcher.error}")
             if self._source is None:
                 raise InvalidRequest(f"the grammar is too complex for this answer: {self.matcher.error}")
             self.matcher = self._source.reopen(self.matcher, self._num_reopened)
@@ -180,10 +180,10 @@ class RowGrammar:
 
     @property
     def choices(self) -> list[int]:
-        """Return the tokens that may come next where text is forced; empty where the matcher's mask decides."""
+        """The tokens that may come next if text is forced; empty if the matcher's mask decides."""
         return self._choices(self.forced)
 
-    def take(self, token_id: int) -> None:
+    def advance(self, token_id: int) -> None:
         """Advance by a sampled token."""
         self.matcher.advance([token_id])
         self._outputs.append(token_id)
@@ -199,7 +199,7 @@ class RowGrammar:
         return taken
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
-        """Return how many of these draft tokens, in order, may come next; where tokens are forced, only those may."""
+        """Return how many of these draft tokens, in order, may come next; if tokens are forced, only those may."""
         if self.matcher.error is not None:
             return 0
         for position, (token_id, forced) in enumerate(zip(drafts, self.forced, strict=False)):
@@ -210,9 +210,9 @@ class RowGrammar:
     def walk(self, drafts: Sequence[int]) -> Iterator[list[int]]:
         """Yield the choices after each draft, as long as the drafts are allowed.
 
-        While a value is being used, the matcher stands after that draft: a copy, which is then dropped. The grammar
-        engine can roll back too, but not over places where it was asked for forced tokens; it would refuse what
-        follows later.
+        While a value is used, `matcher` is a copy in the state after that draft; the original is restored at the end.
+        The grammar engine's own rollback can't be used: after a rollback past a position where forced tokens were
+        computed, it refuses valid tokens later.
         """
         here, forced = self.matcher, self.forced
         self.matcher = here.fork()
@@ -223,11 +223,11 @@ class RowGrammar:
                 forced = forced[1:] or self._forced(taken)
                 yield self._choices(forced)
         finally:
-            self.has_walk_failed = self.matcher.has_met_limit
+            self.has_walk_failed = self.matcher.has_exceeded_limit
             self.matcher = here
 
     def _forced(self, num_drafts: int) -> list[int]:
-        """Return the forced tokens, up to the first that the request excludes; the matcher has taken `num_drafts`
+        """Return the forced tokens, up to the first that the request excludes; the matcher has processed `num_drafts`
         drafts."""
         tokens = self.matcher.forced()
         for position, token_id in enumerate(tokens):

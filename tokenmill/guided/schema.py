@@ -1,6 +1,6 @@
-"""Checks of JSON schemas and regexes: what can't be enforced token by token is refused by keyword and path.
+"""Checks of JSON schemas and regexes: constraints that can't be enforced are refused by keyword and path.
 
-llguidance refuses most such keywords itself but does not say where they are, and it ignores a few keywords of older
+llguidance refuses most such keywords itself but does not report their path, and it ignores a few keywords of older
 drafts of JSON Schema. Unknown keys are annotations, as in the standard.
 """
 
@@ -16,20 +16,20 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.guided.matcher import first_line
 
 MAX_SCHEMAS = 10_000
-MAX_PROPERTIES = 1_000  # of one object: the time to compile grows with their square
+MAX_PROPERTIES = 1_000  # of one object: compile time is quadratic in them
 MAX_EXPANDED = 50_000  # characters of a regex with its counted repeats expanded
 _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 
-# Keys that hold schemas: one schema, a list of them, or names with one each. Definitions come last, so that a keyword
-# is found where it applies before it is found in a definition that may be unused.
+# Keys that contain schemas: one schema, a list of them, or an object of them. Definitions come last, so that a keyword
+# is found where it applies rather than in a definition that may be unused.
 SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 LISTED = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "definitions", "$defs")
-DRAFT3_KEYWORDS = ("extends", "disallow", "divisibleBy")  # keywords of draft 3, which llguidance takes for annotations
+DRAFT3_KEYWORDS = ("extends", "disallow", "divisibleBy")  # llguidance treats these as annotations
 
 
 class SchemaLocation(NamedTuple):
-    """A schema inside a schema, and where it is."""
+    """A schema inside a schema, and its path."""
 
     path: str  # a JSON pointer
     schema: dict[str, Any]
@@ -73,7 +73,7 @@ def refuse(problem: str, path: str) -> NoReturn:
 
 
 def check(schema: dict[str, Any]) -> None:
-    """Refuse what llguidance would ignore."""
+    """Refuse constraints that llguidance would ignore."""
     if "x-guidance" in schema:
         refuse('the key "x-guidance" is not supported', "#")
     for path, found in schema_locations(schema):
@@ -100,23 +100,24 @@ def _check_sizes(path: str, schema: dict[str, Any]) -> None:
     for where, regexes in {f"{path}/pattern": [schema.get("pattern")], **named}.items():
         for regex in regexes:
             if isinstance(regex, str) and expanded_size(regex) > MAX_EXPANDED:
-                refuse("a regex whose repeats written out are too large", where)
+                refuse("a regex that is too large with its repeats expanded", where)
 
 
 def _check_num_properties(path: str, schema: dict[str, Any]) -> None:
-    """Refuse minProperties beyond the required ones: unlisted names may repeat, and then count once."""
-    least, required = schema.get("minProperties", 0), schema.get("required", [])
-    if not isinstance(least, int) or not isinstance(required, list) or schema.get("additionalProperties") is False:
+    """Refuse minProperties larger than the number of required ones plus one: the grammar can't prevent that an unlisted
+    name repeats, which JSON counts once."""
+    minimum, required = schema.get("minProperties", 0), schema.get("required", [])
+    if not isinstance(minimum, int) or not isinstance(required, list) or schema.get("additionalProperties") is False:
         return
-    if least > len(required) + 1:
+    if minimum > len(required) + 1:
         refuse('"minProperties" beyond the required ones would count names that may repeat', f"{path}/minProperties")
 
 
-# ── after llguidance has refused ───────────────────────────────────────────────────────────────────────
+# ── explaining llguidance's errors ─────────────────────────────────────────────────────────────────────
 
 
 def explain(schema: dict[str, Any], message: str) -> NoReturn:
-    """Refuse a schema with the keyword and the path that llguidance's message is about."""
+    """Refuse a schema with the keyword and the path that llguidance's message refers to."""
     if keys := re.match(r"Unimplemented keys: \[(.*)\]", message):
         key = re.findall(r'"([^"]+)"', keys.group(1))[0]
         refuse(f'the keyword "{key}" is not supported', _path_of(schema, key))
@@ -127,14 +128,14 @@ def explain(schema: dict[str, Any], message: str) -> NoReturn:
         where = _path_of(schema, "oneOf")
         refuse('the branches of "oneOf" are not known to exclude each other; "anyOf" is supported', where)
     if "regex parse error" in message or "invalid regex" in message:
-        refuse(f"a regex is wrong or not regular: {_last_line(message)}", _path_of_wrong_regex(schema))
+        refuse(f"a regex is invalid or not regular: {_last_line(message)}", _path_of_invalid_regex(schema))
     for key in ("patternProperties", "minProperties", "multipleOf", "$ref"):
-        if _is_about(key, message):
+        if _mentions(key, message):
             refuse(first_line(message), _path_of(schema, key))
     refuse(first_line(message), "#")
 
 
-def _is_about(key: str, message: str) -> bool:
+def _mentions(key: str, message: str) -> bool:
     words = {"patternProperties": "patternProperty", "minProperties": "maxProperties", "$ref": "Pointer"}
     return words.get(key, key) in message
 
@@ -146,17 +147,17 @@ def _path_of(schema: dict[str, Any], key: str, value: Any = None) -> str:
     return "#"
 
 
-def _path_of_wrong_regex(schema: dict[str, Any]) -> str:
+def _path_of_invalid_regex(schema: dict[str, Any]) -> str:
     for path, found in schema_locations(schema):
-        if isinstance(found.get("pattern"), str) and _is_wrong(found["pattern"]):
+        if isinstance(found.get("pattern"), str) and _is_invalid(found["pattern"]):
             return f"{path}/pattern"
         named = found.get("patternProperties")
-        if isinstance(named, dict) and any(_is_wrong(regex) for regex in named):
+        if isinstance(named, dict) and any(_is_invalid(regex) for regex in named):
             return f"{path}/patternProperties"
     return "#"
 
 
-def _is_wrong(regex: str) -> bool:
+def _is_invalid(regex: str) -> bool:
     grammar = llguidance.LLMatcher.grammar_from_json_schema({"type": "string", "pattern": regex})
     return bool(llguidance.LLMatcher.validate_grammar(grammar))
 
@@ -169,11 +170,11 @@ def _last_line(message: str) -> str:
 
 
 def expanded_size(pattern: str) -> int:
-    """Estimate from above how large a regex is with its counted repeats expanded; stop once it is too large.
+    """Return an upper bound of a regex's size with its counted repeats expanded; stop once it is too large.
 
     `((a{100}){100}){100}` is a million characters, and the grammar engine expands it while tokens are sampled.
     """
-    sizes, last = [0], 0  # size of each open group; size of what a repeat would apply to
+    sizes, last = [0], 0  # size of each open group; size of the part that a repeat would apply to
     position = 0
     while position < len(pattern):
         char, step = pattern[position], 1

@@ -1,4 +1,5 @@
-"""The tokenizer in the form that llguidance needs: the bytes of every token, the special tokens, and how text is split.
+"""The tokenizer in the form that llguidance needs: bytes of every token, special tokens, and a function that splits
+text.
 
 Only vocabularies whose tokens are fixed byte strings can be masked; others are refused.
 """
@@ -19,30 +20,32 @@ _MARK = "\x02"  # a character that no merge of any vocabulary crosses
 class Vocabulary:
     """A vocabulary for matchers, which use `ll`. Any of `eos_token_ids` ends a text; a forced end uses the first.
 
-    Special tokens and `markers` are no text: a grammar that means one says its id.
+    Special tokens and `markers` do not match text: a grammar must refer to them by id.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], markers: Sequence[int] = ()
     ) -> None:
         if tokenizer.spelling is None:
-            raise InvalidRequest("this model's tokenizer has no fixed spelling of its tokens, which a grammar needs")
+            raise InvalidRequest(
+                "a grammar needs tokens with fixed bytes, but this model's decoder depends on neighbouring tokens"
+            )
         if not eos_token_ids:
             raise InvalidRequest("this model has no end token, which a grammar needs")
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self._splitter = _SplittingTokenizer(tokenizer, vocab_size, self.eos_token_ids[0], markers)
-        self._splitter(b" ")  # makes the tokenizer's reader of plain text, which takes longer than most grammars
+        self._splitter(b" ")  # makes the tokenizer's backend for literal text, which takes longer than most grammars
         wrapper = cast(llguidance.TokenizerWrapper, self._splitter)
         self.ll = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
-    def beginnings(self, raw: bytes) -> list[int]:
+    def prefix_tokens(self, raw: bytes) -> list[int]:
         """Return the tokens whose bytes are a prefix of this text."""
         return sorted({token_id for end in range(1, len(raw) + 1) for token_id in self._splitter.single(raw[:end])})
 
 
 class _SplittingTokenizer:
-    """The interface that `llguidance.LLTokenizer` reads: these attributes, and text → ids when called."""
+    """The interface that `llguidance.LLTokenizer` needs: these attributes, and a call that converts text to ids."""
 
     is_tokenizer_wrapper = True
 
@@ -61,25 +64,26 @@ class _SplittingTokenizer:
     def __call__(self, text: str | bytes) -> list[int]:
         """Return token ids of exactly this text, split as the model's tokenizer splits it inside a longer text."""
         raw = text if isinstance(text, bytes) else text.encode()
-        ids = self._inside(raw)
+        ids = self._tokenize_inside(raw)
         return ids if ids is not None else self._greedy(raw)
 
     def single(self, raw: bytes) -> set[int]:
-        """Return the single tokens with these bytes: the tokenizer's own, and the first of the vocabulary, if any."""
+        """Return the single tokens with these bytes: the tokenizer's choice, and the first in the vocabulary, if
+        any."""
         if raw not in self._ids:
             return set()
         whole = self(raw)
         return {self._ids[raw], *(whole if len(whole) == 1 else ())}
 
-    def _inside(self, raw: bytes) -> list[int] | None:
-        """Tokenize after a mark, so that what a tokenizer adds at the beginning of a text (a space) comes before the
+    def _tokenize_inside(self, raw: bytes) -> list[int] | None:
+        """Tokenize after a mark character, so that a space which the tokenizer adds at the beginning comes before the
         mark."""
         try:
             text = raw.decode()
         except UnicodeDecodeError:
             return None
         ids = self._tokenizer.encode(_MARK + text, add_special_tokens=False, parse_special=False)
-        if not self._markers.isdisjoint(ids):  # written out, a marker is text of other tokens
+        if not self._markers.isdisjoint(ids):  # the text of a marker must be split into other tokens
             return None
         tail_len = 0
         for start in range(len(ids) - 1, -1, -1):

@@ -1,7 +1,7 @@
 """The parameters of one generation, validated once, here.
 
-`SamplingParams` is written by users, sent to the engine process and read by the sampler. A value that cannot be
-honoured raises `InvalidRequest` naming the field; later stages do not check again.
+`SamplingParams` is created by users, sent to the engine process and read by the sampler. An invalid value raises
+`InvalidRequest` with the field's name; later stages do not check again.
 """
 
 from tokenmill.params.guided import MAX_GUIDED_BYTES, MAX_GUIDED_CHOICES, Guided, GuidedKind, is_gbnf

@@ -1,4 +1,5 @@
-"""Checks of single values: each raises `InvalidRequest` that names the parameter; `true` is no number."""
+"""Checks of single values: each raises `InvalidRequest` with the parameter's name. `true` is not accepted as a
+number."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any, NoReturn
 
 from tokenmill.errors import InvalidRequest
 
-SHOWN_CHARACTERS = 200  # of a value in an error
+MAX_SHOWN_CHARACTERS = 200  # of a value in an error message
 
 
 def refuse(name: str, problem: str) -> NoReturn:
@@ -29,30 +30,30 @@ def require_int(name: str, value: Any, low: int, high: int) -> None:
         refuse(name, f"must be between {low} and {high}, got {shown(value)}")
 
 
-def require_list(name: str, value: Any, most: int | None = None) -> None:
+def require_list(name: str, value: Any, max_entries: int | None = None) -> None:
     """Require a list or tuple; a string, which is a sequence too, is refused."""
     if not isinstance(value, list | tuple):
         refuse(name, f"must be a list, got {shown(value)}")
-    if most is not None and len(value) > most:
-        refuse(name, f"takes at most {most} entries, got {len(value)}")
+    if max_entries is not None and len(value) > max_entries:
+        refuse(name, f"takes at most {max_entries} entries, got {len(value)}")
 
 
-def require_texts(name: str, value: Any, most: int, longest: int) -> None:
-    require_list(name, value, most)
+def require_texts(name: str, value: Any, max_entries: int, max_length: int) -> None:
+    require_list(name, value, max_entries)
     for text in value:
         if not isinstance(text, str) or not text:
-            refuse(name, "must hold non-empty strings")
-        if len(text) > longest:
-            refuse(name, f"strings must be at most {longest} characters long")
+            refuse(name, "must contain only non-empty strings")
+        if len(text) > max_length:
+            refuse(name, f"strings must be at most {max_length} characters long")
         require_unicode(name, text)
 
 
 def require_unicode(name: str, text: str) -> None:
-    """Require a string that can be encoded: Python's strings may hold lone surrogates, which can't be sent anywhere."""
+    """Require a string that can be encoded: Python strings may contain lone surrogates, which can't be sent."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        refuse(name, f"holds the lone surrogate {text[error.start]!r}")
+        refuse(name, f"contains the lone surrogate {text[error.start]!r}")
 
 
 def shown(value: object) -> str:
@@ -60,4 +61,4 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "…"

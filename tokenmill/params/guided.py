@@ -9,7 +9,7 @@ import msgspec
 
 from tokenmill.params.checks import refuse, require_unicode
 
-MAX_GUIDED_CHOICES = 10_000  # texts that a guided answer may be one of
+MAX_GUIDED_CHOICES = 10_000  # texts in a `choice` constraint
 MAX_GUIDED_BYTES = 2 << 20
 
 GuidedKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
@@ -18,7 +18,7 @@ GuidedKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "g
 class Guided(msgspec.Struct, frozen=True):
     """A constraint on the answer: a JSON schema, any JSON object, a regex, one of several texts, or a grammar.
 
-    `text` is the schema, the regex or the grammar as it is written; for `choice` a JSON list of strings.
+    `text` is the schema, regex or grammar itself; for `choice` a JSON list of strings.
     """
 
     kind: GuidedKind
@@ -29,7 +29,7 @@ class Guided(msgspec.Struct, frozen=True):
             refuse("guided.kind", f"must be one of {', '.join(get_args(GuidedKind))}, got {self.kind!r}")
         is_empty = self.kind == "json_object"
         if not isinstance(self.text, str) or (self.text == "") is not is_empty:
-            refuse("guided.text", f"must be {'empty' if is_empty else 'given'} for {self.kind}")
+            refuse("guided.text", f"must {'' if is_empty else 'not '}be empty for {self.kind}")
         require_unicode("guided.text", self.text)
         if len(self.text.encode()) > MAX_GUIDED_BYTES:
             refuse("guided.text", f"must be at most {MAX_GUIDED_BYTES >> 10} KiB long")
@@ -40,24 +40,24 @@ class Guided(msgspec.Struct, frozen=True):
 
     @classmethod
     def json(cls, schema: dict[str, Any] | str | None = None) -> Guided:
-        """An answer in JSON: by a schema, as a dict or as its text, or any object."""
+        """Return a constraint to JSON: by a schema, given as a dict or as text, or to any object."""
         if schema is None:
             return cls("json_object")
         return cls("json_schema", schema) if isinstance(schema, str) else cls.schema(schema)
 
     @classmethod
     def regex(cls, pattern: str) -> Guided:
-        """An answer that the whole of a regular expression matches."""
+        """Return a constraint to answers that match a regular expression completely."""
         return cls("regex", pattern)
 
     @classmethod
     def grammar(cls, text: str) -> Guided:
-        """An answer by a grammar: llama.cpp's GBNF (`root ::= ...`) or Lark (`start: ...`)."""
+        """Return a constraint by a grammar: llama.cpp's GBNF (`root ::= ...`) or Lark (`start: ...`)."""
         return cls("gbnf" if is_gbnf(text) else "lark", text)
 
     @classmethod
     def choice(cls, texts: list[str]) -> Guided:
-        """One of these texts."""
+        """Return a constraint to one of these texts."""
         return cls("choice", _as_json(texts))
 
 

@@ -1,5 +1,5 @@
-"""Names and spellings of other engines for sampling parameters: taken where they mean the same, else refused with the
-name to use here."""
+"""Other engines' names and value conventions of sampling parameters: accepted if they have an equivalent, otherwise
+refused with the name to use instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.params.checks import refuse
 from tokenmill.params.guided import Guided
 
-OTHER_SPELLINGS: dict[str, Any] = {
+OTHER_CONVENTIONS: dict[str, Any] = {  # parameter → conversion of other engines' values
     "top_k": lambda value: 0 if value == -1 else value,
     "stop": lambda value: [] if value is None else [value] if isinstance(value, str) else value,
     "stop_token_ids": lambda value: [] if value is None else value,
@@ -21,7 +21,7 @@ OTHER_SPELLINGS: dict[str, Any] = {
 }
 SAME_MEANING = {"include_stop_str_in_output": "include_stop"}
 GUIDED_NAMES = ("guided_decoding", "structured_outputs")
-NO_EFFECT: dict[str, tuple[Any, ...]] = {  # values with which nothing is asked for
+NO_EFFECT: dict[str, tuple[Any, ...]] = {  # parameters of other engines that are accepted with these default values
     "bad_words": (None, [], ()),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True,),
@@ -30,7 +30,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {  # values with which nothing is asked 
 }
 INSTEAD = {
     "bad_words": "use banned_token_ids for single tokens, logits_processors for anything else",
-    "detokenize": "answers have token_ids beside their text",
+    "detokenize": "answers always have token_ids and text",
     "do_sample": "temperature=0 is greedy",
     "early_stopping": "use beam=BeamParams(width, early_stopping=True)",
     "length_penalty": "use beam=BeamParams(width, length_penalty=1.0)",
@@ -38,7 +38,7 @@ INSTEAD = {
     "n_predict": "use max_tokens",
     "num_beams": "use beam=BeamParams(width)",
     "num_predict": "use max_tokens",
-    "output_kind": "LLM.stream gives pieces as they come",
+    "output_kind": "use LLM.stream for pieces as they are generated",
     "repeat_penalty": "use repetition_penalty",
     "spaces_between_special_tokens": "skip_special_tokens=False shows special tokens",
     "truncate_prompt_tokens": "shorten the prompt",
@@ -47,31 +47,33 @@ INSTEAD = {
 
 
 class ParamsMeta(msgspec.StructMeta):
-    """Makes params from keywords: other engines' spellings are taken, and a wrong name is answered with the right one.
+    """Metaclass that creates params from keywords: accepts other engines' names, and suggests the right name for an
+    unknown one.
 
     Messages from another process are decoded without this.
     """
 
-    def make(cls, *args: Any, **given: Any) -> Any:  # noqa: N805  # self is a class here
+    def make(cls, *args: Any, **keywords: Any) -> Any:  # noqa: N805  # self is a class here
         known = cls.__struct_fields__
-        named = {name: value for name, value in given.items() if name in known}
-        for name in given.keys() - named.keys():
-            ours, value = _by_other_name(name, given[name], known)
-            if ours in named:
-                refuse(name, f"says the same as {ours}; give one of them")
+        fields = {name: value for name, value in keywords.items() if name in known}
+        for name in keywords.keys() - fields.keys():
+            ours, value = _by_other_name(name, keywords[name], known)
+            if ours in fields:
+                refuse(name, f"means the same as {ours}; give only one of them")
             if ours is not None:
-                named[ours] = value
-        for name, respell in OTHER_SPELLINGS.items():
-            if name in named:
-                named[name] = respell(named[name])
-        return super().__call__(*args, **named)
+                fields[ours] = value
+        for name, convert in OTHER_CONVENTIONS.items():
+            if name in fields:
+                fields[name] = convert(fields[name])
+        return super().__call__(*args, **fields)
 
-    if not TYPE_CHECKING:  # for which params are made from their fields
+    if not TYPE_CHECKING:  # type checkers must see the fields as parameters
         __call__ = make
 
 
 def _by_other_name(name: str, value: Any, known: tuple[str, ...]) -> tuple[str | None, Any]:
-    """The parameter that another engine's name stands for, with its value; None: the value asks for nothing."""
+    """Return the parameter that corresponds to another engine's name, with its value; None if the value has no
+    effect."""
     if name in SAME_MEANING:
         return SAME_MEANING[name], value
     if name in GUIDED_NAMES:
@@ -91,14 +93,16 @@ GUIDED_MAKERS: dict[str, Any] = {
 }
 
 
-def guided_from(name: str, given: Any) -> Guided | None:
-    """A constraint in vLLM's form: a dict or an object with one of json, regex, choice, grammar and json_object."""
-    if given is None or isinstance(given, Guided):
-        return given
+def guided_from(name: str, constraint: Any) -> Guided | None:
+    """Convert vLLM's form of a constraint: a dict or an object with one of json, regex, choice, grammar and
+    json_object."""
+    if constraint is None or isinstance(constraint, Guided):
+        return constraint
     kinds = (*GUIDED_MAKERS, "json_object")
-    values = given if isinstance(given, Mapping) else {kind: getattr(given, kind, None) for kind in kinds}
-    asked = {key: value for key, value in values.items() if value not in (None, False)}
-    if len(asked) != 1 or not asked.keys() <= set(kinds):
-        refuse(name, f"must hold exactly one of {', '.join(GUIDED_MAKERS)} and json_object")
-    ((kind, value),) = asked.items()
+    is_mapping = isinstance(constraint, Mapping)
+    values = constraint if is_mapping else {kind: getattr(constraint, kind, None) for kind in kinds}
+    used = {key: value for key, value in values.items() if value not in (None, False)}
+    if len(used) != 1 or not used.keys() <= set(kinds):
+        refuse(name, f"must have exactly one of {', '.join(GUIDED_MAKERS)} and json_object")
+    ((kind, value),) = used.items()
     return Guided.json() if kind == "json_object" else GUIDED_MAKERS[kind](value)

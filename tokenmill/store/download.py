@@ -1,10 +1,10 @@
-"""One file over HTTP, resumable and verified.
+"""Download of one file over HTTP, resumable and verified.
 
-    destination:  [0 ........ done | done ................ size]
-                   kept from before   asked for with `Range: bytes=done-`
+    destination:  [0 ............... done | done ................ size]
+                   from an earlier attempt   requested with `Range: bytes=done-`
 
-Bytes already on disk are hashed first, so that the digest at the end covers the whole file. The hub library's own
-download deletes its partial file when interrupted; this one keeps it, for models of many gigabytes.
+Bytes already on disk are hashed first, so that the final digest covers the whole file. The hub library's own download
+deletes its partial file when interrupted; this one keeps it, because models have many gigabytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenmill.store.fetched import CHUNK_BYTES, SourceUnavailable, is_disk_full
 from tokenmill.store.progress import PullProgress
 
 STALL_S = 30.0
-MAX_FRUITLESS_TRIES = 3
+MAX_FAILED_ATTEMPTS = 3  # in a row, without receiving any bytes
 RETRY_PAUSE_S = 1.0
 
 
@@ -42,7 +42,7 @@ class RemoteFile:
 
     @property
     def key(self) -> str:
-        """Name of the partial file, derived from the content, so that other content never continues it."""
+        """The name of the partial file, derived from the content, so that it is never continued with other content."""
         return self.sha256 or self.git_sha1 or hashlib.sha256(self.url.encode()).hexdigest()
 
 
@@ -58,7 +58,7 @@ def download(remote: RemoteFile, destination: Path, progress: PullProgress) -> s
             progress.end()
     if problem := digests.mismatch():
         destination.unlink()
-        raise SourceUnavailable(f"{remote.name} arrived damaged: {problem}")
+        raise SourceUnavailable(f"{remote.name} was damaged in transfer: {problem}")
     return digests.sha256.hexdigest()
 
 
@@ -95,8 +95,8 @@ def _hash_existing(file: BinaryIO, digests: _Digests, size_bytes: int) -> None:
 
 
 def _fill(remote: RemoteFile, file: BinaryIO, digests: _Digests, progress: PullProgress) -> None:
-    """Request until the file is complete; a broken connection is resumed where it broke."""
-    fruitless = 0
+    """Repeat requests until the file is complete; after a broken connection the download is resumed."""
+    num_failed = 0
     while (done := file.tell()) < remote.size_bytes:
         try:
             _receive(remote, file, digests, progress)
@@ -110,18 +110,16 @@ def _fill(remote: RemoteFile, file: BinaryIO, digests: _Digests, progress: PullP
         file.flush()
         if file.tell() >= remote.size_bytes:
             return
-        fruitless = 0 if file.tell() > done else fruitless + 1
-        if fruitless >= MAX_FRUITLESS_TRIES:
-            raise SourceUnavailable(
-                f"{remote.name}: {problem}; what arrived is kept and the next pull goes on from there"
-            )
+        num_failed = 0 if file.tell() > done else num_failed + 1
+        if num_failed >= MAX_FAILED_ATTEMPTS:
+            raise SourceUnavailable(f"{remote.name}: {problem}; the next pull resumes the partial download")
         time.sleep(RETRY_PAUSE_S)
 
 
 def _receive(remote: RemoteFile, file: BinaryIO, digests: _Digests, progress: PullProgress) -> None:
     done = file.tell()
     with _open(remote, done) as response:
-        if done and response.status != 206:  # the server sends everything again
+        if done and response.status != 206:  # the server ignores the range and sends the whole file
             file.truncate(0)
             file.seek(0)
             digests.restart()
@@ -144,6 +142,6 @@ def _open(remote: RemoteFile, start: int) -> HTTPResponse:
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"the server answered {error.code}"
+        return f"the server responded with HTTP status {error.code}"
     reason = getattr(error, "reason", None) or error
     return " ".join(str(reason).split())[:200] or type(error).__name__

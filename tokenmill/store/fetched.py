@@ -1,8 +1,8 @@
 """The result of a source (hub, wheel), and its errors.
 
-A source (hub, wheel) downloads into the model's partial directory, verifies, and returns `Fetched`. When it can't
-deliver it raises `SourceUnavailable` with one line, and the next source is tried. A full disk ends the pull at once:
-another source needs the same space.
+A source downloads into the model's partial directory, verifies the files, and returns `Fetched`. If it can't provide
+the model, it raises `SourceUnavailable` with a one-line message, and the next source is tried. A full disk ends the
+pull immediately, because another source needs the same space.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Fetched:
 
 
 class SourceUnavailable(Exception):
-    """A source can't deliver the model; the message is one line."""
+    """A source can't provide the model; the message is one line."""
 
 
 def is_disk_full(problem: BaseException) -> bool:
@@ -51,7 +51,7 @@ def megabytes(num_bytes: int) -> str:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent, to query the disk."""
+    """Return the folder or its nearest existing parent, for queries of the disk."""
     while not folder.exists():
         folder = folder.parent
     return folder

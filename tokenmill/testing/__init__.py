@@ -1,1 +1,1 @@
-"""Scripted models for tests: tokens follow a rule, so that engine and server are tested without weights."""
+"""Models for tests whose tokens follow a rule, so that engine and server can be tested without weights."""

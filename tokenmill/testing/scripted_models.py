@@ -1,8 +1,9 @@
-"""Models without weights, for tests of everything around a model. They run in microseconds and do as they are told.
+"""Models without weights, for tests of everything around a model. They run in microseconds.
 
-`ScriptedModel` answers from a function of position and token. `ContextModel` writes each token and its position into
-the KV cache, reads the whole visible context back through the block tables, complains if a position is not where it
-should be, and lets its answer depend on all of it: a block lost, shared wrongly or freed too early changes the tokens.
+`ScriptedModel` computes logits as a function of position and token. `ContextModel` writes each token and its position
+into the KV cache, reads the whole visible context back through the block tables, raises if a position is not where it
+should be, and makes its logits depend on all of it: a block that is lost, wrongly shared or freed too early changes the
+tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ NextLogits = Callable[[int, int], torch.Tensor]
 
 
 def count_upwards(vocab_size: int) -> NextLogits:
-    """The next token is always this one plus one."""
+    """Return a rule by which the next token is the last one plus one."""
     return lambda _position, token: torch.eye(vocab_size)[(token + 1) % vocab_size] * 10.0
 
 
 def follow(tokens: list[int], vocab_size: int) -> NextLogits:
-    """The token at position p + 1 is tokens[p + 1]; after the last one it begins again."""
+    """Return a rule by which the token at position p is tokens[p], starting again after the last one."""
     return lambda position, _token: torch.eye(vocab_size)[tokens[(position + 1) % len(tokens)]] * 10.0
 
 
@@ -41,7 +42,7 @@ class ScriptedModel:
         nan_token: int | None = None,
         step_s: float = 0.0,
     ) -> None:
-        """`nan_token`: a row whose last fed token is this one gets NaN logits. `step_s`: what a step takes."""
+        """`nan_token`: a row whose last input token is this one gets NaN logits. `step_s`: the duration of a step."""
         self.vocab_size = vocab_size
         self.layout = _layout((None,))
         self._next_logits = next_logits or count_upwards(vocab_size)
@@ -49,7 +50,7 @@ class ScriptedModel:
         self._step_s = step_s
 
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        """[L, 2]: position and token"""
+        """Return [L, 2]: position and token."""
         if self._step_s:
             time.sleep(self._step_s)
         return torch.stack((batch.positions, batch.token_ids), dim=1)[batch.logit_rows].double()
@@ -76,11 +77,11 @@ class ContextModel:
         self._nan_token = nan_token
 
     def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        """[L, 2]: a hash of what the token sees, and whether that holds the NaN token"""
+        """Return [L, 2]: a hash of the tokens that each token sees, and whether they include the NaN token."""
         self._write(batch, storage)
         owners = torch.bucketize(batch.logit_rows, batch.query_starts[1:].long(), right=True)
         states = [
-            self._see(batch, storage, int(row), int(batch.positions[token]))
+            self._hash_context(batch, storage, int(row), int(batch.positions[token]))
             for row, token in zip(owners, batch.logit_rows, strict=True)
         ]
         return torch.tensor(states, dtype=torch.float64).view(-1, 2)
@@ -90,12 +91,12 @@ class ContextModel:
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     def _write(self, batch: ForwardBatch, storage: KVStorage) -> None:
-        cache = storage.layer(0)  # every group has one layer, at the same place
+        cache = storage.layer(0)  # every group has one layer, and all share the same storage
         for group in batch.groups:
             cache.keys.view(-1)[group.slots] = batch.token_ids.to(cache.keys.dtype)
             cache.values.view(-1)[group.slots] = batch.positions.to(cache.values.dtype)
 
-    def _see(self, batch: ForwardBatch, storage: KVStorage, row: int, position: int) -> tuple[int, bool]:
+    def _hash_context(self, batch: ForwardBatch, storage: KVStorage, row: int, position: int) -> tuple[int, bool]:
         state, has_nan = 7, False
         cache = storage.layer(0)
         for group, window in zip(batch.groups, self.layout.windows, strict=True):

@@ -1,10 +1,10 @@
-"""Matrices of bitsandbytes: nf4 and fp4 with a scale for so many values, int8 with one for each row.
+"""Matrices of bitsandbytes: nf4 and fp4 with one scale per `blocksize` values, int8 with one per row.
 
-4 bits   X.weight                      uint8 [values / 2, 1], rows one after another, the first of two in the high
-                                       nibble (some files call the bytes by another type)
+4 bits   X.weight                      uint8 [values / 2, 1], row after row, the first value of a pair in the high
+                                       nibble (some files declare another type for these bytes)
          X.weight.quant_state.bitsandbytes__nf4    JSON as bytes: shape, blocksize, dtype, nested_offset
          X.weight.quant_map            float32 [16]
-         X.weight.absmax               float32 [values / blocksize]; or uint8 where it is quantised itself:
+         X.weight.absmax               float32 [values / blocksize]; or uint8 if it is quantised itself:
          X.weight.nested_absmax, X.weight.nested_quant_map [256]      map[absmax] * nested_absmax + offset
 8 bits   X.weight int8 [out, in], X.SCB float32 [out]                 value = number * SCB / 127
 """
@@ -30,7 +30,7 @@ from tokenmill.weights.stored_matrix import StoredMatrix, finite, refuse_parts
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-_COLUMN_ORDERS = "_format"  # of int8: 0 is rows, others were for older GPUs
+_COLUMN_ORDERS = "_format"  # of int8: 0 is row-major, others were for older GPUs
 
 
 def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[str, StoredMatrix]:
@@ -50,7 +50,7 @@ def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[s
 
 @dataclass(frozen=True)
 class _State:
-    """The quantisation state that is stored with a matrix."""
+    """The quantisation state stored with a matrix."""
 
     shape: tuple[int, ...]
     blocksize: int
@@ -127,7 +127,7 @@ def _eight_bits(checkpoint: SafetensorsCheckpoint, weight: str, scales: str) -> 
 def _load_eight_bits(checkpoint: SafetensorsCheckpoint, scales_name: str, name: str) -> RawTensor:
     order = name + _COLUMN_ORDERS
     if order in checkpoint.shapes and int(checkpoint.tensor(order).flatten()[0]):
-        raise DamagedFile(f"{checkpoint.place}: {name!r} is not stored in rows", hint="save the model again")
+        raise DamagedFile(f"{checkpoint.place}: {name!r} is not stored in row-major order", hint="save the model again")
     numbers, scales = checkpoint.tensor(name), finite(checkpoint, scales_name)
     shape = (numbers.shape[0], numbers.shape[1])
     if shape[1] % BLOCK:

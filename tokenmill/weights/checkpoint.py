@@ -1,7 +1,7 @@
 """Checkpoint formats: memory-mapped tensors under the checkpoint's own names.
 
-GGUF          whole or split. A tensor is a view of the mapped file: values, or rows of quantised blocks
-safetensors   one file, or shards. Tensors are views of the mapped file, read as they are touched
+GGUF          one file or split. A tensor is a view of the mapped file: values, or rows of quantised blocks
+safetensors   one file or shards. Tensors are views of the mapped files, read on first access
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Checkpoint(Protocol):
 
     @property
     def files(self) -> Sequence[Path]:
-        """Files that hold the tensors."""
+        """Files that contain the tensors."""
         ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of all tensors in the file."""
+        """The shapes of all tensors in the files."""
         ...
 
     def load(self, name: str) -> RawTensor:
-        """Return one tensor, without a copy where the file allows it."""
+        """Return one tensor, without a copy if the file allows that."""
         ...
 
     @property
     def reads_parts(self) -> bool:
-        """Tell whether only pages are read that are asked for (`mapped_pages.py`)."""
+        """Return whether read-ahead is off, so that only requested pages are read (`mapped_pages.py`)."""
         ...
 
     def read_parts(self) -> None:
-        """Read no page ahead from now on: of most tensors, only some rows will be used."""
+        """Turn off read-ahead, because only some rows of most tensors will be used."""
         ...
 
 
@@ -75,9 +75,9 @@ class GGUFCheckpoint:
         tensor = self.gguf.tensors[name]
         stored = self._bytes[tensor.path][tensor.offset : tensor.offset + tensor.num_bytes]
         if stored.numel() != tensor.num_bytes:
-            raise DamagedFile(f"{tensor.path}: tensor {name!r} lies beyond the end of the file")
+            raise DamagedFile(f"{tensor.path}: tensor {name!r} is beyond the end of the file")
         if tensor.type in GGUF_INTEGERS:
-            raise UnsupportedModel(f"{tensor.path}: tensor {name!r} holds integers ({tensor.type})")
+            raise UnsupportedModel(f"{tensor.path}: tensor {name!r} contains integers ({tensor.type})")
         if tensor.type in GGUF_FLOATS:
             return RawTensor(name, tensor.shape, _as_floats(stored, tensor))
         row_bytes = GGML_TYPE_BY_NAME[tensor.type].row_bytes(tensor.shape[-1])
@@ -86,7 +86,7 @@ class GGUFCheckpoint:
 
 def _as_floats(stored: torch.Tensor, tensor: GGUFTensor) -> torch.Tensor:
     dtype = GGUF_FLOATS[tensor.type]
-    if tensor.offset % dtype.itemsize:  # a file may choose an alignment smaller than its numbers
+    if tensor.offset % dtype.itemsize:  # a file's alignment may be smaller than a value
         stored = stored.clone()
     return stored.view(dtype).view(tensor.shape)
 
@@ -111,10 +111,10 @@ class SafetensorsCheckpoint:
         self.files = files
         self.place = str(files[0] if len(files) == 1 else files[0].parent)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}  # in the format's own words: "BF16", "F8_E4M3", ...
+        self.dtypes: dict[str, str] = {}  # by the format's names: "BF16", "F8_E4M3", ...
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        self._parts: dict[str, torch.Tensor] = {}  # views of the mapped files, where only parts of them are read
+        self._parts: dict[str, torch.Tensor] = {}  # views of the mapped files, after `read_parts`
         for path in files:
             self._add(path)
 
@@ -122,7 +122,7 @@ class SafetensorsCheckpoint:
         self._open[path] = file = _opened(path)
         for name in file.keys():  # noqa: SIM118 - not a dict
             if name in self._files:
-                raise DamagedFile(f"{path}: tensor {name!r} is in {self._files[name].name} too")
+                raise DamagedFile(f"{path}: tensor {name!r} is also in {self._files[name].name}")
             self._files[name] = path
             found = file.get_slice(name)
             self.shapes[name], self.dtypes[name] = tuple(found.get_shape()), str(found.get_dtype())
@@ -139,14 +139,14 @@ class SafetensorsCheckpoint:
 
     def load(self, name: str) -> RawTensor:
         data = self._parts[name] if name in self._parts else self.tensor(name)
-        if data.dtype not in SAFETENSORS_FLOATS and data.dtype is not torch.int64:  # tables of numbers are such
+        if data.dtype not in SAFETENSORS_FLOATS and data.dtype is not torch.int64:  # expert tables are int64
             raise UnsupportedModel(
                 f"{self._files[name]}: tensor {name!r} has dtype {data.dtype}, which is not supported"
             )
         return RawTensor(name, tuple(data.shape), data)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as it is stored, of any dtype."""
+        """Return a tensor as stored, of any dtype."""
         path = self._files[name]
         try:
             found: torch.Tensor = self._open[path].get_tensor(name)
@@ -156,8 +156,8 @@ class SafetensorsCheckpoint:
 
 
 def _views(path: Path, mapped: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a file, of which nothing is read yet; those are left out that do not begin at a whole number of
-    theirs. The library reads a tensor as a whole."""
+    """Return views of a file's tensors without reading them (the library reads whole tensors). Tensors that are not
+    aligned to their dtype are left out."""
     start = 8 + int.from_bytes(mapped[:8].numpy().tobytes(), "little")
     header: dict[str, Any] = json.loads(mapped[8:start].numpy().tobytes())
     found = {}
@@ -182,14 +182,14 @@ def _opened(path: Path) -> Any:
 
 
 def _read_header(path: Path) -> None:
-    """Have the header in memory before the library maps the file, which would read megabytes behind it too."""
+    """Read the header before the library maps the file, whose read-ahead would also load the megabytes after it."""
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES))
 
 
 def _diagnosis(path: Path) -> str | None:
-    """Name the tensor that a truncated file loses; the library's own check says only that something is wrong."""
+    """Return which tensor a truncated file lacks; the library only reports that something is wrong."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

@@ -1,12 +1,12 @@
 """Integer matrices of compressed-tensors (LLM Compressor): packed into words, or plain int8.
 
-    pack-quantized   X.weight_packed int32 [out, in * bits / 32]: values without gaps along the inputs, 2 ** (bits - 1)
-                     too high; X.weight_scale [out, groups]; X.weight_zero_point int32, packed along the outputs;
-                     X.weight_shape; X.weight_g_idx where columns of a group do not lie together
+    pack-quantized   X.weight_packed int32 [out, in * bits / 32]: values packed without gaps along the inputs, with an
+                     offset of 2 ** (bits - 1); X.weight_scale [out, groups]; X.weight_zero_point int32, packed along
+                     the outputs; X.weight_shape; X.weight_g_idx if columns of a group are not neighbours
     int-quantized    X.weight int8 [out, in]; X.weight_scale [out, 1], [1] or [out, groups]; X.weight_zero_point int8
     (naive-quantized the same)
 
-A value is scale * (number - zero point). Its floats are in `fp8.py`, `nvfp4.py` and `mxfp4.py`.
+A value is scale * (number - zero point). The floating-point formats are in `fp8.py`, `nvfp4.py` and `mxfp4.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[s
 def _bits(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any], weight: str) -> int:
     scheme = read_quantization(config).scheme_of(weight.removesuffix(".weight")) if config else None
     if scheme is None or not scheme.bits:
-        raise DamagedFile(f"{checkpoint.place}: the config does not say how many bits the numbers of {weight!r} have")
+        raise DamagedFile(f"{checkpoint.place}: the config does not give the number of bits of {weight!r}")
     return scheme.bits
 
 
@@ -57,7 +57,7 @@ class _PackedIntegers:
         return StoredMatrix(parts, self._shape(), self._load)
 
     def _shape(self) -> tuple[int, int]:
-        """Return [out, in]; words are filled to the end, as every width that is used here fills them."""
+        """Return [out, in]; the last word of a row is always full at the widths in use."""
         packed, scales = (self.checkpoint.shapes.get(self.weight + part, ()) for part in ("_packed", "_scale"))
         if len(packed) != 2 or len(scales) != 2 or scales[0] != packed[0]:
             refuse_parts(self.checkpoint.place, self.weight, packed=packed, scales=scales)
@@ -98,7 +98,7 @@ class _PackedIntegers:
             return None
         if owners.shape != (num_in,) or int(owners.min()) < 0 or int(owners.max()) >= num_groups:
             raise DamagedFile(
-                f"{self.checkpoint.place}: {self.weight}_g_idx does not number {num_groups} groups of {num_in} columns"
+                f"{self.checkpoint.place}: {self.weight}_g_idx does not assign {num_in} columns to {num_groups} groups"
             )
         return owners
 
@@ -117,7 +117,7 @@ class _PlainIntegers:
         return StoredMatrix(tuple(name for name in names if name in self.checkpoint.shapes), shape, self._load)
 
     def _along(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
-        """Scales as [out or 1, groups]"""
+        """Return the shape of the scales as (out or 1, groups)."""
         size = (1, 1) if scales in ((), (1,)) else (scales[0], 1) if len(scales) == 1 else scales
         if len(size) != 2 or size[0] not in (1, shape[0]) or shape[1] % max(1, size[1]):
             refuse_parts(self.checkpoint.place, self.weight, weight=shape, scales=scales)

@@ -1,7 +1,7 @@
-"""Random weights from a spec alone: benchmarks and tests of shapes without a checkpoint.
+"""Random (dummy) weights for a spec, for benchmarks and tests without a checkpoint.
 
-Each tensor depends on the seed and its own name only, so it is the same in any order of access. Norms
-are ones, everything else has a deviation of 0.02, so that activations stay finite through any number of layers.
+Each tensor depends only on the seed and its own name, so the order of access does not matter. Norms are ones; all other
+weights have a standard deviation of 0.02, so that activations stay finite through any number of layers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tokenmill.errors import UnsupportedModel
 from tokenmill.ops.raw import RawTensor
 
 DEVIATION = 0.02
-# Per format: where a block's half-precision numbers lie, and the value that gives weights about that deviation. All
-# other bytes are drawn: any bits are valid weights and scales.
+# Per format: offsets of a block's half-precision scales, and the values that give weights about that deviation. All
+# other bytes are random: any bits are valid weights and scales.
 _BLOCK_SCALES: dict[str, dict[int, float]] = {
     "Q8_0": {0: DEVIATION / 74},
     "Q4_0": {0: DEVIATION / 4.6},
@@ -36,7 +36,7 @@ _BLOCK_SCALES: dict[str, dict[int, float]] = {
     "IQ4_XS": {0: DEVIATION / 1300},
     "MXFP4": {},
 }
-_BLOCK_EXPONENTS = {"MXFP4": 120}  # the first byte: a power of two that gives about the same deviation
+_BLOCK_EXPONENTS = {"MXFP4": 120}  # the first byte, an exponent of two that gives about the same deviation
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class DummyWeights:
     tensors: dict[str, TensorSpec]
     seed: int
     dtype: torch.dtype
-    quants: Mapping[str, str]  # formats of matrices that are blocks
-    device: torch.device  # where values are drawn; each kind of device has its own
+    quants: Mapping[str, str]  # formats of the quantised matrices
+    device: torch.device  # generates the values; each kind of device generates different ones
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -74,8 +74,8 @@ def dummy_weights(
     device: torch.device | None = None,
     stored: Mapping[str, StoredFormat] | None = None,
 ) -> DummyWeights:
-    """Return random weights; with `quant`, matrices are blocks of that format where its block length fits their rows.
-    `stored`: formats of some matrices (`dummy_formats`)."""
+    """Return random weights. With `quant`, matrices are quantised in that format if its block size divides their rows;
+    otherwise in the formats of `stored` (see `dummy_formats`)."""
     if quant is not None and quant not in _BLOCK_SCALES:
         known = ", ".join(_BLOCK_SCALES)
         raise UnsupportedModel(f"random {quant} blocks are not implemented", hint=f"these are: {known}")
@@ -86,7 +86,7 @@ def dummy_weights(
 
 
 def _make_generators_possible() -> None:
-    """Import the module that generators need from torch 2.13 on, which a fast start leaves out."""
+    """Import the module that torch.Generator needs from torch 2.13 on; a fast start skips that import."""
     try:
         torch.Generator()
     except RuntimeError:

@@ -1,11 +1,11 @@
 """Matrices in fp8 (e4m3) with scales: DeepSeek's and Qwen's blocks, compressed-tensors, ModelOpt, FBGEMM, mxfp8.
 
     X.weight              e4m3 [rows, columns], or [experts, rows, columns]
-    X.weight_scale_inv    one for each block, despite the name to be multiplied by     (or X.weight_scale)
-    X.weight_scale        one for the matrix, for each row, for each block, or powers of two for 32 columns each
-    X.scale               powers of two, one for each block (DeepSeek V4)
+    X.weight_scale_inv    one per block, a factor despite its name                     (or X.weight_scale)
+    X.weight_scale        one for the matrix, per row or per block, or a power of two per 32 columns
+    X.scale               a power of two per block (DeepSeek V4)
 
-A value is its number times its scale. All forms of scales become F8 blocks, whose scales are float32.
+A value is its e4m3 number times its scale. All forms become F8 blocks with float32 scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenmill.weights.scaled_blocks import in_blocks, with_headers
 from tokenmill.weights.stored_matrix import StoredMatrix, finite, grid_of, refuse_parts
 
 SCALES = ("_scale_inv", "_scale")
-NAN = 0x7F  # the bits of e4m3 that are no number, but for the sign
+NAN = 0x7F  # NaN in e4m3, without the sign bit
 
 
 def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[str, StoredMatrix]:
@@ -41,7 +41,7 @@ def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[s
         scales = next((one for one in names if one in checkpoint.shapes and one != name), None)
         if scales is None:
             if name.endswith("_scale"):
-                continue  # of NVFP4
+                continue  # a scale of NVFP4
             raise DamagedFile(f"{checkpoint.place}: {name!r} is fp8, but its scales are missing")
         shape, of_scales = checkpoint.shapes[name], torch.empty(checkpoint.shapes[scales], device="meta")
         grid_of(checkpoint.place, name, shape, of_scales, blocks)
@@ -57,7 +57,7 @@ def _load(
     shape = tuple(numbers.shape)
     bits = numbers.view(torch.uint8)
     if bool(((bits & NAN) == NAN).any()):
-        raise DamagedFile(f"{checkpoint.place}: {name!r} has values that are no numbers")
+        raise DamagedFile(f"{checkpoint.place}: {name!r} contains NaN")
     grid, rows, columns = grid_of(checkpoint.place, name, shape, scales, sizes)
     if shape[-1] % BLOCK or (columns % BLOCK and grid.shape[-1] > 1):
         return RawTensor(name, shape, numbers.float() * _spread(grid, rows, columns, shape))

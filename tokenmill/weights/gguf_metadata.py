@@ -1,6 +1,6 @@
 """GGUF metadata of a spec: the keys of its architecture, and the tensors of rope factors.
 
-The inverse of `arch/gguf_config.py`. What GGUF cannot say is refused, never left out.
+The inverse of `arch/gguf_config.py`. What GGUF cannot express is refused, never left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def architecture_metadata(spec: ModelSpec, family: Family) -> tuple[Metadata, Fa
 
 
 def _require_plain(spec: ModelSpec) -> None:
-    """Refuse what these keys cannot say."""
+    """Refuse features that these keys cannot express."""
     for layer in spec.layers:
         has_post_norms = layer.has_post_norms and layer.has_pre_norms
         is_known = layer == LayerSpec(layer.mixer, layer.mlp, "both" if has_post_norms else "before")
@@ -55,7 +55,8 @@ def _require_plain(spec: ModelSpec) -> None:
 
 
 def _full_attention(spec: ModelSpec) -> Gqa:
-    """Return the attention that represents all layers: one without a window if there is one, as its rope is scaled."""
+    """Return the attention that represents all layers: preferably one without a window, because only its rope is
+    scaled."""
     mixers = spec.attentions
     sizes = {(mixer.num_heads, mixer.num_kv_heads) for mixer in mixers}
     if len(mixers) != spec.num_layers or len(sizes) != 1 or len({layer.mlp for layer in spec.layers}) != 1:
@@ -148,7 +149,7 @@ def _longrope(scaling: LongRopeScaling, frequencies: list[float]) -> tuple[Metad
     }, {"rope_factors_long.weight": scaling.long_factors, "rope_factors_short.weight": scaling.short_factors}
 
 
-def _given_factors(scaling: FrequencyFactors, frequencies: list[float]) -> tuple[Metadata, Factors]:
+def _frequency_factors(scaling: FrequencyFactors, frequencies: list[float]) -> tuple[Metadata, Factors]:
     return {}, {"rope_freqs.weight": scaling.factors}
 
 
@@ -172,6 +173,6 @@ _SCALINGS: dict[type[RopeScaling], Callable[[Any, list[float]], tuple[Metadata, 
     LinearScaling: _linear,
     YarnScaling: _yarn,
     LongRopeScaling: _longrope,
-    FrequencyFactors: _given_factors,
+    FrequencyFactors: _frequency_factors,
     Llama3Scaling: _llama3,
 }

@@ -1,7 +1,7 @@
-"""Write a model as a GGUF file that we and llama.cpp read, with any weights and any vocabulary.
+"""Write a model as a GGUF file for Tokenmill and llama.cpp, with any weights and any vocabulary.
 
-Tensors pass through one at a time, so a file larger than memory can be written. The transformations of
-`arch/tensors.py` are undone: rows fused again, heads interleaved again.
+Tensors are written one at a time, so the file may be larger than memory. The conversions of `arch/tensors.py` are
+reversed: rows are fused and heads interleaved again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tokenmill.weights.source import WeightSource, row_order
 
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PADDING_SCORE = -1000.0
-_SIZED_QUANTS = ("Q4_K", "Q5_K")  # file types of these come in sizes; M is the usual one
+_SIZED_QUANTS = ("Q4_K", "Q5_K")  # their file types have a size suffix; M is the most common
 
 
 def write_gguf(
     path: Path | str, spec: ModelSpec, weights: WeightSource, vocabulary: Mapping[str, Any], quant: str = ""
 ) -> None:
-    """Write a file. `vocabulary`: metadata under `tokenizer.`, as in `read_gguf(...).metadata`; `quant`: of most
-    tensors."""
+    """Write a file. `vocabulary`: metadata under `tokenizer.`, as in `read_gguf(...).metadata`; `quant`: the format of
+    most tensors."""
     import gguf  # only here: serving never writes
 
     family = BY_NAME[spec.family]
@@ -56,7 +56,7 @@ def write_gguf(
 
 
 def write_random_gguf(path: Path | str, spec: ModelSpec, quant: str, vocab_from: Path | str, seed: int = 0) -> None:
-    """Write a file with random weights for speed comparisons: every engine loads the same bytes."""
+    """Write a file with random weights, for speed comparisons in which every engine loads the same bytes."""
     write_gguf(path, spec, dummy_weights(spec, seed, quant=quant), vocabulary_of(vocab_from), quant)
 
 
@@ -89,7 +89,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _fused_sources(sources: Mapping[str, TensorSource]) -> dict[str, list[tuple[str, TensorSource]]]:
-    """Map each GGUF tensor name to the tensors of ours that it is made of, in the order of its rows."""
+    """Map each GGUF tensor name to those of our tensors that it consists of, in row order."""
     theirs: dict[str, list[tuple[str, TensorSource]]] = {}
     for ours, source in sources.items():
         theirs.setdefault(source.names[0], []).append((ours, source))

@@ -1,14 +1,14 @@
-"""Matrices made by GPTQ and AWQ: integers with a scale and a zero for each group of columns.
+"""Matrices quantised by GPTQ and AWQ: integers with a scale and a zero point for each group of columns.
 
-A matrix [out, in] is stored transposed, so many values per int32 as fit (of 4 bits: eight):
+A matrix [out, in] is stored transposed, with as many values per int32 as fit (eight of 4 bits):
 
-    GPTQ   qweight [in / 8, out], eight inputs a word     qzeros [groups, out / 8], stored one too low (not in v2)
-    AWQ    qweight [in, out / 8], eight outputs a word in the order 0 2 4 6 1 3 5 7        qzeros in the same order
+    GPTQ   qweight [in / 8, out], eight inputs per word     qzeros [groups, out / 8], stored minus one (not in v2)
+    AWQ    qweight [in, out / 8], eight outputs per word in the order 0 2 4 6 1 3 5 7      qzeros in the same order
     both   scales [groups, out]        value = scale * (q - zero)
 
-GPTQ has 2, 3, 4 or 8 bits (of 3 bits, 32 values lie in 3 words), AWQ 4 or 8 (four values in the order 0 2 1 3). Where
-the columns of a group do not lie together (GPTQ's act order, `g_idx`) there are expanded values, and beside them blocks
-in which they do.
+GPTQ has 2, 3, 4 or 8 bits (32 values of 3 bits take 3 words), AWQ 4 or 8 (four values in the order 0 2 1 3). If the
+columns of a group are not neighbours (GPTQ's act order, `g_idx`), the result has dequantized values, and also blocks
+with the columns sorted by group.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[s
     stems = [name.removesuffix(".qweight") for name in checkpoint.shapes if name.endswith(".qweight")]
     if stems and not config:
         raise DamagedFile(
-            f"{checkpoint.place} holds GPTQ or AWQ tensors, but its config.json has no quantization_config",
-            hint="take the config.json that belongs to these files",
+            f"{checkpoint.place} contains GPTQ or AWQ tensors, but its config.json has no quantization_config",
+            hint="use the config.json that belongs to these files",
         )
     is_awq = config.get("quant_method") == "awq" or str(config.get("packing_format")).endswith("awq")
     zeros_are_low = not is_awq and config.get("checkpoint_format") != "gptq_v2"
@@ -54,7 +54,7 @@ class _Layout:
         return StoredMatrix(parts, self._shape(stem), lambda name: integer_blocks(name, self._groups(stem)))
 
     def _shape(self, stem: str) -> tuple[int, int]:
-        """Return [out, in], after a check that all parts fit together."""
+        """Return [out, in] after checking that the shapes of all parts match."""
         shapes = [self.checkpoint.shapes.get(stem + part, ()) for part in _PARTS[:3]]
         if any(len(shape) != 2 for shape in shapes):
             raise DamagedFile(f"{self.checkpoint.place}: {stem!r} lacks one of {', '.join(_PARTS[:3])}")
@@ -77,7 +77,7 @@ class _Layout:
             codes = unpacked(words.t().contiguous(), self.bits)
         zeros = unpacked(self.checkpoint.tensor(f"{stem}.qzeros"), self.bits)
         zeros = self._reordered(zeros) if self.is_awq else zeros
-        # A zero of -1 was stored as the highest code.
+        # Stored minus one, a zero point of 0 has become the highest code.
         low = (zeros.int() + 1) % (1 << self.bits) if self.zeros_are_low else zeros
         scales = self.checkpoint.tensor(f"{stem}.scales").t()
         owners = self._owners(stem, num_in, scales.shape[1])
@@ -93,24 +93,24 @@ class _Layout:
         owners = self.checkpoint.tensor(f"{stem}.g_idx").long()
         if owners.shape != (num_in,) or int(owners.min()) < 0 or int(owners.max()) >= num_groups:
             raise DamagedFile(
-                f"{self.checkpoint.place}: {stem}.g_idx does not number {num_groups} groups of {num_in} columns"
+                f"{self.checkpoint.place}: {stem}.g_idx does not assign {num_in} columns to {num_groups} groups"
             )
         return owners
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [..., n] → uint8 [..., 32n / bits]: values without gaps between them, lowest bits first."""
+    """Unpack int32 [..., n] to uint8 [..., 32n / bits]: values without gaps, lowest bits first."""
     words = words if words.stride(-1) == 1 else words.clone(memory_format=torch.contiguous_format)
     pieces = words.contiguous().view(torch.uint8)  # [..., 4n]
     if bits == 8:
         return pieces
     if bits in (2, 4):
         return torch.stack([(pieces >> at) & ((1 << bits) - 1) for at in range(0, 8, bits)], dim=-1).flatten(-2)
-    places = torch.arange(8, dtype=torch.uint8)
-    single = ((pieces.unsqueeze(-1) >> places) & 1).flatten(-2)  # a bit a byte
+    shifts = torch.arange(8, dtype=torch.uint8)
+    single = ((pieces.unsqueeze(-1) >> shifts) & 1).flatten(-2)  # one bit per byte
     values = in_blocks(single[..., : single.shape[-1] // bits * bits], bits)
     return (values << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(place) for place in range(len(order))]
+    return [order.index(index) for index in range(len(order))]

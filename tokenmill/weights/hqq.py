@@ -1,12 +1,12 @@
-"""Matrices of HQQ: integers with a scale and a zero that are floats, for each group of columns (or of rows).
+"""Matrices of HQQ: integers with a floating-point scale and zero point for each group of columns (or of rows).
 
-    X.W_q          uint8, several numbers a byte: the first part of all groups in the high bits, the next below ...
-                   (of 3 bits ten in an int32); as a matrix [groups, group size] for axis 1, [group size, groups] for 0
-    X.scale, X.zero     a number for each group        value = (number - zero) * scale
+    X.W_q          uint8, several values per byte: the first part of all groups in the high bits, the next below ...
+                   (ten values of 3 bits per int32); [groups, group size] for axis 1, [group size, groups] for 0
+    X.scale, X.zero     one value per group            value = (number - zero) * scale
     X.shape, X.nbits, X.group_size, X.axis, X.packing, ...     settings, each a tensor
 
-Groups along the columns (axis 1) become G4 and G8 blocks. Those of axis 0 are rows `rows / size` apart, each column
-with a scale of its own: no block of columns has one in common, so they are expanded.
+Groups along the columns (axis 1) become G4 and G8 blocks. Groups of axis 0 consist of rows `rows / size` apart, with
+scales per column. No block of columns shares a scale, so such matrices are dequantized.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SETTINGS = (
     "encoded_state_dict", "stores_quant_config",
 )  # fmt: skip
 LARGEST_HALF = 65504.0
-_PER_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}  # numbers in a byte; of 3 bits in an int32
+_PER_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}  # values per byte; of 3 bits per int32
 
 
 def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[str, StoredMatrix]:
@@ -84,11 +84,11 @@ class _Matrix:
 
 
 def unpacked(words: torch.Tensor, bits: int, num_lines: int) -> torch.Tensor:
-    """[n, m] → uint8 [lines, m]: the highest bits of all words first"""
-    if words.is_floating_point():  # the same bytes under another name
+    """Unpack [n, m] to uint8 [num_lines, m]: first the highest bits of all words."""
+    if words.is_floating_point():  # the same bytes under another dtype
         words = words.view(torch.int32 if bits == 3 else torch.uint8)
     if bits == 8:
         return words
     count, mask = _PER_WORD[bits], (1 << bits) - 1
-    parts = [(words >> (bits * (count - 1 - place))) & mask for place in range(count)]
+    parts = [(words >> (bits * (count - 1 - index))) & mask for index in range(count)]
     return torch.cat(parts)[:num_lines].to(torch.uint8)

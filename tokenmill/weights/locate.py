@@ -1,6 +1,6 @@
-"""Find the files under a path that hold a model's weights, and their format. Only a shard index is opened.
+"""Find the files with a model's weights under a path, and their format. Only a shard index is opened.
 
-Pickle files are refused: reading one runs the code that it contains.
+Pickle files are refused, because reading one executes code in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenmill.errors import DamagedFile, ModelError
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_INDEX_BYTES = 256 << 20
-FIRST_PART = "-00001-of-"  # of a GGUF file in several
+FIRST_PART = "-00001-of-"  # in the name of the first part of a split GGUF model
 _INDEX = "model.safetensors.index.json"
 
 Format = Literal["safetensors", "gguf"]
@@ -43,7 +43,7 @@ def locate(path: Path | str) -> Location:
 
 
 def stored_bytes(path: Path) -> int:
-    """Sum the sizes of all files that hold the weights, all parts of a GGUF file included."""
+    """Return the total size of all files with the weights, including all parts of a split GGUF model."""
     files = set(locate(path).files)
     for first in [file for file in files if FIRST_PART in file.name]:
         stem, _, rest = first.name.partition(FIRST_PART)
@@ -74,7 +74,7 @@ def _nothing_usable(directory: Path, files: list[Path], ggufs: list[Path]) -> Mo
         return ModelError(f"{directory} is empty", hint="was the download interrupted?")
     if ggufs:
         names = ", ".join(file.name for file in ggufs)
-        return ModelError(f"{directory} holds several GGUF files: {names}", hint="name one of them")
+        return ModelError(f"{directory} contains several GGUF files: {names}", hint="name one of them")
     return ModelError(f"{directory} has no config.json", hint="a model directory has config.json and *.safetensors")
 
 
@@ -82,7 +82,7 @@ def _safetensors(directory: Path, files: list[Path]) -> tuple[Path, ...]:
     if (directory / _INDEX).is_file():
         return _indexed(directory)
     found = [file for file in files if file.suffix == ".safetensors"]
-    # Some repositories hold the same weights twice; the ones named model*.safetensors have the usual names.
+    # Some repositories contain the weights twice; the files named model*.safetensors have the standard tensor names.
     found = [file for file in found if file.name.startswith("model")] or found
     if found:
         return tuple(found)
@@ -102,7 +102,7 @@ def _indexed(directory: Path) -> tuple[Path, ...]:
         raise DamagedFile(f"{index}: not a usable index of shards ({type(error).__name__})") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise DamagedFile(f"{index}: names {name!r}, which is not a safetensors file beside it")
+            raise DamagedFile(f"{index}: names {name!r}, which is not a safetensors file in the same directory")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ModelError(f"{directory}: shards are missing: {', '.join(missing)}", hint="download the rest")
@@ -111,6 +111,6 @@ def _indexed(directory: Path) -> tuple[Path, ...]:
 
 def _pickle(path: Path) -> ModelError:
     return ModelError(
-        f"{path.name}: pickle files are refused, since reading one runs the code it contains",
+        f"{path.name}: pickle files are refused, because reading one executes code in it",
         hint="use the model's safetensors or GGUF files",
     )

@@ -1,5 +1,7 @@
-"""The pages of a mapped file that are read. By itself the system reads ahead of what is touched, by megabytes where a
-disk is set so: right for who needs all of a file, far too much for a rank that needs some rows of each matrix.
+"""Control of the pages of a mapped file that are read.
+
+By default the system reads ahead, on some disks by megabytes. That is right if the whole file is needed, but far too
+much for a rank that needs only some rows of each matrix.
 """
 
 from __future__ import annotations
@@ -12,20 +14,20 @@ import torch
 
 
 def read_no_page_ahead(mapped: torch.Tensor) -> None:
-    """Turn off read-ahead for this mapped memory: only pages that are touched or fetched are read."""
+    """Turn off read-ahead for this mapped memory: only pages that are accessed or fetched are read."""
     _advise(mapped, mmap.MADV_RANDOM)
 
 
 def fetch(part: torch.Tensor) -> None:
-    """Read a part of a mapped file in large pieces, rather than page by page when it is touched."""
+    """Read a part of a mapped file in large pieces, rather than page by page on access."""
     if part.is_contiguous():
         _advise(part, mmap.MADV_WILLNEED)
     elif part.dim() > 1 and part.stride(-1) == 1:
         for one in part:
             fetch(one)
-    elif part.dim() > 1 and part.stride(-2) == 1:  # columns of what the file has: they lie on all of its pages
+    elif part.dim() > 1 and part.stride(-2) == 1:  # a transposed view: the file's rows are its columns
         fetch(part.transpose(-1, -2))
-    # others are read when they are touched
+    # other layouts are read on access
 
 
 def _advise(part: torch.Tensor, advice: int) -> None:
@@ -33,7 +35,7 @@ def _advise(part: torch.Tensor, advice: int) -> None:
         return
     start, end = part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    _libc().madvise(first, end - first, advice)  # where it is refused, pages are read as they were
+    _libc().madvise(first, end - first, advice)  # only a hint: a failure is harmless
 
 
 @cache

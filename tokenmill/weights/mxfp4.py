@@ -1,11 +1,11 @@
-"""Matrices in MXFP4: numbers of 4 bits (e2m1), and a power of two for each 32 of them.
+"""Matrices in MXFP4: values of 4 bits (e2m1), and a power of two for each 32 of them.
 
-    gpt-oss              X_blocks [..., rows, groups, 16], X_scales [..., rows, groups]: exponents, 127 too high
+    gpt-oss              X_blocks [..., rows, groups, 16], X_scales [..., rows, groups]: exponents with bias 127
     compressed-tensors   X.weight_packed uint8 [rows, columns / 2], X.weight_scale uint8 [rows, groups]
     DeepSeek V4          X.weight int8 [rows, columns / 2], X.scale e8m0 [rows, groups]
 
-The first of two numbers is in the low nibble. The same numbers are handed on in GGUF's blocks, which every backend
-knows: an exponent, then 16 bytes whose low nibbles are the first half of the group. Nothing is rounded.
+The first value of a pair is in the low nibble. The values are converted, without rounding, to GGUF's blocks, which
+every backend supports: an exponent, then 16 bytes whose low nibbles are the first half of the group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKED = ".weight_packed"
 
 
 def scale_beside(weight: str) -> str:
-    """The name of a matrix's scales in DeepSeek V4's files"""
+    """Return the name of a matrix's scales in DeepSeek V4's files."""
     return weight.removesuffix("weight") + "scale"
 
 
@@ -58,11 +58,11 @@ def _load(checkpoint: SafetensorsCheckpoint, parts: tuple[str, str], shape: tupl
 
 
 def as_gguf_blocks(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., groups, 16] and [..., groups] → uint8 [..., groups * 17]"""
+    """Convert uint8 [..., groups, 16] and [..., groups] to GGUF's blocks, uint8 [..., groups * 17]."""
     blocks, scales = blocks.view(torch.uint8), scales.view(torch.uint8)
     out = torch.empty(*scales.shape, BYTES + 1, dtype=torch.uint8)
     out[..., 0] = scales
-    # byte j has numbers 2j and 2j + 1; ours has numbers k and k + 16
+    # theirs: byte j has values 2j and 2j + 1; GGUF's: byte k has values k and k + 16
     low, high = blocks & 15, blocks >> 4
     half = BYTES // 2
     out[..., 1::2] = low[..., :half] | (low[..., half:] << 4)

@@ -1,17 +1,18 @@
 """Disk cache of packed weights, so that later starts of a large model need not pack them again.
 
-    $TOKENMILL_HOME/packed/<digest>      digest of: the checkpoint's files, how their tensors are put together, how the
-                                         kernels lay out memory, what is quantised on loading, this version
+    $TOKENMILL_HOME/packed/<digest>      digest of: the checkpoint's files, how tensors are assembled, the kernels'
+                                         memory layout, what is quantised at load time, the Tokenmill version
 
-A checkpoint file is known by its size, modification time and samples of its content (`FileIdentity`): to digest it
-whole would cost more than packing.
+A checkpoint file is identified by its size, modification time and samples of its content (`FileIdentity`): hashing the
+whole file would take longer than packing.
 
-    |████░░░░█░░░░░░█░░░░░░█░░░░░░█░░░░░░██|      █ hashed: the first part (all of a GGUF header that differs between
+    |████░░░░█░░░░░░█░░░░░░█░░░░░░█░░░░░░██|      █ hashed: the beginning (all of a GGUF header that differs between
                                                     quantisations), 64 pieces spread evenly, the end
 
-The path does not matter: a file that was moved, or copied with its times, is the same file. A file that was overwritten
-differs in its content even if size and time were restored. Packed files are private, written aside and renamed;
-damaged, stale and superfluous ones go when the next one is written, and when a model is removed from the store.
+The path does not matter: a file that was moved, or copied with its times, counts as the same. A file that was
+overwritten differs in its content even if size and time were restored. Packed files are readable by their owner only,
+written under a temporary name and renamed. Damaged, stale and surplus files are deleted when the next one is written,
+and when a model is removed from the store.
 """
 
 from __future__ import annotations
@@ -55,32 +56,32 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
     content: str  # digest of the samples
 
     @property
-    def what(self) -> tuple[int, int, str]:
+    def key(self) -> tuple[int, int, str]:
         return self.num_bytes, self.changed_ns, self.content
 
 
 def identity(path: Path) -> FileIdentity:
-    place = path.resolve()
-    with place.open("rb") as file:
+    resolved = path.resolve()
+    with resolved.open("rb") as file:
         found = os.fstat(file.fileno())
         digest = hashlib.sha256()
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # what lies behind a sample is not read with it
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead behind the samples
         for start, length in samples(found.st_size):
             file.seek(start)
             digest.update(file.read(length))
-    return FileIdentity(str(place), found.st_size, found.st_mtime_ns, digest.hexdigest())
+    return FileIdentity(str(resolved), found.st_size, found.st_mtime_ns, digest.hexdigest())
 
 
 def samples(num_bytes: int) -> list[tuple[int, int]]:
-    """Return start and length of the parts of a file that are hashed."""
+    """Return (start, length) of the parts of a file that are hashed."""
     last = max(0, num_bytes - PIECE_BYTES)
     return [(0, HEAD_BYTES), *((last * piece // NUM_PIECES, PIECE_BYTES) for piece in range(1, NUM_PIECES + 1))]
 
 
-MIN_SOURCE_BYTES = 200_000_000  # smaller checkpoints are packed in a tenth of a second
+MIN_SOURCE_BYTES = 200_000_000  # smaller checkpoints are packed in a tenth of a second and not cached
 MAX_TOTAL_BYTES = 64 << 30
-MAX_DISK_SHARE = 0.5  # maximum share of the free space that a new file may take
-ABANDONED_S = 3600.0  # a file that is unfinished after this time is abandoned
+MAX_DISK_SHARE = 0.5  # maximum share of the free disk space that a new file may take
+ABANDONED_S = 3600.0  # a temporary file of this age is deleted
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +92,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileIdentity]
     version: str
     layout: str  # digest of the kernels' own packing
-    recipe: str  # digest of how tensors are put together, and of what is quantised
+    recipe: str  # digest of how tensors are assembled, and of what is quantised
 
     @property
     def digest(self) -> str:
-        parts = ([file.what for file in self.files], self.version, self.layout, self.recipe)
+        parts = ([file.key for file in self.files], self.version, self.layout, self.recipe)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
@@ -105,7 +106,7 @@ def source_of(files: Sequence[Path], layout: str, recipe: str) -> Source:
 
 
 class PackedCache:
-    """Packed matrices by name: read from a complete file, or written to a new one, or neither."""
+    """Packed matrices by name: read from a complete file, written to a new one, or neither."""
 
     def __init__(self, reading: PackedFile | None = None, writing: PackedWriter | None = None) -> None:
         self._reading, self._writing = reading, writing
@@ -122,19 +123,19 @@ class PackedCache:
             return None
         try:
             return self._writing.reserve(name, kind, rows, cols, count, num_bytes)
-        except OSError as problem:  # a full disk: what is packed already stays where it is, the rest goes to memory
-            log.warning("packed weights are not kept: %s", problem.strerror or problem)
+        except OSError as problem:  # a full disk: memory already mapped remains usable, the rest is packed in memory
+            log.warning("packed weights are not cached: %s", problem.strerror or problem)
             self._give_up()
             return None
 
     def finish(self) -> threading.Thread | None:
-        """Publish the file of packed weights: from now on every start finds them. Writing it to the disk takes
-        seconds in the background; the next start continues if this process ends first."""
+        """Publish the file of packed weights for later starts. Syncing it to disk takes seconds in a background thread;
+        the next start continues it if this process ends first."""
         try:
             if self._writing is not None:
                 self._writing.finish()
         except OSError as problem:
-            log.warning("packed weights are not kept: %s", problem.strerror or problem)
+            log.warning("packed weights are not cached: %s", problem.strerror or problem)
             self._give_up()
         unsettled = self._writing or self._reading
         self._writing = None
@@ -165,7 +166,7 @@ def open_cache(source: Source, folder: Path | None = None) -> PackedCache:
                 note_use(path)
             return PackedCache(reading=found)
         except Unusable as problem:
-            log.warning("%s is written again: %s", path, problem)
+            log.warning("packed weights %s are discarded and packed again: %s", path, problem)
     return PackedCache(writing=_new_file(path, source))
 
 
@@ -182,21 +183,22 @@ def _new_file(path: Path, source: Source) -> PackedWriter | None:
         if needed > MAX_DISK_SHARE * shutil.disk_usage(path.parent).free:
             return None
         return PackedWriter(path, msgspec.json.encode(source).decode())
-    except OSError as problem:  # a store that can't be written, or another process that writes this very file
-        log.info("packed weights are not kept: %s", problem.strerror or problem)
+    except OSError as problem:  # the store is not writable, or another process is writing the same file
+        log.info("packed weights are not cached: %s", problem.strerror or problem)
         return None
 
 
 def _settle(path: Path) -> None:
-    with suppress(OSError):  # it was removed meanwhile, or the disk is broken: the next boot makes it anew
+    with suppress(OSError):  # removed meanwhile, or a disk error: the file is packed again after the next boot
         settle(path)
 
 
-# ── what goes ──────────────────────────────────────────────────────────────────────────────────────────
+# ── pruning ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def prune(folder: Path | None = None, keep_bytes: int = MAX_TOTAL_BYTES) -> int:
-    """Remove files that can't be used any more, then the longest unused until the rest fits; bytes freed."""
+    """Delete files that are no longer usable, then the least recently used until the rest fits; return the bytes
+    freed."""
     folder = folder or packed_folder()
     freed = 0
     kept: list[tuple[float, int, Path]] = []
@@ -205,8 +207,8 @@ def prune(folder: Path | None = None, keep_bytes: int = MAX_TOTAL_BYTES) -> int:
             if path.suffix == SUFFIX:
                 continue
             found = path.stat()
-            if _is_useless(path, found):
-                freed += _removed(path, found.st_size)
+            if _is_stale(path, found):
+                freed += _remove(path, found.st_size)
             else:
                 kept.append((found.st_mtime, found.st_size, path))
     total = sum(size for _, size, _ in kept)
@@ -214,14 +216,14 @@ def prune(folder: Path | None = None, keep_bytes: int = MAX_TOTAL_BYTES) -> int:
         if total <= keep_bytes:
             break
         total -= size
-        freed += _removed(path, size)
+        freed += _remove(path, size)
     for path in folder.glob("*" + SUFFIX):
         if not path.with_suffix("").exists():
             remove_sums(path.with_suffix(""))
     return freed
 
 
-def _is_useless(path: Path, found: os.stat_result) -> bool:
+def _is_stale(path: Path, found: os.stat_result) -> bool:
     if path.suffix == ".tmp":
         return time.time() - found.st_mtime > ABANDONED_S
     try:
@@ -234,7 +236,7 @@ def _is_useless(path: Path, found: os.stat_result) -> bool:
         return True
 
 
-def _removed(path: Path, size: int) -> int:
+def _remove(path: Path, size: int) -> int:
     try:
         path.unlink()
     except OSError:

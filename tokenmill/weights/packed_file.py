@@ -1,15 +1,14 @@
-"""A file of packed matrices, as the kernels read them: mapped, never copied.
+"""A file of packed matrices in the kernels' layout: mapped, never copied.
 
-    0        header, 256 KiB: magic, length and digest of the record, then the record: format, source, index's place
-    256 KiB  matrices of one weight after another, each weight at a multiple of 4096
+    0        header, 256 KiB: magic, length and digest of the record, then the record: format, source, index position
+    256 KiB  the matrices of each weight in turn, each weight at a multiple of 4096
     ...      index: name, kind, shape, offset of every weight; its digest is in the header
 
-A file is written aside under a name of its own, completed and renamed into place; it is not changed after that. It is
-then written out to the disk, which may take longer than the process lives, and made read-only as a sign that it is
-(`settle`): one that is not is good until the machine goes down. A reader believes the header only if its digest fits,
-the index only if the header's digest of it fits, and both only in a file that belongs to this user and that no
-other user may write. The matrices it believes if their digests fit, which lie in a file beside it
-(`packed_sums.py`). Whatever is wrong is one `Unusable`.
+A file is written under a temporary name, completed and renamed; after that it never changes. Then it is synced to disk,
+which may take longer than the process lives, and made read-only to mark that (`settle`). A file that was not synced is
+valid only until the machine restarts. A reader accepts the header if its digest matches, the index if its digest in the
+header matches, and both only in a file that this user owns and no other user can write. It accepts the matrices if
+their digests match, which are in a separate file (`packed_sums.py`). Any violation raises `Unusable`.
 """
 
 from __future__ import annotations
@@ -55,19 +54,19 @@ class PackedFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Content of the header."""
 
     format: int
-    source: str  # what the weights were packed from, as `packed_cache` writes it
-    boot: str  # id of the machine's start; empty where unknown
+    source: str  # JSON of the cache key, `packed_cache.Source`
+    boot: str  # the machine's boot id; empty if unknown
     index_offset: int
     index_bytes: int
     index_digest: str
 
 
 class Unusable(Exception):
-    """The reason why a file is not used; it is then written again."""
+    """A file can't be used, for this reason; the weights are packed again."""
 
 
 class PackedFile:
-    """A complete file, mapped."""
+    """A complete file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,7 +79,7 @@ class PackedFile:
             if self.is_settled:
                 require_sums(path)
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        self._map.madvise(mmap.MADV_WILLNEED)  # from a cold disk in large pieces, not page by page
+        self._map.madvise(mmap.MADV_WILLNEED)  # reads from a cold disk in large pieces, not page by page
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
 
     def find(self, name: str) -> tuple[FileSection, Bytes] | None:
@@ -104,9 +103,8 @@ class PackedWriter:
         self._end = HEADER_BYTES
 
     def reserve(self, name: str, kind: str, rows: int, cols: int, count: int, num_bytes: int) -> Bytes:
-        """Reserve space, or raise OSError if the disk is full: space is allocated before it is mapped, since a mapped
-        page without disk space would end the process.
-        """
+        """Reserve space, or raise OSError if the disk is full. Space is allocated before it is mapped, because writing
+        to a mapped page without disk space would kill the process."""
         os.posix_fallocate(self._file, self._end, num_bytes)
         mapped = mmap.mmap(self._file, num_bytes, offset=self._end)
         self._index[name] = FileSection(kind, rows, cols, count, self._end, num_bytes)
@@ -129,7 +127,7 @@ class PackedWriter:
         )
         header = _PREFIX.pack(MAGIC, len(record), hashlib.sha256(record).digest()) + record
         if len(header) > HEADER_BYTES:
-            raise OSError("the checkpoint has more files than a header can name")
+            raise OSError("the checkpoint has more files than fit into the header")
         os.pwrite(self._file, header, 0)
         os.replace(self._aside, self.path)
         os.close(self._file)
@@ -145,7 +143,7 @@ def read_record(file: Any) -> PackedFileRecord:
     """Read the header of an open file."""
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
-        raise Unusable("it is cut short")
+        raise Unusable("it is truncated")
     magic, length, digest = _PREFIX.unpack(prefix)
     if magic != MAGIC or length > HEADER_BYTES - _PREFIX.size:
         raise Unusable("it has no header")
@@ -155,24 +153,23 @@ def read_record(file: Any) -> PackedFileRecord:
     try:
         record = msgspec.json.decode(text, type=PackedFileRecord)
     except msgspec.DecodeError as problem:
-        raise Unusable(f"its header can't be read: {problem}") from None
+        raise Unusable(f"its header is not valid: {problem}") from None
     if record.format != FORMAT:
         raise Unusable(f"it has format {record.format}, not {FORMAT}")
     return record
 
 
 def require_written_out(record: PackedFileRecord, mode: int) -> None:
-    """Refuse a file that may lack pages: the machine went down before the file was synced to disk."""
+    """Refuse a file that may lack pages because the machine restarted before the file was synced to disk."""
     if mode & stat.S_IWUSR and record.boot != (boot_id() or None):
-        raise Unusable("the machine went down before it was written out")
+        raise Unusable("the machine restarted before it was synced to disk")
 
 
 def require_sums(path: Path, *, always: bool = False) -> None:
-    """Refuse a settled file with a byte that has changed. It is read through where no process has since the machine's
-    start, or `always`."""
+    """Refuse a settled file whose content has changed. The whole file is read once after each boot, or if `always`."""
     sums = read_sums(path)
     if sums is None:
-        raise Unusable("nothing tells whether it is as it was written")
+        raise Unusable("its checksums are missing")
     if not always and sums.boot and sums.boot == boot_id() and sums.changed_ns == path.stat().st_mtime_ns:
         return
     if digests(path) != sums.pieces:
@@ -180,15 +177,14 @@ def require_sums(path: Path, *, always: bool = False) -> None:
 
 
 def note_use(path: Path) -> None:
-    """Let a file that was found right count as used now: least recently used ones are removed first."""
+    """Record that a verified file is used now, because the least recently used files are deleted first."""
     os.utime(path)
     if (sums := read_sums(path)) is not None:
         write_sums(path, sums.pieces, boot_id())
 
 
 def settle(path: Path) -> None:
-    """Wait until all of it is on the disk and digested, then say so in its mode, which changes at once or not at
-    all."""
+    """Sync a file to disk, write its checksums, then mark both as done by making it read-only, which is atomic."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -215,17 +211,17 @@ def _opened(path: Path) -> Any:
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         file.close()
-        raise Unusable("others than this user may write it")
+        raise Unusable("other users can write it")
     return file
 
 
 def _read_index(file: Any, record: PackedFileRecord, size: int) -> dict[str, FileSection]:
     if not HEADER_BYTES <= record.index_offset <= size or not 0 < record.index_bytes <= MAX_INDEX_BYTES:
-        raise Unusable("its index lies outside the file")
+        raise Unusable("its index is outside the file")
     file.seek(record.index_offset)
     packed = file.read(record.index_bytes)
     if hashlib.sha256(packed).hexdigest() != record.index_digest:
-        raise Unusable("its index is damaged or cut off")
+        raise Unusable("its index is damaged or truncated")
     index = msgspec.msgpack.decode(packed, type=dict[str, FileSection])
     for name, section in index.items():
         ends = section.offset + section.num_bytes
@@ -234,9 +230,9 @@ def _read_index(file: Any, record: PackedFileRecord, size: int) -> dict[str, Fil
             or section.count < 1
             or section.offset % PAGE
         ):
-            raise Unusable(f"{name} lies outside the file")
+            raise Unusable(f"{name} is outside the file")
     return index
 
 
-def _next_page(place: int) -> int:
-    return -(-place // PAGE) * PAGE
+def _next_page(offset: int) -> int:
+    return -(-offset // PAGE) * PAGE

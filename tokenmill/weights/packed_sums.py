@@ -1,11 +1,11 @@
-"""Digests of a packed file, beside it: a byte that changed on the disk is noticed before it is computed with.
+"""Checksums of a packed file, stored beside it, so that corruption on disk is detected before the weights are used.
 
     <digest>          packed weights
-    <digest>.sums     SHA-256 of each 32 MiB of them, and when they were last found right: boot of the machine, and the
-                      file's modification time then
+    <digest>.sums     SHA-256 of each 32 MiB of them, and when they were last verified: the machine's boot id and the
+                      file's modification time
 
-To digest a file takes as long as to read it, so a file is checked by the first start after each boot, and again when it
-was written to; other starts believe the note. `tokenmill verify` checks in any case. Pieces are digested by all cores.
+Hashing a file takes as long as reading it. So it is verified by the first start after each boot, and again if its
+modification time changed; other starts trust that record. `tokenmill verify` always checks. All cores hash in parallel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sums_path(path: Path) -> Path:
 
 
 def digests(path: Path) -> list[str]:
-    """SHA-256 of each piece of a file."""
+    """Return the SHA-256 of each piece of a file."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
         whole = memoryview(content)
 
@@ -47,7 +47,7 @@ def digests(path: Path) -> list[str]:
 
 
 def read_sums(path: Path) -> PackedSums | None:
-    """Read the checksums noted beside a file; None where there are none that can be read."""
+    """Read a file's checksums; None if they are missing or invalid."""
     try:
         return msgspec.json.decode(sums_path(path).read_bytes(), type=PackedSums)
     except (OSError, msgspec.DecodeError):
@@ -55,7 +55,7 @@ def read_sums(path: Path) -> PackedSums | None:
 
 
 def write_sums(path: Path, pieces: list[str], boot: str) -> None:
-    """Note that a file was found right, as it is now."""
+    """Record that a file was verified in its present state."""
     sums = PackedSums(pieces, boot, path.stat().st_mtime_ns)
     aside = sums_path(path).with_name(f"{path.name}{SUFFIX}.{os.getpid()}.tmp")
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

@@ -1,4 +1,4 @@
-"""Quantisation of plain values to blocks, rounded to nearest: for test files, benchmarks and conversion."""
+"""Quantisation of floating-point values to blocks, rounding to nearest, for test files, benchmarks and conversion."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def quantize(tensor: torch.Tensor, quant: str, name: str = "") -> RawTensor:
         raise UnsupportedModel(f"quantising to {quant} is not implemented", hint=f"these are: {', '.join(QUANTISERS)}")
     columns, block_size = tensor.shape[-1], GGML_TYPE_BY_NAME[quant].block_size
     if columns % block_size:
-        raise UnsupportedModel(f"tensor {name!r}: rows of {columns} cannot be cut into blocks of {block_size}")
+        raise UnsupportedModel(f"tensor {name!r}: rows of {columns} cannot be split into blocks of {block_size}")
     rows = tensor.detach().reshape(-1, columns)
     step = max(1, CHUNK_VALUES // columns)
-    blocks = [_quantised(rows[start : start + step], quant) for start in range(0, rows.shape[0], step)]
+    blocks = [_quantize_rows(rows[start : start + step], quant) for start in range(0, rows.shape[0], step)]
     data = torch.from_numpy(np.concatenate(blocks)).view(*tensor.shape[:-1], -1)
     return RawTensor(name, tuple(tensor.shape), data, quant)
 
 
-def _quantised(rows: torch.Tensor, quant: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _quantize_rows(rows: torch.Tensor, quant: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     import gguf  # only here: serving never needs it
 
     blocks: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = gguf.quants.quantize(

@@ -1,7 +1,7 @@
-"""Checkpoints with quantised matrices: a view in which each of them is one tensor under the name of a plain one.
+"""Checkpoints with quantised matrices: a view in which each is one tensor under the name of the unquantised one.
 
-A matrix is recognised by the tensors that are there, not by what the config says of all, so one checkpoint may mix
-formats. Each format is a module with a `find`: the matrices that it recognises, as `StoredMatrix`.
+A matrix's format is recognised by its tensors, not by the config, so one checkpoint may mix formats. Each format is a
+module with a function `find`, which returns the matrices that it recognises as `StoredMatrix`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMATS: tuple[Find, ...] = (
     bitsandbytes.find,
     hqq.find,
 )
-# Scales of activations and of the KV cache, which are computed as they are here.
+# Scales of activations and of the KV cache, which the engine does not use.
 _UNUSED = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".k_scale",
     ".v_scale", ".q_scale", ".prob_scale", ".activation_scale",
@@ -33,10 +33,10 @@ _UNUSED = (
 
 
 class QuantizedCheckpoint:
-    """A view of a checkpoint with plain names in the place of the parts of quantised matrices."""
+    """A view of a checkpoint in which the parts of each quantised matrix are replaced by one tensor."""
 
     def __init__(self, inner: SafetensorsCheckpoint, config: Mapping[str, Any]) -> None:
-        """`config`: the quantization_config of its config.json, which the reader of the spec has checked."""
+        """`config`: the quantization_config of its config.json, already checked when the spec was read."""
         self._inner = inner
         self.matrices: dict[str, StoredMatrix] = {}
         for find in FORMATS:
@@ -45,7 +45,7 @@ class QuantizedCheckpoint:
         plain = (name for name in inner.shapes if name not in parts and not name.endswith(_UNUSED))
         self.shapes = {name: inner.shapes[name] for name in plain}
         self.shapes |= {name: matrix.shape for name, matrix in self.matrices.items()}
-        self._last: RawTensor | None = None  # one tensor of theirs may be several of ours, asked for one after another
+        self._last: RawTensor | None = None  # several of our tensors in a row may be parts of one of the checkpoint
 
     @property
     def place(self) -> str:
@@ -57,14 +57,14 @@ class QuantizedCheckpoint:
 
     @property
     def reads_parts(self) -> bool:
-        return False  # the parts of a quantised matrix are put together as a whole
+        return False  # a quantised matrix is always assembled completely
 
     def read_parts(self) -> None:
-        """Matrices are read as a whole here."""
+        """Do nothing: matrices are always read completely."""
 
     @property
     def has_rows_of_outputs(self) -> bool:
-        """Experts' matrices lie with their outputs in rows, also where the family's plain ones do not."""
+        """Return whether experts' matrices have their outputs in rows, even if the family's unquantised ones do not."""
         return any(part.endswith(mxfp4.BLOCKS) for matrix in self.matrices.values() for part in matrix.parts)
 
     def load(self, name: str) -> RawTensor:

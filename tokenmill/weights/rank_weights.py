@@ -1,5 +1,5 @@
-"""The weights of one rank: of each matrix the rows or columns that it has. Of a mapped file the other rows are not
-touched, and of other columns only what lies in the same pages."""
+"""The weights of one rank: its rows or columns of each matrix. From a mapped file, other rows are not read, and other
+columns only where they share pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmill.weights.source import CheckpointWeights, WeightSource, some_exper
 class RankWeights:
     source: WeightSource
     cuts: Cuts
-    layers: range  # of the model that this rank has: no others are asked for
+    layers: range  # the model's layers on this rank; other layers are never requested
 
     def __post_init__(self) -> None:
         if isinstance(self.source, CheckpointWeights):
@@ -55,21 +55,22 @@ class RankWeights:
 
 
 def some_rows(raw: RawTensor, rows: tuple[int, int]) -> RawTensor:
-    """Rows of a matrix, or numbers of a vector; of experts likewise in each."""
+    """Return rows of a matrix or elements of a vector; for stacked experts, those of each."""
     is_matrix = raw.name.endswith(".weight") and len(raw.shape) > 1
     axis = len(raw.shape) - (2 if is_matrix else 1)
     count = rows[1] - rows[0]
     shape = (*raw.shape[:axis], count, *raw.shape[axis + 1 :])
-    return replace(raw, shape=shape, data=_kept(raw.data.narrow(axis, rows[0], count)), ordered=None)
+    return replace(raw, shape=shape, data=_detached(raw.data.narrow(axis, rows[0], count)), ordered=None)
 
 
 def some_columns(raw: RawTensor, columns: tuple[int, int]) -> RawTensor:
-    """Columns of a matrix, as plain values: blocks lie along them."""
+    """Return columns of a matrix, dequantized: blocks run along columns and can't be split."""
     count = columns[1] - columns[0]
     values = raw.data if raw.quant is None else dequantize(raw)
     return RawTensor(raw.name, (*raw.shape[:-1], count), values.narrow(-1, columns[0], count))
 
 
-def _kept(part: torch.Tensor) -> torch.Tensor:
-    """A part of a tensor without the rest of it, where that is memory rather than a mapped file."""
+def _detached(part: torch.Tensor) -> torch.Tensor:
+    """Return a view's data so that the rest of the tensor can be freed; a CPU tensor is a mapped file and stays a
+    view."""
     return part if part.device.type == "cpu" else part.clone()

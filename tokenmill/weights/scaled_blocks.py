@@ -1,9 +1,9 @@
-"""Matrices that other makers than GGUF's store as numbers and scales apart, as blocks (`arch/block_formats.py`).
+"""Conversion of matrices with separate values and scales to blocks (`arch/block_formats.py`).
 
-Integers with scales that half precision holds, and zeros in the middle, become GGUF's own Q4_0 and Q8_0, which every
-kernel knows; all others keep their scales and zeros in float32. What no block holds (groups of odd sizes, columns of a
-group that do not lie together) is expanded to the precision of its scales, as its maker does it; of columns that do not
-lie together there are blocks beside, in which they do.
+Integers whose scales are exact in half precision and whose zero points are in the middle become GGUF's Q4_0 and Q8_0,
+which every kernel supports; all others keep scales and zero points in float32. What no block format can store (groups
+of odd sizes, columns of a group that are not neighbours) is dequantized to the precision of its scales, as the
+quantiser does. For columns that are not neighbours there are also blocks with the columns sorted by group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tokenmill.arch.block_formats import BLOCK
 from tokenmill.ops.raw import Ordered, RawTensor
 from tokenmill.weights.dequantize import dequantize
 
-WIDER = {"Q4_0": "G4", "Q8_0": "G8"}  # of the same numbers, with scales of single precision
-HEADER_BYTES = 2  # of these two
-EXPANDED_TOGETHER = 1 << 20  # values that are expanded together, in single precision
+WIDER = {"Q4_0": "G4", "Q8_0": "G8"}  # the same values with scales in single precision
+HEADER_BYTES = 2  # of Q4_0 and Q8_0
+CHUNK_VALUES = 1 << 20  # values dequantized at a time, in single precision
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Groups:
     bits: int  # of a code
     zeros: torch.Tensor  # [out, groups], of any type
     scales: torch.Tensor  # [out, groups], of any floating type
-    owners: torch.Tensor | None = None  # int64 [in]: the group of each column, where groups do not lie together
+    owners: torch.Tensor | None = None  # int64 [in]: the group of each column, if its columns are not neighbours
 
 
 def integer_blocks(name: str, groups: Groups) -> RawTensor:
     (num_out, num_in), num_groups = groups.codes.shape, groups.scales.shape[1]
     size = num_in // num_groups
     if size % BLOCK or not _is_in_order(groups.owners, num_in, size):
-        return RawTensor(name, (num_out, num_in), _expanded(groups, size), ordered=_ordered(name, groups, size))
+        return RawTensor(name, (num_out, num_in), _dequantized(groups, size), ordered=_ordered(name, groups, size))
     is_small = groups.bits <= 4
     every = size // BLOCK
     scales, zeros = groups.scales.float(), groups.zeros.float()
@@ -55,7 +55,7 @@ def integer_blocks(name: str, groups: Groups) -> RawTensor:
 
 
 def _ordered(name: str, groups: Groups, size: int) -> Ordered | None:
-    """The matrix with the columns of a group side by side; None where groups have other than whole blocks"""
+    """Return the matrix with columns sorted by group; None if groups are not whole blocks."""
     owners = groups.owners
     if owners is None or size % BLOCK or bool((owners.bincount(minlength=groups.scales.shape[1]) != size).any()):
         return None
@@ -76,13 +76,13 @@ def _is_in_order(owners: torch.Tensor | None, num_in: int, size: int) -> bool:
     return owners is None or torch.equal(owners, torch.arange(num_in) // size)
 
 
-def _expanded(groups: Groups, size: int) -> torch.Tensor:
-    """Dequantise to [out, in], some rows at a time; sums and products of such small numbers are exact before they are
-    rounded."""
+def _dequantized(groups: Groups, size: int) -> torch.Tensor:
+    """Dequantize to [out, in], some rows at a time; differences and products of such small integers are exact until the
+    result is rounded."""
     num_out, num_in = groups.codes.shape
     owners = groups.owners if groups.owners is not None else torch.arange(num_in) // size
     result = torch.empty(num_out, num_in, dtype=groups.scales.dtype)
-    each = max(1, EXPANDED_TOGETHER // num_in)
+    each = max(1, CHUNK_VALUES // num_in)
     for first in range(0, num_out, each):
         rows = slice(first, first + each)
         zeros, scales = (part[rows][:, owners].float() for part in (groups.zeros, groups.scales))
@@ -91,25 +91,25 @@ def _expanded(groups: Groups, size: int) -> torch.Tensor:
 
 
 def in_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[..., n * size] → [..., n, size]"""
+    """Reshape [..., n * size] to [..., n, size]."""
     return values.reshape(*values.shape[:-1], -1, size)
 
 
 def nibble_pairs(numbers: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 32], each below 16 → uint8 [..., 16]: the first half in the low nibbles"""
+    """Pack uint8 [..., 32], each below 16, to uint8 [..., 16]: the first half in the low nibbles."""
     return numbers[..., : BLOCK // 2] | (numbers[..., BLOCK // 2 :] << 4)
 
 
 def with_headers(name: str, shape: tuple[int, ...], header: torch.Tensor, numbers: torch.Tensor, quant: str,
                  blocks_per_scale: int = 1) -> RawTensor:  # fmt: skip
-    """A tensor of blocks: header [..., blocks, n] of any type, numbers uint8 [..., blocks, bytes]"""
+    """Return a tensor of blocks from headers [..., blocks, n] of any type and values uint8 [..., blocks, bytes]."""
     data = torch.cat((header.contiguous().view(torch.uint8), numbers), dim=-1).flatten(-2)
     return RawTensor(name, shape, data, quant, blocks_per_scale)
 
 
 def alike(parts: Sequence[RawTensor]) -> list[RawTensor]:
-    """Matrices of one shape in one format, so that they can be stacked: experts of which some have scales that others
-    have not are all given the wider ones; where formats differ altogether all are expanded."""
+    """Convert matrices of one shape (experts) to one format, so that they can be stacked: the one with wider scales if
+    only the scales differ, else all are dequantized."""
     if len({(part.quant, part.blocks_per_scale, part.data.dtype) for part in parts}) == 1:
         return list(parts)
     every = math.gcd(*(part.blocks_per_scale for part in parts))
@@ -120,7 +120,7 @@ def alike(parts: Sequence[RawTensor]) -> list[RawTensor]:
 
 
 def _widened(raw: RawTensor) -> RawTensor:
-    """Q4_0 as G4, Q8_0 as G8"""
+    """Convert Q4_0 to G4 or Q8_0 to G8."""
     size, middle = (BLOCK // 2, 8.0) if raw.quant == "Q4_0" else (BLOCK, 128.0)
     blocks = in_blocks(raw.data, HEADER_BYTES + size)
     scales = blocks[..., :HEADER_BYTES].contiguous().view(torch.float16).float()

@@ -1,6 +1,6 @@
-"""A checkpoint under our own tensor names: each tensor is assembled on access, by the rules of its family.
+"""Access to a checkpoint's weights under our tensor names; each tensor is assembled on access by its family's rules.
 
-All transformations move whole rows, so they work on quantised rows as they are.
+All conversions move whole rows, so they work on quantised rows without dequantizing them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenmill.weights.mapped_pages import fetch
 from tokenmill.weights.quantized_checkpoint import QuantizedCheckpoint
 from tokenmill.weights.scaled_blocks import alike
 
-_COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers old checkpoints saved; we compute them
+_COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers in old checkpoints that the engine computes itself
 
 
 class WeightSource(Protocol):
@@ -40,7 +40,7 @@ class WeightSource(Protocol):
 
 
 def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
-    """Open the weights at `path` for a model of this spec. Cheap: values are read when `get` is called."""
+    """Open the weights at `path` for a model of this spec. Fast: values are read only when `get` is called."""
     location, family = locate(path), _family(spec)
     if location.format == "gguf":
         gguf = GGUFCheckpoint(read_gguf_model(location.files[0]))
@@ -54,7 +54,7 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
 
 
 def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
-    """Open the weights of a model's head that predicts one more token (`arch/mtp.py`)."""
+    """Open the weights of a model's multi-token-prediction head (`arch/mtp.py`)."""
     head, location, family = mtp_head(spec), locate(path), _family(spec)
     is_gguf = location.format == "gguf"
     names = mtp_names(family, is_gguf=is_gguf)
@@ -69,13 +69,13 @@ def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
     sources = sources_of(replace(head, layer_numbers=((number, number),)), rules)
     weights = CheckpointWeights(checkpoint, sources)
     if not any(theirs in checkpoint.shapes for theirs in sources["join.weight"].names):
-        raise UnsupportedModel(f"{path}: the files have no head that predicts further tokens (MTP)")
+        raise UnsupportedModel(f"{path}: the files have no multi-token-prediction (MTP) head")
     weights.check(allows_others=True)
     return weights
 
 
 def _extra_layers(spec: ModelSpec, rules: Rules) -> tuple[str, ...]:
-    """Prefixes of layers behind the last one, which predict further tokens."""
+    """Return the name prefixes of the MTP layers after the last layer."""
     prefix = rules["layers.{i}.mlp_norm.weight"].pattern.partition("{i}")[0] if spec.num_extra_layers else ""
     first = first_extra_layer(spec)
     return tuple(f"{prefix}{first + number}." for number in range(spec.num_extra_layers))
@@ -99,8 +99,8 @@ def _family(spec: ModelSpec) -> Family:
 
 
 def _hf_rules(family: Family, checkpoint: Checkpoint, head: MtpNames | None = None) -> Rules:
-    """The rules with the prefix this checkpoint uses before "layers."; models inside others have longer ones. `head`:
-    those of the model's head that predicts one more token."""
+    """Return the rules with the prefix that this checkpoint has before "layers."; in multimodal checkpoints it is
+    longer. `head`: return the rules of the MTP head instead."""
     shapes = checkpoint.shapes
     found = (prefix for prefix in family.hf_prefixes if prefix + "embed_tokens.weight" in shapes)
     prefix = next(found, "model.")
@@ -112,12 +112,12 @@ def _hf_rules(family: Family, checkpoint: Checkpoint, head: MtpNames | None = No
 
 
 def prefixed_rules(rules: Rules, prefix: str) -> Rules:
-    """Rules for a checkpoint that has `prefix` in the place of "model."."""
+    """Return the rules for a checkpoint with `prefix` instead of "model."."""
     return {ours: replace(rule, pattern=_prefixed(rule.pattern, prefix)) for ours, rule in rules.items()}
 
 
 def _variant(family: Family, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
-    """Other names for some tensors, if the checkpoint has one in any layer that has another name elsewhere."""
+    """Return the family's alternative names if the checkpoint has a tensor with one of them."""
     usual, other = (
         {_prefixed(rule.pattern, prefix).partition("{i}")[2] for rule in rules.values()}
         for rules in (family.hf_rules, family.hf_variant)
@@ -129,21 +129,21 @@ def _variant(family: Family, prefix: str, shapes: Mapping[str, tuple[int, ...]])
 def _prefixed(pattern: str, prefix: str) -> str:
     if pattern.startswith("model."):
         return prefix + pattern.removeprefix("model.")
-    return "language_model." + pattern if prefix.startswith("language_model.") else pattern  # the head
+    return "language_model." + pattern if prefix.startswith("language_model.") else pattern  # such as lm_head
 
 
 @dataclass(frozen=True)
 class CheckpointWeights:
     checkpoint: Checkpoint
     sources: Mapping[str, TensorSource]
-    ignored: tuple[str, ...] = ()  # prefixes of names that are not weights of ours
+    ignored: tuple[str, ...] = ()  # name prefixes of tensors that the model does not use
 
     def names(self) -> list[str]:
         return list(self.sources)
 
     @property
     def recipe(self) -> str:
-        """Return a text that describes how our tensors are assembled, and changes whenever that does."""
+        """Return a text that identifies how our tensors are assembled, for cache keys."""
         return repr(sorted(self.sources.items()))
 
     def get(
@@ -153,10 +153,10 @@ class CheckpointWeights:
         experts: Sequence[int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> RawTensor:
-        """`rows`, `experts` and `columns`: those to read, all by default. Some columns come as plain values, since
-        blocks lie along them."""
+        """Return a tensor, or only these rows, experts and columns of it. Selected columns are dequantized, because
+        blocks run along columns."""
         source = self.sources[name]
-        if experts and len(source.names) > 1:  # one tensor of theirs each
+        if experts and len(source.names) > 1:  # the checkpoint has one tensor per expert
             source, experts = replace(source, names=tuple(source.names[expert] for expert in experts)), None
         parts = [self._part(theirs, source, rows, experts, columns) for theirs in source.names]
         if source.times is not None:
@@ -189,19 +189,19 @@ class CheckpointWeights:
         return transformed(raw, source, rows, columns, fetched=self.checkpoint.reads_parts)
 
     def _product(self, name: str, left: RawTensor, theirs: str, shape: tuple[int, int]) -> RawTensor:
-        """Multiply two consecutive matrices into one"""
+        """Multiply two consecutive matrices into one."""
         right = self._part(theirs, TensorSource((theirs,), shape))
         return RawTensor(name, (left.shape[0], shape[1]), dequantize(left) @ dequantize(right))
 
     def _by_heads(self, name: str, keys: RawTensor, theirs: str, shape: tuple[int, ...]) -> RawTensor:
-        """Put each head's keys, which are stored transposed, and its values into one matrix"""
+        """Join each head's keys, which are stored transposed, and its values into one matrix."""
         values = dequantize(self._part(theirs, TensorSource((theirs,), shape)))
         heads = torch.cat((dequantize(keys).transpose(1, 2), values), dim=1)
         return RawTensor(name, (heads.shape[0] * heads.shape[1], heads.shape[2]), heads.flatten(0, 1))
 
     def check(self, *, allows_others: bool = False) -> None:
-        """Raise one error that names every missing, misshapen and unexpected tensor. `allows_others`: tensors that are
-        not read here are read elsewhere."""
+        """Raise one error that names every missing, misshapen and unexpected tensor. `allows_others`: unexpected
+        tensors are not an error."""
         shapes = self.checkpoint.shapes
         expected = {theirs: source.shape for source in self.sources.values() for theirs in source.names}
         expected |= dict(source.times for source in self.sources.values() if source.times is not None)
@@ -219,7 +219,7 @@ class CheckpointWeights:
         if any(problems.values()):
             listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
             raise DamagedFile(
-                f"{self.checkpoint.place}: the tensors do not fit the model's configuration: {listed}",
+                f"{self.checkpoint.place}: the tensors do not match the model's configuration: {listed}",
                 hint="the files belong to another model or are incomplete",
             )
 
@@ -228,7 +228,7 @@ class CheckpointWeights:
 
 
 def some_experts(raw: RawTensor, own: Sequence[int]) -> RawTensor:
-    """Whole experts of a tensor [experts, ...]; neighbours are not copied."""
+    """Return some experts of a tensor [experts, ...]; a contiguous range is a view."""
     first, count = own[0] if own else 0, len(own)
     is_span = list(own) == list(range(first, first + count))
     data = raw.data.narrow(0, first, count) if is_span else raw.data[list(own)]
@@ -243,8 +243,10 @@ def transformed(
     *,
     fetched: bool = False,
 ) -> RawTensor:
-    """A tensor of a checkpoint as ours, or some of its rows or columns: others are not touched. `fetched`: what is used
-    of it is read at once."""
+    """Convert a checkpoint tensor to ours, or only some of its rows or columns, without touching the others.
+
+    `fetched`: read the used part of the mapped file ahead, in large pieces.
+    """
     data, shape = raw.data, raw.shape
     if source.stack_index is not None:
         data, shape = data[source.stack_index], shape[1:]
@@ -252,7 +254,7 @@ def transformed(
         data, shape = data.squeeze(at), (*shape[:at], *shape[at + 1 :])
     axis = len(shape) - 1 if source.is_vector or len(shape) == 1 else len(shape) - 2  # of rows
     if raw.quant and len(shape) == 1 and (source.rows or source.woven or source.interleaved_heads):
-        raise UnsupportedModel(f"tensor {raw.name!r}: a quantised vector cannot be cut or reordered")
+        raise UnsupportedModel(f"tensor {raw.name!r}: a quantised vector cannot be split or reordered")
     if source.transposed:
         if raw.quant:
             raise UnsupportedModel(f"tensor {raw.name!r}: quantised rows cannot be transposed")
@@ -297,7 +299,7 @@ def transformed(
 
 
 def _transformed_blocks(raw: RawTensor, source: TensorSource, rows: tuple[int, int] | None) -> Ordered | None:
-    """The same of columns in another order, where rows are all that changes"""
+    """Convert the blocks in act order in the same way; None if the conversion does more than move rows."""
     changes_values = source.transposed or source.is_flattened or source.minus_exp or source.add or source.factor != 1.0
     if raw.ordered is None or changes_values:
         return None
@@ -322,7 +324,7 @@ def row_order(num_rows: int, num_heads: int, rotary_dim: int, start: int = 0) ->
     theirs, per head:  a0 b0 a1 b1 a2 b2 ... | rest        (a, b): the pair that is rotated together
     ours,   per head:  a0 a1 a2 ... b0 b1 b2 ... | rest
 
-    `start`: so many rows of each head come before those that are rotated.
+    `start`: number of rows in each head before the rotated ones.
     """
     head_dim = num_rows // num_heads
     rotated = start + torch.arange(rotary_dim).view(-1, 2).t().reshape(-1)

@@ -1,4 +1,4 @@
-"""A quantised matrix as a checkpoint stores it: which tensors it is made of, and how they become one."""
+"""A quantised matrix in a checkpoint: the tensors that it consists of, and how they are combined."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from tokenmill.weights.checkpoint import SafetensorsCheckpoint
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    parts: tuple[str, ...]  # names of the tensors that it is stored in
+    """One quantised matrix of a checkpoint."""
+
+    parts: tuple[str, ...]  # names of the tensors that store it
     shape: tuple[int, ...]
-    load: Callable[[str], RawTensor]  # its name → itself
+    load: Callable[[str], RawTensor]  # reads the matrix, given its name
 
 
 def refuse_parts(place: str, name: str, /, **shapes: tuple[int, ...]) -> NoReturn:
-    """Parts that do not fit together: a scale too many or too few is a damaged file, never broadcast."""
+    """Refuse parts whose shapes do not match: a wrong number of scales is a damaged file, never broadcast."""
     found = ", ".join(f"{part} {list(shape)}" for part, shape in shapes.items())
-    raise DamagedFile(f"{place}: the parts of {name!r} do not fit together: {found}")
+    raise DamagedFile(f"{place}: the shapes of the parts of {name!r} do not match: {found}")
 
 
 def finite(checkpoint: SafetensorsCheckpoint, name: str) -> torch.Tensor:
-    """Scales as float32; one that is no number would be seen in answers only."""
+    """Return scales as float32; refuse NaN and infinity, which would otherwise only show in answers."""
     scales = checkpoint.tensor(name)
     values = _powers(scales) if scales.dtype in (torch.float8_e8m0fnu, torch.uint8) else scales.float()
     if not bool(torch.isfinite(values).all()):
-        raise DamagedFile(f"{checkpoint.place}: {name!r} has scales that are no finite numbers")
+        raise DamagedFile(f"{checkpoint.place}: {name!r} has scales that are not finite numbers")
     return values
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Exponents of two, 127 too high (e8m0) → float32; the highest, which is no number, becomes infinite."""
+    """Convert exponents with bias 127 (e8m0) to powers of two in float32; the highest, which is NaN, becomes
+    infinity."""
     bits = exponents.view(torch.uint8).int()
     return torch.where(bits == 0, 0x00400000, bits << 23).view(torch.float32)
 
@@ -48,11 +51,12 @@ Grid = tuple[torch.Tensor, int, int]
 def grid_of(
     place: str, name: str, shape: tuple[int, ...], scales: torch.Tensor, blocks: Sequence[tuple[int, int]]
 ) -> Grid:
-    """Scales [..., r, c] of a matrix [..., rows, columns], and how many rows and columns have one in common.
+    """Return the scales [..., r, c] of a matrix [..., rows, columns], and the numbers of rows and columns that share
+    one.
 
-    [..., 1, 1]      one for the matrix          also [], [1], and [experts] for a stack of them
-    [..., rows, 1]   one for each row            also [rows]
-    [..., r, c]      one for each block, of one of the sizes that the config names; the last ones may be smaller
+    [..., 1, 1]      one for the matrix          also [], [1], and [experts] for stacked matrices
+    [..., rows, 1]   one per row                 also [rows]
+    [..., r, c]      one per block, of one of the sizes in the config; the last blocks may be smaller
     """
     (rows, columns), leading, found = shape[-2:], shape[:-2], tuple(scales.shape)
     if len(found) == 4 and len(shape) == 2 and found[1::2] == (1, 1):  # ModelOpt's blocks

@@ -1,7 +1,7 @@
 """Copies from a mapped file to a GPU, in chunks through page-locked memory with two buffers per thread.
 
-Reading the file's pages, copying them and the bus then work at the same time, and several threads read at once. All
-copies lie on the caller's stream, so work on that stream finds the tensor filled.
+So reading the file's pages, copying them and the bus transfer overlap, and several threads can read concurrently. All
+copies are on the caller's stream, so later work on that stream sees the complete tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PIECE_BYTES = 16 << 20
 
 
 class _Pieces(threading.local):
-    """Two page-locked buffers of a thread; one is filled while the other is copied."""
+    """A thread's two page-locked buffers; one is filled while the other is copied."""
 
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor] = []
@@ -25,7 +25,7 @@ class _Pieces(threading.local):
             self.buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self.sent = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]  # torch's
         event = self.sent[number % 2]
-        event.synchronize()  # returns at once if it was never recorded
+        event.synchronize()  # returns immediately if it was never recorded
         return self.buffers[number % 2], event
 
 

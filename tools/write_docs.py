@@ -306,8 +306,8 @@ OTHER_FORMATS = [
     ["HQQ along the rows (axis 0)", "16", "dequantized to 16 bits", "dequantized"],
     ["MXFP4 (gpt-oss, compressed-tensors)", "4.25", _INTEGERS, _IN_4_BITS],
 ]
-FORMATS_FOOT = """One checkpoint may mix formats: the format of each matrix is recognised by its tensors. Activations are
-not quantised in the way that W8A8 and FP8 checkpoints define; weights keep every bit of the file, and their values
+FORMATS_FOOT = """One checkpoint may mix formats: the format of each matrix is recognised by its tensors. Activations
+are not quantised in the way that W8A8 and FP8 checkpoints define; weights keep every bit of the file, and their values
 equal those of the quantiser's own dequantization.
 
 Formats that a backend can't compute with directly are dequantized when they are loaded: to float16 by

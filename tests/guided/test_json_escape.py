@@ -94,5 +94,5 @@ def test_the_same_texts_with_escapes(grammar: str, good: str, bad: str) -> None:
     ],
 )
 def test_what_has_no_form_inside_json_is_refused(grammar: str) -> None:
-    with pytest.raises(InvalidRequest, match="inside JSON"):
+    with pytest.raises(InvalidRequest, match="tool calls as JSON"):
         json_escaped_lark(grammar)

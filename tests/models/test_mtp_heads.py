@@ -84,7 +84,7 @@ def test_missing_and_damaged_heads_are_refused_by_name(tmp_path: Path) -> None:
     theirs = make_reference("glm4_moe")
     load_ours(theirs, tmp_path)
     spec = read_spec(tmp_path)
-    with pytest.raises(UnsupportedModel, match="no head that predicts further tokens"):
+    with pytest.raises(UnsupportedModel, match="no multi-token-prediction"):
         open_mtp_head(tmp_path, spec)
     head = make_head(theirs)
     head.layers[0].mtp_block.self_attn.o_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))

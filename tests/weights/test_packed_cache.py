@@ -129,7 +129,7 @@ def test_packed_weights_are_found_before_they_are_on_the_disk(
     for other in (boot, tmp_path / "unknown"):
         with monkeypatch.context() as rebooted:
             rebooted.setattr(packed_file, "BOOT_ID", other)
-            with pytest.raises(Unusable, match="went down"):
+            with pytest.raises(Unusable, match="restarted"):
                 PackedFile(path)
     cache = open_cache(source(checkpoint), folder)
     assert cache.is_hit
@@ -226,7 +226,7 @@ def test_a_cut_file_is_made_anew(checkpoint: Path, folder: Path, length: int) ->
 def test_a_file_that_others_may_write_is_not_believed(checkpoint: Path, folder: Path) -> None:
     path = written(checkpoint, folder)
     path.chmod(0o622)
-    with pytest.raises(Unusable, match="others"):
+    with pytest.raises(Unusable, match="other users"):
         PackedFile(path)
     path.unlink()
     path.mkdir()

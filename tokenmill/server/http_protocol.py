@@ -72,6 +72,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         DESCRIPTOR_WATCH.note(transport)
         self._in_head, self._head_bytes = True, 0
+        self._bytes_since_body = 0  # of what frames its chunks, and of headers behind it
         self._has_begun = False  # part of a head was received, perhaps of a pipelined request
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being processed
         self._timeout: asyncio.TimerHandle | None = None
@@ -83,13 +84,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._head_bytes += len(data)
+        self._bytes_since_body += len(data)
         try:
             self._read(data)
         except httptools.HttpParserError:
             self._refuse(self._refusal or _unreadable_request(data))
         if not self._in_head and not self._unanswered and self._head_bytes > MAX_UNREAD_BYTES:
             self.transport.close()
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        if (self._in_head and self._head_bytes > MAX_HEAD_BYTES) or self._bytes_since_body > MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(f"the request's head is larger than {MAX_HEAD_BYTES} bytes"))
         self._start_timer()
 
@@ -130,14 +132,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._header_bytes += len(name) + len(value) + 4
-        super().on_header(name, value)
+        if self._in_head:
+            super().on_header(name, value)
+        else:  # behind a body in chunks: nothing reads trailers, and nobody may send them without end
+            self._require_bounded_head()
 
-    def _require_sound_head(self) -> None:
+    def _require_bounded_head(self) -> None:
         if self._header_bytes + len(self.url) > MAX_HEAD_BYTES:
             self._refusal = HeadTooLarge(f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
         elif self._num_headers > MAX_HEADERS:
             self._refusal = HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
-        elif self.parser.get_http_version() not in HTTP_VERSIONS:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _require_sound_head(self) -> None:
+        self._require_bounded_head()
+        if self.parser.get_http_version() not in HTTP_VERSIONS:
             self._refusal = UnreadableRequest("the request is not HTTP/1.1")
         if self._refusal is not None:
             raise self._refusal
@@ -153,10 +163,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             self.cycle.send = OpenEndedReply(self.cycle).send  # type: ignore[method-assign]  # uvicorn makes the cycle
 
+    def on_body(self, body: bytes) -> None:
+        self._bytes_since_body = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._bytes_since_body = True, 0, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

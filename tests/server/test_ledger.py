@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,11 +18,14 @@ import pytest
 
 from tests.support.metric_values import metric_values
 from tests.support.scripted_server import ScriptedServer, scripted_server
-from tests.support.timing import eventually
+from tests.support.timing import SOON_S, eventually
 from tokenmill.cli import main
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidRequest
-from tokenmill.server.ledger import groups_of, moment_of
+from tokenmill.server.accounting import RequestRecord
+from tokenmill.server.ledger import Ledger, groups_of, moment_of
+from tokenmill.server.routing import user_in
+from tokenmill.server.state.database import Database, T, Work
 
 KEYS = ("alice", "bob")
 
@@ -89,6 +97,93 @@ def test_without_keys_nothing_is_kept(tmp_path: Path) -> None:
                 "device_s": 0,
             }
         ]
+
+
+def test_rows_that_come_while_others_are_written_wait_for_no_request() -> None:
+    async def run() -> None:
+        database = SlowDatabase(None)
+        ledger = Ledger(database, is_on=True)
+        ledger.add(RequestRecord("first", "POST", "/", is_generation=True))
+        await until(lambda: database.is_busy)
+        ledger.add(RequestRecord("second", "POST", "/", is_generation=True))
+        database.may_go_on.set()
+        await until(lambda: database.num_written == 2)
+        await database.close()
+
+    asyncio.run(run())
+
+
+def test_a_full_disk_delays_rows_and_a_stopping_server_loses_none() -> None:
+    async def run() -> None:
+        database = SlowDatabase(None)
+        database.fails = True
+        ledger = Ledger(database, is_on=True)
+        ledger.add(RequestRecord("first", "POST", "/", is_generation=True))
+        await until(lambda: database.num_failed >= 1)
+        database.fails = False
+        await until(lambda: database.is_busy)  # without another request
+        ledger.add(RequestRecord("second", "POST", "/", is_generation=True))
+        closing = asyncio.create_task(ledger.close())  # while the first is being written
+        await asyncio.sleep(0.05)
+        database.may_go_on.set()
+        await closing
+        await database.close()
+        assert database.num_written == 2
+
+    asyncio.run(run())
+
+
+def test_a_clock_that_jumps_ages_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> list[dict[str, Any]]:
+        ledger = Ledger(Database(None), is_on=True)
+        ledger.add(RequestRecord("before", "POST", "/", is_generation=True))
+        await ledger.write()
+        now_s = time.time()
+        with monkeypatch.context() as jumped:
+            jumped.setattr(time, "time", lambda: now_s + 1000 * 86_400)
+            ledger.add(RequestRecord("then", "POST", "/", is_generation=True))
+            await ledger.write()
+        rows = await ledger.usage([], 0.0, None)
+        await ledger.close()
+        return rows
+
+    assert asyncio.run(run())[0]["requests"] == 2
+
+
+class SlowDatabase(Database):
+    """Waits before it writes, or fails."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__(path)
+        self.is_busy = self.fails = False
+        self.num_written = self.num_failed = 0
+        self.may_go_on = threading.Event()
+
+    async def write(self, work: Work[T]) -> T:
+        def slow(connection: sqlite3.Connection) -> T:
+            if self.fails:
+                self.num_failed += 1
+                raise sqlite3.OperationalError("database or disk is full")
+            self.is_busy = True
+            assert self.may_go_on.wait(SOON_S)
+            result = work(connection)
+            (self.num_written,) = connection.execute("SELECT count(*) FROM usage").fetchone()
+            return result
+
+        return await super().write(slow)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("named", "kept"), [("Ann Ü 株", "Ann Ü 株"), ("a\x1b[2J\n\u202eb\x00", "a[2Jb"), ("\x07", "")]
+)
+def test_the_name_of_a_user_moves_no_operators_terminal(named: str, kept: str) -> None:
+    assert user_in({"user": named}) == user_in({"metadata": {"user_id": named}}) == kept
 
 
 def test_groups_and_spans_are_checked() -> None:

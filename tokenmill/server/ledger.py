@@ -50,6 +50,8 @@ class Ledger:
         self._rows: list[tuple[Any, ...]] = []
         self._writing: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._is_failing = False
+        self._ahead_s = time.time() - time.monotonic()  # a later jump of the clock must not expire rows
 
     def add(self, record: RequestRecord) -> None:
         """Add the row of a generation that has ended. Called once for each."""
@@ -58,27 +60,38 @@ class Ledger:
         if len(self._rows) < MAX_UNWRITTEN:
             self._rows.append(row_of(record))
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write_later())
+            self._writing = asyncio.create_task(self._write_all())
 
-    async def _write_later(self) -> None:
-        await asyncio.sleep(0.0 if self._is_closing else WRITE_S)
-        await self.write()
+    async def _write_all(self) -> None:
+        """Write until no rows are left: new ones arrive while others are written, and a full disk may have room later."""
+        while self._rows:
+            await asyncio.sleep(0.0 if self._is_closing else WRITE_S)
+            await self.write()
+            if self._is_closing:
+                break
 
     async def write(self) -> None:
-        """Write all new rows; if that fails, they are written with the next ones."""
+        """Write all new rows; if that fails, they are tried again."""
         rows, self._rows = self._rows, []
 
         def insert(connection: sqlite3.Connection) -> None:
             connection.executemany(f"INSERT INTO usage VALUES ({','.join('?' * len(rows[0]))})", rows)
-            connection.execute("DELETE FROM usage WHERE time_s < ?", (time.time() - KEEP_S,))
+            connection.execute("DELETE FROM usage WHERE time_s < ?", (oldest_s,))
 
         if not rows:
             return
+        oldest_s = min(time.time(), time.monotonic() + self._ahead_s) - KEEP_S
         try:
-            await self._database.write(insert)
+            await asyncio.shield(self._database.write(insert))  # these rows are nowhere else: `close` may cancel
         except TokenmillError as problem:
-            log.error("%d rows of the ledger could not be written and will be tried again: %s", len(rows), problem)
+            if not self._is_failing:
+                log.error("%d rows of the ledger could not be written and will be tried again: %s", len(rows), problem)
             self._rows = rows + self._rows
+            self._is_failing = True
+        else:
+            if self._is_failing:
+                log.info("%d rows of the ledger are written now", len(rows))
+            self._is_failing = False
 
     async def start(self) -> None: ...
 

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,12 +15,14 @@ import pytest
 
 from tests.support.fake_engine import INFO, STORY, FakeEngine
 from tests.support.loopback import RunningServer, Serving
-from tests.support.timing import SOON_S
+from tests.support.timing import SOON_S, eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.batches import lines as lines_module
+from tokenmill.server.batches import table
 from tokenmill.server.batches.runner import BatchRunner
 from tokenmill.server.batches.width import BatchWidth
 from tokenmill.server.gate import EngineGate
+from tokenmill.server.keys import KeyRecord, KeyRing, new_key, write_keys
 from tokenmill.types import BACKGROUND_PRIORITY, ChatRequest
 
 CHAT = "/v1/chat/completions"
@@ -237,6 +240,34 @@ def test_a_batch_and_its_files_belong_to_a_key(serving: Serving) -> None:
                 ask(batch.id)
         with pytest.raises(openai.NotFoundError):
             two.files.content(batch.output_file_id)
+
+
+def test_a_batch_ends_with_its_key(serving: Serving, tmp_path: Path) -> None:
+    """Lines of a batch that are answered after the key was revoked would know no limits and all models."""
+    path = tmp_path / "keys.toml"
+    mine, records = new_key([], KeyRecord(id="mine", sha256=""))
+    _, records = new_key(records, KeyRecord(id="other", sha256=""))
+    write_keys(path, records)
+    ring = KeyRing(path=path)
+    server = serving(ServerConfig(state=False), keys=ring)
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=mine) as client:
+        server.engine.delay_s = 0.05
+        batch = batch_of(client, [line(str(number)) for number in range(100)])
+        assert eventually(lambda: server.engine.seen)
+        write_keys(path, [record for record in records if record.id != "mine"])
+        ring.reload()
+        num_begun = len(server.engine.seen)
+        write_keys(path, records)
+        assert eventually(lambda: row_of(server, batch.id)["status"] == "completed")
+        ring.reload()
+        done = client.batches.retrieve(batch.id)
+    assert len(server.engine.seen) <= num_begun + 1
+    assert done.request_counts is not None and done.request_counts.failed >= 100 - len(server.engine.seen) > 0
+
+
+def row_of(server: RunningServer, batch_id: str) -> Any:
+    database = server.app.state.context.state.database
+    return asyncio.run(database.read(lambda connection: table.reload(connection, batch_id)))
 
 
 def test_each_batch_goes_to_its_model(serving: Serving) -> None:

@@ -15,6 +15,7 @@ from tokenmill.cli import main
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
 from tokenmill.server.auth import require_safe_exposure
+from tokenmill.server.errors import MissingKey
 from tokenmill.server.keys import KeyRecord, KeyRing, key_ring, new_key, read_keys, write_keys
 
 
@@ -87,6 +88,7 @@ def test_a_file_without_keys_leaves_nothing_open(tmp_path: Path) -> None:
         (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\nexpires = 'soon'\n", "not a date"),
         (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\nwieght = 1\n", "wieght"),
         (f"[[key]]\nid = 'a'\nsha256 = '{'0' * 64}'\n" * 2, "of another key"),
+        ("".join(f"[[key]]\nid = '{name}'\nsha256 = '{'0' * 64}'\n" for name in "ab"), "'b'.* same sha256 as 'a'"),
         ("[[key", "cannot be read"),
     ],
 )
@@ -95,6 +97,39 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, word: str
     path.write_text(text)
     with pytest.raises(InvalidConfig, match=word):
         KeyRing(path=path)
+
+
+def test_a_key_with_limits_has_them_however_it_is_given(tmp_path: Path) -> None:
+    key, records = new_key([], KeyRecord(id="alice", sha256="", requests_per_minute=5))
+    write_keys(tmp_path / "keys.toml", records)
+    found = KeyRing([key.encode(), b"other"], tmp_path / "keys.toml").find([key.encode()])
+    assert found is not None and found.id == "alice" and found.requests_per_minute == 5
+
+
+def test_the_last_tenant_left_becomes_no_operator(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    operator, first = new_key([], KeyRecord(id="operator", sha256="", sees_all=True))
+    alice, both = new_key(first, KeyRecord(id="alice", sha256=""))
+    write_keys(path, both)
+    ring = KeyRing(path=path)
+    write_keys(path, both[1:])  # the operator's key is about to be replaced
+    ring.reload()
+    left = ring.find([alice.encode()])
+    assert left is not None and not left.sees_all and ring.find([operator.encode()]) is None
+    alone = KeyRing(path=path).find([alice.encode()])
+    assert alone is not None and alone.sees_all, "who runs a server for themselves needs one key"
+
+
+def test_work_of_keys_that_are_gone_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    _, records = new_key([], KeyRecord(id="alice", sha256="", models=["a"]))
+    _, records = new_key(records, KeyRecord(id="late", sha256="", expires="2020-01-01"))
+    write_keys(path, records)
+    ring = KeyRing(path=path)
+    assert ring.require("alice").models == ["a"]
+    for name in ("late", "nobody"):
+        with pytest.raises(MissingKey, match="no longer valid"):
+            ring.require(name)
 
 
 def test_ten_thousand_keys_are_found_as_fast_as_one() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import anthropic
 import pytest
+from msgspec import structs
 
 from tests.support.loopback import CHAT, RunningServer, Serving
 from tests.support.timing import eventually
@@ -105,15 +106,30 @@ def test_few_at_a_time() -> None:
     runs[2].begin()
 
 
-def test_changed_limits_begin_anew_and_no_limits_cost_nothing() -> None:
+def test_changed_limits_go_on_from_what_was_used() -> None:
+    """Keys are read again while requests run: they still count, and a changed limit is not a full one."""
+    clock = Clock()
+    quotas, few = Quotas(clock), KeyRecord(id="a", sha256="0" * 64, max_running=2, tokens_per_minute=1000)
+    known = quotas.of(few)
+    assert known is not None
+    run = RunQuota(known)
+    run.begin()
+    run.reserve(900)
+    changed = quotas.of(structs.replace(few, max_running=1, tokens_per_minute=2000))
+    assert changed is not None and changed.tokens is not None and changed.tokens.level == pytest.approx(1100)
+    with pytest.raises(Overloaded, match="1 requests at a time"):
+        RunQuota(changed).begin()
+    run.end(300)
+    assert changed.num_running == 0 and changed.tokens.level == pytest.approx(1700)
+    RunQuota(changed).begin()
+
+
+def test_no_limits_cost_nothing() -> None:
     quotas = Quotas(Clock())
     assert quotas.of(None) is None and quotas.of(RECORD) is None
-    few, more = (KeyRecord(id="a", sha256="0" * 64, max_running=count) for count in (1, 2))
+    few = KeyRecord(id="a", sha256="0" * 64, max_running=1)
     known = quotas.of(few)
     assert known is not None and quotas.of(few) is known
-    known.begin()
-    changed = quotas.of(more)
-    assert changed is not None and changed is not known and changed.num_running == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_models import GB, FakeSource, fake_models
-from tests.support.loopback import GENERATIONS, RunningServer, Serving
+from tests.support.loopback import GENERATIONS, RunningServer, Serving, keys_file
 from tests.support.metric_values import metric_values
 from tests.support.timing import SOON_S
 from tokenmill.cli import main
@@ -27,6 +28,7 @@ from tokenmill.engine.startup.spare_core import SpareCore
 from tokenmill.errors import DamagedFile, UnknownModel
 from tokenmill.server import loader as loader_module
 from tokenmill.server.gate import EngineGate
+from tokenmill.server.keys import KeyRing
 from tokenmill.server.loader import ModelSource
 from tokenmill.server.run import stored_model
 
@@ -191,6 +193,67 @@ def test_clients_of_ollama_decide_how_long_a_model_stays(several: Several) -> No
         several.gates["first"].is_pinned = True
         with pytest.raises(ollama.ResponseError, match="can't be unloaded"):
             client.chat("first", [], keep_alive=0)
+
+
+@pytest.fixture
+def tenants(serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Several:
+    """Two models, and keys that are their own names: of an operator, of two tenants, one of them for `first` alone."""
+    monkeypatch.setenv("TOKENMILL_HOME", str(tmp_path))
+    monkeypatch.setattr(loader_module, "SWEEP_S", 0.02)
+    loader, gates, sources = fake_models("first", "coder", memory_bytes=2 * GB)
+    path = keys_file(tmp_path, operator={"sees_all": True}, alice={}, bound={"models": ["first"]})
+    server = serving(ServerConfig(keys_file=path), list(gates.values()), loader=loader, keys=KeyRing(path=path))
+    return Several(server, gates, sources)
+
+
+def test_a_tenant_decides_nothing_about_how_long_a_model_stays(tenants: Several) -> None:
+    def ask(key: str, **fields: object) -> int:
+        body = {"model": "coder", "stream": False, **fields}
+        return tenants.server.post("/api/generate", body, headers={"authorization": f"Bearer {key}"}).status_code
+
+    coder = tenants.gates["coder"]
+    assert ask("operator", keep_alive="1h") == 200 and coder.keep_alive_s == 3600
+    for asked in ({"prompt": "Hi", "keep_alive": 0.01}, {"keep_alive": 1}, {"prompt": "Hi", "keep_alive": -1}):
+        assert ask("alice", **asked) == 200
+        assert coder.keep_alive_s == 3600, asked
+    for path, body in {
+        "/api/chat": {"messages": HELLO},
+        "/api/embed": {"input": "Hi"},
+        "/api/embeddings": {"prompt": "Hi"},
+    }.items():
+        body = {"model": "coder", "stream": False, "keep_alive": 0, **body}
+        assert tenants.server.post(path, body, headers={"authorization": "Bearer alice"}).status_code == 200
+        assert coder.keep_alive_s == 3600, path
+    assert ask("operator", prompt="Hi", keep_alive=60) == 200 and coder.keep_alive_s == 60
+
+
+def test_a_key_loads_no_model_that_it_may_not_use(tenants: Several) -> None:
+    bound = {"authorization": "Bearer bound"}
+    for fields in ({}, {"keep_alive": "1h"}, {"prompt": "Hi"}):
+        body = {"model": "coder", "stream": False, **fields}
+        assert tenants.server.post("/api/generate", body, headers=bound).status_code == 403
+        assert tenants.gates["coder"].state == "unloaded"
+    assert tenants.server.post("/api/generate", {"model": "first", "stream": False}, headers=bound).status_code == 200
+
+
+def test_how_much_a_model_is_used_is_told_to_operators_alone(tenants: Several) -> None:
+    tenants.gates["first"].keep_alive_s = 600.0
+    load = {"model": "first", "wait": True}
+    assert tenants.server.post("/models/load", load, headers={"authorization": "Bearer operator"}).status_code == 200
+    told = {}
+    for key in ("operator", "alice"):
+        headers = {"authorization": f"Bearer {key}"}
+        rows = [
+            tenants.server.get("/models", headers=headers).json()["data"][0],
+            tenants.server.get("/v1/models", headers=headers).json()["data"][0],
+            tenants.server.get("/v1/models/first", headers=headers).json(),
+            tenants.server.get("/ui/models", headers=headers).json()["served"][0],
+        ]
+        (card,) = tenants.server.get("/api/ps", headers=headers).json()["models"]
+        uses = {(row["num_running"], row["num_waiting"], row["expires_in_s"] is None) for row in rows}
+        told[key] = uses, datetime.fromisoformat(card["expires_at"][:19]).year
+    assert told["alice"][0] == {(None, None, True)} and told["alice"][1] > datetime.now(UTC).year + 50
+    assert told["operator"][0] == {(0, 0, False)} and told["operator"][1] <= datetime.now(UTC).year + 1
 
 
 def test_administrators_load_and_unload(several: Several) -> None:

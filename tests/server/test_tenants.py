@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.loopback import CHAT, RunningServer, Serving
+from tests.support.loopback import CHAT, RunningServer, Serving, keys_file
 from tests.support.scripted_server import ScriptedServer, scripted_server
 from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
@@ -18,7 +17,7 @@ from tokenmill.server import generation
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.auth import names_this_machine
 from tokenmill.server.errors import ModelsAreFixed
-from tokenmill.server.keys import KeyRecord, KeyRing, write_keys
+from tokenmill.server.keys import KeyRecord, KeyRing
 from tokenmill.server.ollama.routes import PresenceReply
 from tokenmill.server.openai import parse
 
@@ -202,16 +201,6 @@ def test_lists_of_token_ids_are_bounded_over_all_prompts(
 # ── keys as tenants of the engine ──────────────────────────────────────────────────────────────────────
 
 
-def keys_file(folder: Path, **records: dict[str, Any]) -> Path:
-    """A file of keys that are their own names."""
-    made = [
-        KeyRecord(id=name, sha256=hashlib.sha256(name.encode()).hexdigest(), **fields)
-        for name, fields in records.items()
-    ]
-    write_keys(folder / "keys.toml", made)
-    return folder / "keys.toml"
-
-
 def test_a_key_is_a_tenant_with_its_weight_and_limits(serving: Serving, tmp_path: Path) -> None:
     path = keys_file(tmp_path, alice={"weight": 2.5, "max_sequences": 3}, bob={})
     server = serving(ServerConfig(keys_file=path), keys=KeyRing(path=path))
@@ -267,7 +256,7 @@ def test_of_several_keys_one_that_sees_all_unloads_models_by_keep_alive() -> Non
     async def ask(*, sees_all: bool) -> None:
         record = RequestRecord("r", "POST", "/api/chat", key=KeyRecord(id="x", sha256="", sees_all=sees_all))
         scope = {"type": "http", "state": {"record": record}}
-        await PresenceReply(unload, dict, needs_operator=True)(scope, None, send)  # type: ignore[arg-type]
+        await PresenceReply("m", unload, dict, needs_operator=True)(scope, None, send)  # type: ignore[arg-type]
 
     with pytest.raises(ModelsAreFixed):
         asyncio.run(ask(sees_all=False))

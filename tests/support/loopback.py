@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 from starlette.applications import Starlette
 
 from tests.support.fake_engine import FakeEngine
+from tokenmill.server.keys import KeyRecord, write_keys
 
 CHAT: dict[str, Any] = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
 GENERATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # one in every dialect: path and body
@@ -41,3 +44,13 @@ class RunningServer:
 
 
 Serving = Callable[..., RunningServer]
+
+
+def keys_file(folder: Path, **records: dict[str, Any]) -> Path:
+    """A file of keys that are their own names."""
+    made = [
+        KeyRecord(id=name, sha256=hashlib.sha256(name.encode()).hexdigest(), **fields)
+        for name, fields in records.items()
+    ]
+    write_keys(folder / "keys.toml", made)
+    return folder / "keys.toml"

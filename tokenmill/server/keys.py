@@ -30,6 +30,7 @@ import msgspec
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig
+from tokenmill.server.errors import MissingKey
 from tokenmill.store.layout import store_root
 
 KEY_PREFIX = "tm-"
@@ -85,9 +86,9 @@ class KeyRing:
         """`plain`: keys without records, as clients send them; `path`: the file of key records."""
         self._plain = [_digest(key) for key in plain]
         self.path = path
-        self._by_digest: dict[str, KeyRecord] = {}
+        self._by_digest: dict[str, tuple[KeyRecord, float]] = {}  # with the moment at which it expires
         self._by_id: dict[str, KeyRecord] = {}
-        self._expiry_s: dict[str, float] = {}
+        self._had_several = False
         self.reload()
 
     def __bool__(self) -> bool:
@@ -100,21 +101,31 @@ class KeyRing:
     def reload(self) -> None:
         """Read the file again. An invalid file raises InvalidConfig, and the previous keys stay."""
         records = [] if self.path is None else read_keys(self.path)
-        records += [KeyRecord(id=digest, sha256=digest) for digest in self._plain]
-        if len(records) == 1:  # the holder of the only key is the operator
+        with_limits = {record.sha256 for record in records}  # keys in the file keep their limits if also given as plain
+        records += [KeyRecord(id=digest, sha256=digest) for digest in self._plain if digest not in with_limits]
+        self._had_several |= len(records) > 1
+        if len(records) == 1 and not self._had_several:  # the holder of the only key is the operator
             records = [msgspec.structs.replace(records[0], sees_all=True)]
-        self._by_digest = {record.sha256: record for record in records}
         self._by_id = {record.id: record for record in records}
-        self._expiry_s = {record.sha256: record.expires_s for record in records if record.expires}
+        self._by_digest = {record.sha256: (record, record.expires_s) for record in records}
 
     def find(self, offered: Sequence[bytes]) -> KeyRecord | None:
         """Return the record of the first offered key that is known and has not expired."""
-        found = [self._by_digest.get(_digest(key)) for key in offered]
-        return next((record for record in found if record is not None and not self._is_expired(record)), None)
+        known = [self._by_digest[digest] for digest in map(_digest, offered) if digest in self._by_digest]
+        now_s = time.time()
+        return next((record for record, expires_s in known if now_s < expires_s), None)
 
     def get(self, key_id: str) -> KeyRecord | None:
         """Return a key's record by its id, for batches and background responses; None if the key was removed."""
         return self._by_id.get(key_id)
+
+    def require(self, key_id: str) -> KeyRecord:
+        """Return a key's current record, for work that starts later than its request; MissingKey if the key was
+        revoked or has expired."""
+        record = self._by_id.get(key_id)
+        if record is None or time.time() >= record.expires_s:
+            raise MissingKey("the API key that asked for it is no longer valid")
+        return record
 
     def records(self) -> dict[str, KeyRecord]:
         """Return all records by their ids."""
@@ -125,10 +136,6 @@ class KeyRing:
         if not any(offered):
             return "no key"
         return "expired key" if any(_digest(key) in self._by_digest for key in offered) else "unknown key"
-
-    def _is_expired(self, record: KeyRecord) -> bool:
-        expiry_s = self._expiry_s.get(record.sha256)
-        return expiry_s is not None and time.time() >= expiry_s
 
 
 def _digest(key: bytes) -> str:
@@ -177,11 +184,15 @@ def read_keys(path: Path) -> list[KeyRecord]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise InvalidConfig(f"the keys in {path} cannot be read: {error}", param="keys_file") from None
     ids: set[str] = set()
+    owners: dict[str, str] = {}  # by digest: which of two records holds for a key would be chance
     for number, record in enumerate(records, 1):
         problem = _problem(record, ids)
+        if problem is None and (owner := owners.get(record.sha256)) is not None:
+            problem = f"({record.id!r}) has the same sha256 as {owner!r}"
         if problem or number > MAX_KEYS:
             raise InvalidConfig(f"{path}: key {number} {problem or 'exceeds the limit of keys'}", param="keys_file")
         ids.add(record.id)
+        owners[record.sha256] = record.id
     return records
 
 

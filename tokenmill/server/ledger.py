@@ -63,7 +63,7 @@ class Ledger:
             self._writing = asyncio.create_task(self._write_all())
 
     async def _write_all(self) -> None:
-        """Write until no rows are left: new ones arrive while others are written, and a full disk may have room later."""
+        """Write until no rows are left: new ones arrive meanwhile, and a full disk may have room later."""
         while self._rows:
             await asyncio.sleep(0.0 if self._is_closing else WRITE_S)
             await self.write()

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tokenmill.engine.status import EngineStats
 from tokenmill.errors import UnknownModel
-from tokenmill.server.auth import require_manager
+from tokenmill.server.auth import is_operator, require_manager
 from tokenmill.server.body import BodyFields
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.routing import (
@@ -54,8 +54,8 @@ ROW: Schema = object_of(
     is_default=FLAG,
     is_pinned=FLAG,
     status=object_of(value=STATUS, reason=_or_null(TEXT)),
-    num_running=COUNT,
-    num_waiting=COUNT,
+    num_running=_or_null(COUNT),
+    num_waiting=_or_null(COUNT),
     device=_or_null(TEXT),
     memory_bytes=_or_null(COUNT),
     keep_alive_s=_or_null({"type": "number"}),
@@ -77,7 +77,7 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
             device: {"total_bytes": total, "used_bytes": used}
             for device, (total, used) in context.loader.memory().items()
         }
-        return json_response({"object": "list", "data": await model_rows(context), "memory": memory})
+        return json_response({"object": "list", "data": await model_rows(context, request), "memory": memory})
 
     async def load_model(request: Request) -> Response:
         require_manager(request, context.config)
@@ -123,16 +123,18 @@ def model_endpoints(context: RouteContext) -> list[Endpoint]:
     ]
 
 
-async def model_rows(context: RouteContext) -> list[dict[str, Any]]:
+async def model_rows(context: RouteContext, request: Request) -> list[dict[str, Any]]:
     """Return a row for each model and each variant, with its state."""
     await context.registry.read_all()
     unread = [gate for gate in context.registry.gates if gate.known is None]
-    return [model_row(model, context) for model in (*context.registry.known(), *unread)]
+    return [model_row(model, context, request) for model in (*context.registry.known(), *unread)]
 
 
-def model_row(model: FoundModel, context: RouteContext) -> dict[str, Any]:
+def model_row(model: FoundModel, context: RouteContext, request: Request) -> dict[str, Any]:
+    """Describe a model. Only operators see how much it is used and when it will be unloaded."""
     gate, known = gate_of(model), model.info if isinstance(model, Variant) else model.known
     stats, memory = gate.stats() or EngineStats(), context.loader.memory_of(gate)
+    tells_use = is_operator(request.scope)
     return {
         "id": model.name,
         "object": "model",
@@ -144,12 +146,12 @@ def model_row(model: FoundModel, context: RouteContext) -> dict[str, Any]:
         "is_default": model is context.registry.default,
         "is_pinned": gate.is_pinned,
         "status": {"value": gate.state, "reason": None if gate.failure is None else str(gate.failure)},
-        "num_running": stats.running + stats.waiting,
-        "num_waiting": gate.num_waiting,
+        "num_running": stats.running + stats.waiting if tells_use else None,
+        "num_waiting": gate.num_waiting if tells_use else None,
         "device": None if known is None or not known.device else known.device,
         "memory_bytes": None if memory is None else memory.total_bytes,
         "keep_alive_s": gate.keep_alive_s,
-        "expires_in_s": expires_in_s(gate),
+        "expires_in_s": expires_in_s(gate) if tells_use else None,
     }
 
 

@@ -49,6 +49,12 @@ class Bucket:
         """Return the seconds until `amount` can be taken; 0 if it can be taken now."""
         return max(0.0, (min(amount, self.limit) - self.level) / self._rate)
 
+    def resized(self, limit: int, period_s: float) -> Bucket:
+        """Return a bucket with another limit from which as much is taken."""
+        changed = Bucket(limit, period_s, self._clock)
+        changed.take(self.limit - self.level)
+        return changed
+
     def take(self, amount: float) -> None:
         self._level = self.level - amount
 
@@ -63,11 +69,24 @@ class KeyLimits:
     """The buckets of one key, and its number of running requests."""
 
     def __init__(self, record: KeyRecord, clock: Clock = time.monotonic) -> None:
-        self.record = record
         self.num_running = 0
-        self.requests = _bucket(record.requests_per_minute, MINUTE_S, clock)
-        self.tokens = _bucket(record.tokens_per_minute, MINUTE_S, clock)
-        self.daily_tokens = _bucket(record.tokens_per_day, DAY_S, clock)
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.daily_tokens: Bucket | None = None
+        self._clock = clock
+        self.change(record)
+
+    def change(self, record: KeyRecord) -> None:
+        """Continue with the limits of a changed record. What was used counts, and what runs is still counted here."""
+        self.record = record
+        self.requests = self._bucket(self.requests, record.requests_per_minute, MINUTE_S)
+        self.tokens = self._bucket(self.tokens, record.tokens_per_minute, MINUTE_S)
+        self.daily_tokens = self._bucket(self.daily_tokens, record.tokens_per_day, DAY_S)
+
+    def _bucket(self, known: Bucket | None, limit: int | None, period_s: float) -> Bucket | None:
+        if limit is None or known is None:
+            return None if limit is None else Bucket(limit, period_s, self._clock)
+        return known if known.limit == limit else known.resized(limit, period_s)
 
     def begin(self) -> None:
         """Count a request that is about to run, or refuse it."""
@@ -135,19 +154,15 @@ class Quotas:
         self._by_id: dict[str, KeyLimits] = {}
 
     def of(self, record: KeyRecord | None) -> KeyLimits | None:
-        """Return the limits of a key; None if it has none. After a change of its record the buckets start full."""
+        """Return the limits of a key by its newest record; None if it has none."""
         if record is None or not record.has_limits:
             return None
         known = self._by_id.get(record.id)
-        if known is None or known.record != record:
-            num_running = known.num_running if known is not None else 0
+        if known is None:
             known = self._by_id[record.id] = KeyLimits(record, self._clock)
-            known.num_running = num_running
+        elif known.record is not record and known.record != record:
+            known.change(record)
         return known
-
-
-def _bucket(limit: int | None, period_s: float, clock: Clock) -> Bucket | None:
-    return None if limit is None else Bucket(limit, period_s, clock)
 
 
 def _require(bucket: Bucket, amount: float, what: str) -> None:

@@ -153,8 +153,11 @@ class RouteContext:
     def start_run(self, job: GenerationJob, record: RequestRecord) -> GenerationRun:
         """Create the run of a job. Every generation starts here, so that each is bound to its tenant and quota and is
         listed among the live requests while it runs."""
-        record.key = record.key or self.keys.get(record.key_id)
-        require_allowed(job, record.key)
+        if record.key_id and self.keys:
+            record.key = self.keys.require(record.key_id)
+        require_allowed(job.engine.info.name, record.key)
+        if job.keep_model is not None and (record.key is None or record.key.sees_all):
+            job.keep_model()  # affects all users of the model
         if record.key_id:
             job = as_tenant(job, record.key_id, record.key, shares_cache=self.config.share_cache)
         record.is_stream, record.first_request = job.is_stream, job.requests[0] if job.requests else None
@@ -175,7 +178,8 @@ def user_in(body: dict[str, Any]) -> str:
     metadata = body.get("metadata")
     names = [body.get("safety_identifier"), body.get("user")]
     names += [metadata.get("user_id")] if isinstance(metadata, dict) else []
-    return next((name[:MAX_USER_LENGTH] for name in names if isinstance(name, str) and name), "")
+    user = next((name for name in names if isinstance(name, str) and name), "")
+    return "".join(filter(str.isprintable, user[:MAX_USER_LENGTH]))  # shown in operators' terminals
 
 
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────────

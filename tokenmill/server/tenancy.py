@@ -29,9 +29,8 @@ def own_salt(key_id: str, salt: str) -> str:
     return hmac.digest(_SECRET, f"{key_id}\0{salt}".encode(), "sha256").hex()
 
 
-def require_allowed(job: GenerationJob, key: KeyRecord | None) -> None:
-    """Refuse a job for a model that its key may not use."""
-    model = job.engine.info.name
+def require_allowed(model: str, key: KeyRecord | None) -> None:
+    """Refuse a model that a key may not use."""
     if key is not None and not key.may_use(model):
         raise ModelNotAllowed(f"this API key may not use the model {model}", param="model")
 

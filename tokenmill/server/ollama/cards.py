@@ -46,9 +46,10 @@ def tag_card(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def running_card(gate: EngineGate, memory: ModelMemory | None) -> dict[str, Any]:
-    """Describe a loaded model for /api/ps: when it is unloaded, and its memory, if that was planned."""
-    info, left_s = gate.info, expires_in_s(gate)
+def running_card(gate: EngineGate, memory: ModelMemory | None, *, tells_use: bool) -> dict[str, Any]:
+    """Describe a loaded model for /api/ps: when it is unloaded, and its memory, if that was planned. `tells_use`: False
+    hides when the model is unloaded, from which follows when it was used last."""
+    info, left_s = gate.info, expires_in_s(gate) if tells_use else None
     card = tag_card(info)
     del card["modified_at"]
     size = card["size"] = card["size"] if memory is None else memory.total_bytes

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tokenmill.errors import InvalidRequest, UnknownModel
-from tokenmill.server.auth import require_manager
+from tokenmill.server.auth import is_operator, require_manager
 from tokenmill.server.body import BROWSER_HEADERS, BodyFields, shown
 from tokenmill.server.dialect import NDJSON_HEADERS, ndjson_line
 from tokenmill.server.errors import BodyTooSlow, ModelsAreFixed, RoutingError
@@ -102,8 +102,9 @@ class Library:
         gates = [gate for gate in self._context.registry.gates if gate.loaded is not None]
         if not gates:
             self._context.registry.default.require_open()
-        memory_of = self._context.loader.memory_of
-        return json_response({"models": [running_card(gate, memory_of(gate)) for gate in gates]})
+        memory_of, tells_use = self._context.loader.memory_of, is_operator(request.scope)
+        cards = [running_card(gate, memory_of(gate), tells_use=tells_use) for gate in gates]
+        return json_response({"models": cards})
 
     async def show(self, request: Request) -> Response:
         def parse(body: dict[str, Any]) -> dict[str, Any]:

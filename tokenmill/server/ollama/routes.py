@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 import tokenmill
 from tokenmill.errors import InvalidRequest, UnknownModel
+from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.auth import is_operator
 from tokenmill.server.body import BodyFields
 from tokenmill.server.dialect import RequestHead
@@ -29,6 +31,7 @@ from tokenmill.server.ollama.parse import (
 from tokenmill.server.ollama.render import ChatReply, EmbedReply, GenerateReply, embed_reply, loaded_reply
 from tokenmill.server.registry import ModelRegistry
 from tokenmill.server.routing import READING, TEXT, Endpoint, RouteContext, json_response
+from tokenmill.server.tenancy import require_allowed
 from tokenmill.server.variants import FoundModel, gate_of
 from tokenmill.store import find_entry, plain_name
 
@@ -118,56 +121,60 @@ def find_model(name: str, registry: ModelRegistry) -> FoundModel:
 # ── generations ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def apply_keep_alive(model: FoundModel, body: dict[str, Any]) -> None:
-    """Set how long the model stays in memory while idle, if the request says it."""
+def keep_alive_setter(model: FoundModel, body: dict[str, Any]) -> Callable[[], None] | None:
+    """Return a function that sets how long the model stays in memory while idle; None if the request does not say."""
     keep_alive = parse_keep_alive(BodyFields(body))
-    if keep_alive is not None:
-        model.keep(keep_alive.seconds)
+    return None if keep_alive is None else partial(model.keep, keep_alive.seconds)
 
 
 def chat_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
     name = model_name_in(body)
     model = find_model(name, context.registry)
-    call = parse_chat(body, name, model.engine)
-    apply_keep_alive(model, body)
+    call, keep = parse_chat(body, name, model.engine), keep_alive_setter(model, body)
     if call is None:
         return presence_reply(body, model, context, name, {"message": {"role": "assistant", "content": ""}})
-    return GenerationJob(model.engine, [call.request], ChatReply(name), call.is_stream)
+    return GenerationJob(model.engine, [call.request], ChatReply(name), call.is_stream, keep_model=keep)
 
 
 def generate_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
     name = model_name_in(body)
     model = find_model(name, context.registry)
-    call = parse_generate(body, name, model.engine)
-    apply_keep_alive(model, body)
+    call, keep = parse_generate(body, name, model.engine), keep_alive_setter(model, body)
     if call is None:
         return presence_reply(body, model, context, name, {"response": ""})
     rendering = GenerateReply(name, has_context=call.has_context)
-    return GenerationJob(model.engine, [call.request], rendering, call.is_stream, prompt_param="prompt")
+    return GenerationJob(
+        model.engine, [call.request], rendering, call.is_stream, prompt_param="prompt", keep_model=keep
+    )
 
 
 def embed_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
     name = model_name_in(body)
     model = find_model(name, context.registry)
     engine = model.engine
-    call = parse_embed(body, engine, context.config.max_embedding_inputs)
-    apply_keep_alive(model, body)
+    call, keep = parse_embed(body, engine, context.config.max_embedding_inputs), keep_alive_setter(model, body)
     if not call.requests:
         return json_response(embed_reply(name, [], {}))
     rendering = EmbedReply(name, dimensions=call.dimensions, is_legacy=False)
-    return GenerationJob(engine, call.requests, rendering, prompt_param="input", max_in_flight=MAX_EMBEDDINGS_IN_FLIGHT)
+    return GenerationJob(
+        engine,
+        call.requests,
+        rendering,
+        prompt_param="input",
+        max_in_flight=MAX_EMBEDDINGS_IN_FLIGHT,
+        keep_model=keep,
+    )
 
 
 def legacy_embedding_job(body: dict[str, Any], context: RouteContext) -> GenerationJob | Response:
     name = model_name_in(body)
     model = find_model(name, context.registry)
     engine = model.engine
-    call = parse_legacy_embedding(body, engine)
-    apply_keep_alive(model, body)
+    call, keep = parse_legacy_embedding(body, engine), keep_alive_setter(model, body)
     if not call.requests:
         return json_response({"embedding": []})
     rendering = EmbedReply(name, dimensions=None, is_legacy=True)
-    return GenerationJob(engine, call.requests, rendering, prompt_param="prompt")
+    return GenerationJob(engine, call.requests, rendering, prompt_param="prompt", keep_model=keep)
 
 
 # ── requests without a prompt ──────────────────────────────────────────────────────────────────────────
@@ -179,33 +186,46 @@ def presence_reply(
     """Handle a request without a prompt, which loads the model, or unloads it if `keep_alive` is 0."""
     keep_alive, gate = parse_keep_alive(BodyFields(body)), gate_of(model)
     if keep_alive is None or keep_alive.seconds != 0:
-        return PresenceReply(gate.enter, lambda: loaded_reply(name, content, "load"))
+        keep = keep_alive_setter(model, body)
+        return PresenceReply(model.name, gate.enter, lambda: loaded_reply(name, content, "load"), keep_model=keep)
     if gate.is_pinned or gate.load is None:
         raise InvalidRequest(f"{gate.name} can't be unloaded: it is always loaded on this server", param="keep_alive")
     return PresenceReply(
-        lambda: context.loader.unload(gate), lambda: loaded_reply(name, content, "unload"), needs_operator=True
+        model.name,
+        lambda: context.loader.unload(gate),
+        lambda: loaded_reply(name, content, "unload"),
+        needs_operator=True,
     )
 
 
 class PresenceReply(Response):
-    """A reply that is sent once the model is loaded or unloaded. `needs_operator`: refuse requests of tenants."""
+    """A reply that is sent once the model is loaded or unloaded. `needs_operator`: refuse requests of tenants.
+    `keep_model`: as in a GenerationJob."""
 
     def __init__(
         self,
+        name: str,
         change: Callable[[], Awaitable[object]],
         content: Callable[[], dict[str, Any]],
         *,
         needs_operator: bool = False,
+        keep_model: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
+        self._name = name
         self._change = change
         self._content = content
         self._needs_operator = needs_operator
+        self._keep_model = keep_model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: RequestRecord = scope["state"]["record"]
+        require_allowed(self._name, record.key)
         if self._needs_operator and not is_operator(scope):
             raise ModelsAreFixed(
                 "unloading a model needs a key that sees all (an operator's)", hint="tokenmill keys add NAME --sees-all"
             )
+        if self._keep_model is not None and is_operator(scope):
+            self._keep_model()
         await self._change()
         await json_response(self._content())(scope, receive, send)

@@ -50,11 +50,11 @@ def openai_endpoints(context: RouteContext) -> list[Endpoint]:
         return await context.generate(request, lambda body: embedding_job(body, context, settings))
 
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": await model_rows(context)})
+        return json_response({"object": "list", "data": await model_rows(context, request)})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model_id"]
-        return json_response(await context.when_read(lambda: model_row(context.registry.find(name), context)))
+        return json_response(await context.when_read(lambda: model_row(context.registry.find(name), context, request)))
 
     return [
         Endpoint(

@@ -100,7 +100,7 @@ def model_list_endpoints(context: RouteContext, make_finder: MakeFinder | None) 
         require_own_page(request)
         async with turn:
             listed = await asyncio.to_thread(lists.listed)
-        can_manage, served = may_manage(request, context.config), await model_rows(context)
+        can_manage, served = may_manage(request, context.config), await model_rows(context, request)
         return json_response({"can_manage": can_manage, "served": served, **listed})
 
     row = object_of(name=TEXT, about=TEXT)

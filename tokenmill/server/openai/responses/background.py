@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from tokenmill.engine.request_ids import call_id
-from tokenmill.errors import EngineDead, InvalidRequest, Overloaded, TokenmillError, UnknownModel
+from tokenmill.errors import EngineDead, Overloaded, TokenmillError, UnknownModel
 from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import SSE_PING, named_sse_frame
@@ -137,8 +137,6 @@ class BackgroundResponses:
             return
         for response_id, owner, body, response in abandoned:
             try:
-                if owner and self._context.keys and self._context.keys.get(owner) is None:
-                    raise InvalidRequest("the API key of the request is no longer valid")
                 job = await self._generator.make(body, owner, response_id, response["created_at"])
                 running = self._started(job)
             except UnknownModel:

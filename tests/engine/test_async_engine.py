@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import tokenmill
 from tokenmill import AsyncEngine, SamplingParams
@@ -36,7 +37,7 @@ from tokenmill.errors import (
     RequestFailed,
     TokenmillError,
 )
-from tokenmill.types import Event, PromptRequest, Request, SequenceOutput
+from tokenmill.types import Event, PromptRequest, Request, SequenceOutput, Tenant
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["thread", "process"])
@@ -163,6 +164,33 @@ def test_a_full_engine_refuses(stories_dir: Path) -> None:
                     await resolved(refused(story(LONG)))
             await streams[0].aclose()
             assert await text_of(engine, story(SamplingParams(max_tokens=2)))
+
+    run(scenario())
+
+
+def test_one_tenant_does_not_take_the_places_of_all(stories_dir: Path) -> None:
+    def of(tenant: str) -> PromptRequest:
+        return structs.replace(story(LONG), tenant=Tenant(id=tenant))
+
+    async def scenario() -> None:
+        async with running(stories_dir, in_process=True, max_running=2, max_waiting=4) as engine:
+            flood = [engine.submit(of("flood")) for _ in range(6)]
+            with pytest.raises(Overloaded):
+                engine.submit(of("flood"))
+            polite = [engine.submit(await engine.prepare(of("polite"))) for _ in range(3)]  # half of the places
+            third = [engine.submit(of("third")) for _ in range(2)]
+            for tenant in ("flood", "polite", "third"):
+                for refused in (engine.submit, engine.prepare):
+                    with pytest.raises(Overloaded):
+                        await resolved(refused(of(tenant)))
+            for stream in (*flood, *third):
+                await stream.aclose()
+            polite += [engine.submit(of("polite")) for _ in range(3)]  # the others are gone: it has all places
+            with pytest.raises(Overloaded):
+                engine.submit(of("polite"))
+            for stream in polite:
+                await stream.aclose()
+            assert engine.is_idle()
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.support.client_scripts import QWEN3, call, script, think
 from tests.support.scripted_server import ScriptedServer, scripted_server
 from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
+from tokenmill.server.openai.responses.background import FairPlaces
 from tokenmill.server.openai.responses.parse import VERBOSITY
 
 MODEL = "scripted"
@@ -575,6 +577,35 @@ def test_a_running_response_can_be_deleted(client: openai.OpenAI) -> None:
     client.responses.delete(made.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
+
+
+def test_places_in_the_background_are_shared_by_keys() -> None:
+    async def run() -> None:
+        places, begun, may_end = FairPlaces(2), list[str](), asyncio.Event()
+
+        async def work(owner: str) -> None:
+            async with places.one(owner):
+                begun.append(owner)
+                await may_end.wait()
+                may_end.clear()
+
+        flood = [asyncio.create_task(work("flood")) for _ in range(6)]
+        await asyncio.sleep(0)
+        leaving, staying = asyncio.create_task(work("polite")), asyncio.create_task(work("polite"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        for _ in range(5):
+            may_end.set()
+            await asyncio.sleep(0.01)
+        assert begun[:4] == ["flood", "flood", "polite", "flood"]
+        flood[-1].cancel()
+        while not all(task.done() for task in (*flood, staying)):
+            may_end.set()
+            await asyncio.sleep(0)
+        async with places.one("a"), places.one("b"):
+            pass  # all of them came back
+
+    asyncio.run(run())
 
 
 def test_a_failure_in_the_background_is_told(client: openai.OpenAI) -> None:

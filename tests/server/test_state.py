@@ -210,6 +210,24 @@ def test_a_full_table_gives_up_what_was_not_used_for_longest(max_rows: int, max_
     assert most >= min(max_rows, max_bytes // 10) * 9 // 10  # and no more than it must
 
 
+@pytest.mark.parametrize(("max_rows", "num_bytes"), [(100, 1), (1 << 20, 1000)])
+def test_a_key_that_fills_a_table_loses_its_own_rows(max_rows: int, num_bytes: int) -> None:
+    connection = opened(None)
+    bound = Bound("responses", max_rows, 100_000, KEPT)
+    for number in range(20):
+        bound.make_room(connection, num_bytes)
+        add(connection, f"mine {number:02}", owner="me", used_s=-1.0, num_bytes=num_bytes)
+    for number in range(500):
+        bound.make_room(connection, num_bytes)
+        add(connection, f"flood {number:03}", owner="flood", used_s=float(number), num_bytes=num_bytes)
+    assert sum(name.startswith("mine") for name in ids(connection)) == 20
+    assert 60 <= len(ids(connection)) - 20 <= 80, "those of the other are not worth more than the place there is"
+    for number in range(500):  # two that want all of it have about half each
+        bound.make_room(connection, num_bytes)
+        add(connection, f"mine too {number:03}", owner="me", used_s=float(number), num_bytes=num_bytes)
+    assert 40 <= sum(name.startswith("mine") for name in ids(connection)) <= 60
+
+
 def test_rows_that_are_at_work_are_never_given_up() -> None:
     connection = opened(None)
     bound = Bound("responses", 3, 1 << 20, KEPT)

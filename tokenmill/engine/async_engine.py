@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,7 @@ class AsyncEngine:
         self._info: ModelInfo | None = None
         self._workers = TextWorkers()
         self._num_preparing = 0
+        self._num_by_tenant: Counter[str] = Counter()  # requests that are prepared or run
         self._running: dict[str, RequestRun] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -134,21 +136,23 @@ class AsyncEngine:
 
     async def prepare(self, asked: ClientRequest) -> PreparedRequest:
         """Check and tokenise a request, in a thread if it is long, so that the event loop goes on meanwhile."""
-        self._require_room()
+        self._require_room(asked.tenant.id)
         input_processor = self._loaded_input_processor()
         self._num_preparing += 1
+        self._num_by_tenant[asked.tenant.id] += 1
         try:
             request = await self._workers.run(text_size(asked), lambda: input_processor.process(asked))
             return PreparedRequest(asked, request)
         finally:
             self._num_preparing -= 1
+            self._count_down(asked.tenant.id)
 
     def submit(self, asked: ClientRequest | PreparedRequest) -> EventStream:
         """Hand a request to the core. Everything wrong with it is raised here, before the first event.
 
         A request that was not prepared is tokenised now, however long it is.
         """
-        self._require_room()
+        self._require_room((asked.asked if isinstance(asked, PreparedRequest) else asked).tenant.id)
         if not isinstance(asked, PreparedRequest):
             asked = PreparedRequest(asked, self._loaded_input_processor().process(asked))
         request = asked.request
@@ -162,6 +166,7 @@ class AsyncEngine:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         buffer = EventBuffer(self._frontend.output_processor(asked.asked, request))
         run = self._running[request.request_id] = RequestRun(buffer, request)
+        self._num_by_tenant[request.tenant.id] += 1
         self._replicas.submit(run)
         self._idle.clear()
         route = f"{run.replica.index} {run.why}" if run.replica is not None and len(self._replicas.all) > 1 else None
@@ -179,11 +184,15 @@ class AsyncEngine:
         run = self._running.get(request_id)
         return run.buffer.output_processor.num_completion_tokens if run is not None else 0
 
-    def _require_room(self) -> None:
-        """Refuse a request while the engine is not ready or full: as many as may run and wait are in it already."""
+    def _require_room(self, tenant: str) -> None:
+        """Refuse a request while the engine is not ready or full: as many as may run and wait are in it already. A
+        tenant has its part of the places even so, or one that takes them all would shut out the others: so k tenants
+        have at most 1 + 1/2 + … + 1/k times the places of one."""
         require_ready(self.health())
         num_requests = len(self._running) + self._num_preparing
-        if num_requests >= self._frontend.config.scheduler.max_waiting + self._max_running:
+        num_places = self._frontend.config.scheduler.max_waiting + self._max_running
+        num_tenants = len(self._num_by_tenant) + (tenant not in self._num_by_tenant)
+        if num_requests >= num_places and self._num_by_tenant[tenant] >= num_places // num_tenants:
             wait_s = min(replica.stats.wait_s for replica in self._replicas.all)
             raise Overloaded("too many requests are waiting", retry_after_s=max(1.0, wait_s))
 
@@ -197,8 +206,14 @@ class AsyncEngine:
         if run is not None and run.buffer is buffer:
             self._forget(run, tell_core=True)
 
+    def _count_down(self, tenant: str) -> None:
+        self._num_by_tenant[tenant] -= 1
+        if not self._num_by_tenant[tenant]:
+            del self._num_by_tenant[tenant]
+
     def _forget(self, run: RequestRun, *, tell_core: bool) -> None:
-        self._running.pop(run.request.request_id, None)
+        if self._running.pop(run.request.request_id, None) is not None:
+            self._count_down(run.request.tenant.id)
         self._replicas.forget(run, tell_core=tell_core)
         if not self._running:
             self._idle.set()

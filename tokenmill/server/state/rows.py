@@ -1,14 +1,17 @@
 """Rows that belong to an API key: lookup, expiry, and limits on the size of a table.
 
 For another key a row does not exist (404), as if it had never been created. Rows expire, and each table is limited in
-rows and in bytes: the least recently used rows are deleted first, but never those that a server works on.
+rows and in bytes: the key that has most of a full table loses its least recently used rows, so a key that fills a table
+loses its own. Rows that a server works on stay.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from typing import Literal
 
 from tokenmill.errors import Overloaded, TokenmillError
@@ -82,17 +85,30 @@ class Bound:
 
     def _give_up(self, connection: sqlite3.Connection, num_rows: int, num_bytes: float) -> list[str]:
         gone: list[str] = []
-        oldest = f"SELECT id, num_bytes FROM {self.table} WHERE {self.deletable} ORDER BY used_s, id"
-        for row in connection.execute(oldest):
-            if len(gone) >= num_rows and num_bytes <= 0:
-                break
+        shares = f"SELECT owner, count(*) AS num_rows, total(num_bytes) AS num_bytes FROM {self.table} GROUP BY owner"
+        largest = [(-self._part(row["num_rows"], row["num_bytes"]), row["owner"]) for row in connection.execute(shares)]
+        heapify(largest)
+        oldest = f"SELECT id, num_bytes FROM {self.table} WHERE owner = ? AND {self.deletable} ORDER BY used_s, id"
+        rows: dict[str, Iterator[sqlite3.Row]] = {}
+        while largest and (len(gone) < num_rows or num_bytes > 0):
+            part, owner = largest[0]
+            if owner not in rows:
+                rows[owner] = iter(connection.execute(oldest, (owner,)))
+            if (row := next(rows[owner], None)) is None:
+                heappop(largest)
+                continue
             gone.append(row["id"])
             num_bytes -= row["num_bytes"]
+            heapreplace(largest, (part + self._part(1, row["num_bytes"]), owner))
         if len(gone) < num_rows or num_bytes > 0:
             raise Overloaded(f"there is no room for more {self.table}: all of them are running", retry_after_s=60.0)
         connection.executemany(f"DELETE FROM {self.table} WHERE id = ?", ((row_id,) for row_id in gone))
         shrink(connection)
         return gone
+
+    def _part(self, num_rows: int, num_bytes: float) -> float:
+        """Return the part of the table that rows take."""
+        return num_rows / max(1, self.max_rows) + num_bytes / max(1, self.max_bytes)
 
 
 def shrink(connection: sqlite3.Connection) -> None:

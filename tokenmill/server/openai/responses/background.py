@@ -13,9 +13,10 @@ ended.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -86,6 +87,42 @@ class BackgroundResponse:
                     yield SSE_PING
 
 
+class FairPlaces:
+    """A semaphore shared fairly by keys: a free place goes to the waiting key that holds the fewest, first come first
+    served among its responses."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._num_taken: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def one(self, owner: str) -> AsyncIterator[None]:
+        """Acquire a place, and release it at the end."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(place)
+        self._hand_out()
+        try:
+            await place
+            yield
+        finally:
+            if place.done() and not place.cancelled():  # also if it was given just before the wait was cancelled
+                self._num_free += 1
+                self._num_taken[owner] -= 1
+                self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._num_free and self._waiting:
+            owner = min(self._waiting, key=self._num_taken.__getitem__)
+            place = self._waiting[owner].popleft()
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+            if not place.cancelled():
+                place.set_result(None)
+                self._num_free -= 1
+                self._num_taken[owner] += 1
+
+
 class BackgroundResponses:
     """All background responses of this server, as a service that is started and closed with it."""
 
@@ -93,7 +130,7 @@ class BackgroundResponses:
         self._context = context
         self._generator = generator
         self._running: dict[str, BackgroundResponse] = {}
-        self._running_limit = asyncio.Semaphore(MAX_RUNNING)
+        self._places = FairPlaces(MAX_RUNNING)
         self._unservable: set[str] = set()  # responses of dead servers whose models this server does not have
         self._watch: asyncio.Task[None] | None = None
 
@@ -163,7 +200,9 @@ class BackgroundResponses:
 
     async def begin(self, job: ResponseJob) -> BackgroundResponse:
         """Store a new response as queued, and run it."""
-        if len(self._running) >= MAX_WAITING:
+        num_by_owner = Counter(one.job.owner for one in self._running.values())
+        num_owners = len(num_by_owner) + (job.owner not in num_by_owner)
+        if len(self._running) >= MAX_WAITING and num_by_owner[job.owner] >= MAX_WAITING // num_owners:
             raise Overloaded("too many background responses are waiting", retry_after_s=30.0)
         running = self._started(job)
         running.add(job.writer.queued())
@@ -227,11 +266,11 @@ class BackgroundResponses:
         """Wait until the engine accepts the response, then generate it. Return the final events, which are sent once
         the response is stored."""
         while True:
-            async with self._running_limit:
+            async with self._places.one(running.job.owner):
                 wait_s = await self._try_accept(running.run)
                 if wait_s is None:
                     return await self._generate(running)
-            await asyncio.sleep(wait_s)  # without holding the semaphore: perhaps only this key's quota is used up
+            await asyncio.sleep(wait_s)  # without holding a place: perhaps only this key's quota is used up
             running.run = self._run_of(running.job)
 
     async def _try_accept(self, run: GenerationRun) -> float | None:
@@ -275,7 +314,7 @@ class BackgroundResponses:
         memory."""
         while True:
             await asyncio.sleep(RETRY_S)
-            with contextlib.suppress(TokenmillError):
+            with suppress(TokenmillError):
                 return await self._generator.save(running.job, row)
 
 

@@ -22,7 +22,7 @@ from tests.support.every_kind_of_request import (
 )
 from tests.support.server_process import ROOT
 from tokenmill import AsyncEngine
-from tokenmill.config import EngineConfig, ParallelConfig
+from tokenmill.config import EngineConfig, OpsConfig, ParallelConfig
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.errors import InvalidConfig
@@ -32,7 +32,7 @@ from tokenmill.fleet.host import model_digest
 from tokenmill.fleet.join import JoinListener
 from tokenmill.fleet.link import read_key
 from tokenmill.fleet.places import Places
-from tokenmill.fleet.ray_place import RayPlace, within_nodes
+from tokenmill.fleet.ray_place import RayPlace, replica_bundles, spread_config, within_nodes
 
 KEY = "a key that is long enough"
 
@@ -71,8 +71,9 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch, ranks: list[ParallelConfig]) ->
         [ParallelConfig(tp=2)] * 2,
         [ParallelConfig(tp=2)] * 3,
         [ParallelConfig(pp=2), ParallelConfig()],
+        [ParallelConfig(tp=2, pp=2), ParallelConfig()],
     ],
-    ids=["one rank", "tensor split", "tensor split on one processor", "stages"],
+    ids=["one rank", "tensor split", "tensor split on one processor", "stages", "stages of two ranks"],
 )
 def test_a_node_that_is_removed_leaves_its_requests_to_others(
     ray_cluster: Any, stories_dir: Path, ranks: list[ParallelConfig]
@@ -115,6 +116,16 @@ async def here(config: EngineConfig, asked: list[ClientRequest]) -> list[Any]:
         return await asyncio.gather(*(answer(engine, one) for one in asked))
     finally:
         await engine.close()
+
+
+def test_each_stage_is_on_a_node_of_its_own_but_on_gpus() -> None:
+    config = EngineConfig(parallel=ParallelConfig(tp=2, pp=3), ops=OpsConfig(threads=4))
+    spread = spread_config(config)
+    assert spread.parallel.stages_at is not None and replica_bundles(spread) == [{"CPU": 8.0}] * 3
+    split = replace(config, parallel=ParallelConfig(tp=2))
+    assert spread_config(split) == split and replica_bundles(split) == [{"CPU": 8.0}]
+    on_gpus = replace(config, ops=OpsConfig(device="cuda"))
+    assert spread_config(on_gpus) == on_gpus and replica_bundles(on_gpus) == [{"CPU": 6.0, "GPU": 6.0}]
 
 
 def test_no_more_processors_are_asked_for_than_a_node_has() -> None:

@@ -188,7 +188,8 @@ class ParallelConfig:
     `expert_loads`."""
     stages_at: str | None = None
     """HOST:PORT at which the later stages of a pipeline join from other machines (`tokenmill host --join
-    tcp://HOST:PORT`, TOKENMILL_RANK_KEY the same on all), instead of being started here. Only for `pp` without `tp`."""
+    tcp://HOST:PORT`, TOKENMILL_RANK_KEY the same on all), a machine each with all `tp` ranks of its stage, instead of
+    being started here. Only for `pp`."""
     link: Link = "auto"
     """How ranks reach each other. In a process each: by `shared` memory, or with torch's ops also by `gloo` over this
     machine's loopback; on GPUs by `ipc`, where kernels reach each other's memory; `threads`: in one process, for

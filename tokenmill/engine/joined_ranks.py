@@ -1,7 +1,9 @@
 """Ranks on other machines: those of later stages, which join their core over TCP.
 
-    core, stage 0: listens ◄── hello ──  tokenmill host --join tcp://core:8200    listens for the stage before it
-                           ── start ──►                                           connects to the stage behind it
+    core, stage 0: listens ◄── hello ───  tokenmill host --join tcp://core:8200
+                           ── invite ──►  starts the other ranks of its stage, which say hello with the stage's ticket
+                           ◄── port ────  each rank listens for the one in its place of the stage before
+                           ── start ──►   connects to the one in its place of the stage behind
                            ═══ plans ═══►  stage 1 ══► stage 2 ══► ... ══► core
 
 Who connects proves that it has the group's key (TOKENMILL_RANK_KEY), and so does who listens; what follows is not
@@ -11,31 +13,62 @@ encrypted: ranks must be on a private network. A machine that goes silent is giv
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TypeVar
 
 import msgspec
 
 from tokenmill.errors import InvalidConfig, PeerDied
+from tokenmill.observe.log import get_log
+from tokenmill.parallel.stages import Mesh
+
+log = get_log("ranks")
 
 KEY_VARIABLE = "TOKENMILL_RANK_KEY"
 MIN_KEY_BYTES = 16
 JOIN_S = 120.0  # until all ranks are there
 HANDSHAKE_S = 10.0
 SILENCE_S = 5  # without an answer of the other machine
+MAX_MESSAGE = 1 << 10  # bytes of a hello
 RANK, STREAM = b"rank", b"stream"  # what a connection is for
 
 
 class RankHello(msgspec.Struct, frozen=True):
-    """A rank's first word to its core: where the stage before it may connect, on the machine that it comes from."""
+    """A rank's first word to its core: one of an invited stage, or the first of a machine that is to be a stage."""
+
+    ticket: str = ""  # of its stage; empty: of a machine that has just joined
+    place: int = 0  # among the ranks of the stage
+
+
+class StageInvite(msgspec.Struct, frozen=True):
+    """The core's answer to a machine: the stage that it is, and how its ranks find each other."""
+
+    ticket: str
+    num_ranks: int
+    file_bytes: int  # of the file that they share
+
+
+class RankPort(msgspec.Struct, frozen=True):
+    """Where the rank of the stage before may connect, on the machine that this one comes from."""
 
     port: int
+
+
+@dataclass(frozen=True)
+class JoinedRank:
+    """A rank on another machine, before it knows what to load."""
+
+    connection: Connection
+    address: tuple[str, int]  # where the rank of the stage before may connect
 
 
 def group_key() -> bytes:
@@ -83,6 +116,48 @@ class RankListener:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def accept_stages(listener: RankListener, mesh: Mesh, file_bytes: int, until_s: float) -> dict[int, JoinedRank]:
+    """Wait until a machine has come for each stage behind the first, and has started its ranks; these by number."""
+    found: dict[int, JoinedRank] = {}
+    stages: dict[str, int] = {}  # by ticket
+    while len(found) < mesh.size - mesh.tp:
+        connection, machine = listener.accept(RANK, until_s)
+        hello = _told(connection, RankHello)
+        if not hello.ticket and len(stages) < mesh.pp - 1:
+            ticket = secrets.token_hex(16)
+            stages[ticket] = len(stages) + 1
+            connection.send_bytes(msgspec.msgpack.encode(StageInvite(ticket, mesh.tp, file_bytes)))
+            hello = RankHello(ticket)
+        rank = stages.get(hello.ticket, mesh.pp) * mesh.tp + hello.place
+        is_expected = rank < mesh.size and rank not in found and 0 <= hello.place < mesh.tp
+        if not is_expected:  # a machine too many, or a rank of a group that has ended
+            connection.close()
+            continue
+        found[rank] = JoinedRank(connection, (machine, _told(connection, RankPort).port))
+        log.info("rank %d of %d has joined from %s", rank, mesh.size, machine)
+    return found
+
+
+_Message = TypeVar("_Message", RankHello, RankPort, StageInvite)
+
+
+def _told(connection: Connection, kind: type[_Message]) -> _Message:
+    try:
+        return msgspec.msgpack.decode(connection.recv_bytes(MAX_MESSAGE), type=kind)
+    except (OSError, EOFError, msgspec.DecodeError) as error:
+        raise PeerDied(f"a rank ended before it had joined: {error}") from None
+
+
+def say_hello(leader: Connection, hello: RankHello) -> StageInvite | None:
+    """Tell the core that a rank is there; its answer to the first one of a machine."""
+    leader.send_bytes(msgspec.msgpack.encode(hello))
+    return None if hello.ticket else _told(leader, StageInvite)
+
+
+def say_port(leader: Connection, port: int) -> None:
+    leader.send_bytes(msgspec.msgpack.encode(RankPort(port)))
 
 
 def connect(host: str, port: int, kind: bytes, key: bytes, until_s: float) -> Connection:

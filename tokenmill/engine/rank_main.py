@@ -1,5 +1,6 @@
 """The program of a rank's process: `python -m tokenmill.engine.rank_main DESCRIPTOR PARENT`, or a copy of its core's
-process (`fork_rank`), which has all libraries loaded already. On another machine: `... --join HOST:PORT PARENT`.
+process (`fork_rank`), which has all libraries loaded already. On another machine: `... --join HOST:PORT PARENT`, which
+starts the other ranks of its stage: `... --join HOST:PORT PARENT TICKET PLACE DESCRIPTOR`.
 
 It loads its part of a model and follows rank 0 (`runner/ranked.py`); it ends when rank 0 closes the connection, or is
 gone. SIGUSR2 writes the stacks of its threads to standard error.
@@ -13,6 +14,7 @@ import gc
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -37,7 +39,8 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 def main() -> int:
     if sys.argv[1] == "--join":
-        return serve_joined_rank(sys.argv[2], int(sys.argv[3]))
+        ticket, place, descriptor = sys.argv[4:] or ("", "0", "-1")
+        return serve_joined_rank(sys.argv[2], int(sys.argv[3]), ticket, int(place), int(descriptor))
     return serve_rank(Connection(int(sys.argv[1])), int(sys.argv[2]))
 
 
@@ -76,8 +79,9 @@ def keep_only(wanted: Collection[int]) -> None:
             os.closerange(before + 1, descriptor)
 
 
-def serve_joined_rank(address: str, parent_pid: int) -> int:
-    """Be a stage of a pipeline whose core is on another machine."""
+def serve_joined_rank(address: str, parent_pid: int, ticket: str, place: int, descriptor: int) -> int:
+    """Be a rank of a stage of a pipeline whose core is on another machine. `ticket`: of the stage; without one this is
+    its first rank, which starts the others. `descriptor`: of the file that they share."""
     prepare_process(parent_pid)
     from tokenmill.engine.joined_ranks import (
         JOIN_S,
@@ -87,24 +91,49 @@ def serve_joined_rank(address: str, parent_pid: int) -> int:
         connect,
         group_key,
         ring_ends,
+        say_hello,
+        say_port,
         split_address,
         when_closed,
     )
-    from tokenmill.engine.ranks import RankStart, run_follower
-    from tokenmill.parallel.group import SingleRank
-    from tokenmill.parallel.stage_link import StageLink
 
     (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
     leader = connect(host, port, RANK, key, until_s)
     when_closed(leader, lambda: os._exit(1))
+    invite = say_hello(leader, RankHello(ticket, place))
+    if invite is not None and invite.num_ranks > 1:
+        descriptor = os.memfd_create("tokenmill-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, invite.file_bytes)
+        for sibling in range(1, invite.num_ranks):
+            start_sibling(address, invite.ticket, sibling, descriptor)
     listener = RankListener("", 0, key)
-    leader.send_bytes(msgspec.msgpack.encode(RankHello(listener.port)))
+    say_port(leader, listener.port)
+    from tokenmill.engine.ranks import RankStart, join_group, run_follower  # torch is imported while others join
+    from tokenmill.parallel.stage_link import StageLink
+
     start = msgspec.msgpack.decode(leader.recv_bytes(), type=RankStart)
     set_up(start)
-    before, behind = ring_ends(listener, *(start.behind_at or (host, port)), key, until_s)
+    before, behind = ring_ends(listener, *(start.behind_at or (host, start.core_port or port)), key, until_s)
     listener.close()
-    run_follower(start, SingleRank(), StageLink(before, behind, reads_ahead=False), leader)
+    group = join_group(start.config, start.rank, descriptor)
+    run_follower(start, group, StageLink(before, behind, reads_ahead=False), leader)
     return 0
+
+
+def start_sibling(address: str, ticket: str, place: int, descriptor: int) -> None:
+    """Start another rank of this stage, which ends with this one; and this one with it, so that the group ends."""
+    from tokenmill.engine.core_process import own_python
+
+    command = [*own_python(), "-m", "tokenmill.engine.rank_main", "--join", address, str(os.getpid())]
+    process = subprocess.Popen(
+        [*command, ticket, str(place), str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=[descriptor]
+    )
+
+    def watch() -> None:
+        process.wait()
+        os._exit(1)
+
+    threading.Thread(target=watch, name=f"sibling-{place}", daemon=True).start()
 
 
 def serve_rank(leader: Connection, parent_pid: int) -> int:

@@ -44,9 +44,8 @@ from tokenmill.engine.backends import find_backend
 from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, own_python
 from tokenmill.engine.joined_ranks import (
     JOIN_S,
-    RANK,
-    RankHello,
     RankListener,
+    accept_stages,
     group_key,
     hang_up,
     ring_ends,
@@ -99,7 +98,8 @@ class RankStart(msgspec.Struct, frozen=True):
     descriptor: int = -1  # of a file without a name, by which ranks of a stage find each other or which they share
     before: int = -1  # descriptors of the connections to the stages before and behind, where there are several
     behind: int = -1
-    behind_at: tuple[str, int] | None = None  # of a rank on another machine: where the next stage is; None: the core
+    behind_at: tuple[str, int] | None = None  # of a rank on another machine: where the next stage is; None: the core,
+    core_port: int = 0  # where it listens for this one; 0: where the rank has joined
     pool: int = -1  # descriptor of the file that its part of the KV pool lies in, where the core maps it too
 
     @property
@@ -354,34 +354,50 @@ class Ranks:
             ring.close_others(0)  # only the ranks themselves hold them, so that a rank's end is its neighbours'
 
     def _let_join(self, address: str, mesh: Mesh, model_path: Path) -> None:
-        """Wait until other machines have come, and make the stages of them."""
+        """Wait until other machines have come, and make the stages of them; the first one's ranks are here."""
         (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
-        listener = RankListener(host, port, key)
+        listeners = [RankListener(host, port if place == 0 else 0, key) for place in range(mesh.tp)]
+        ends: list[tuple[Connection, Connection]] = []
         try:
-            places: list[tuple[str, int]] = []
-            for rank in range(1, mesh.size):
-                log.info("waiting for rank %d of %d to join at %s", rank, mesh.size, address)
-                follower, place = listener.accept(RANK, until_s)
-                self._followers.append(follower)
-                places.append((place, msgspec.msgpack.decode(follower.recv_bytes(), type=RankHello).port))
-            for rank, follower in enumerate(self._followers, 1):
-                behind = places[rank] if rank < len(places) else None
-                start = RankStart(self._config, str(model_path), rank, behind_at=behind)
-                follower.send_bytes(msgspec.msgpack.encode(start))
-            before, behind_me = ring_ends(listener, *places[0], key, until_s)
+            log.info("waiting for %d machines to join at %s", mesh.pp - 1, address)
+            file_bytes = group_file_bytes(mesh.tp, self._config.parallel.link)
+            joined = accept_stages(listeners[0], mesh, file_bytes, until_s)
+            for rank, one in sorted(joined.items()):
+                behind, core_port = joined.get(rank + mesh.tp), listeners[mesh.place(rank)].port
+                start = RankStart(
+                    self._config, str(model_path), rank,
+                    behind_at=None if behind is None else behind.address, core_port=core_port,
+                )  # fmt: skip
+                one.connection.send_bytes(msgspec.msgpack.encode(start))
+            for place, listener in enumerate(listeners):
+                ends.append(ring_ends(listener, *joined[mesh.tp + place].address, key, until_s))
         except (OSError, EOFError) as error:
             raise PeerDied(f"a rank ended before it had joined: {error}") from None
         finally:
-            listener.close()
-        self.group, self.link = SingleRank(), StageLink(before, behind_me, reads_ahead=True)
-        for rank, follower in enumerate(self._followers, 1):
-            when_closed(follower, partial(self._lose, rank, "is gone, or its machine"))
+            for listener in listeners:
+                listener.close()
+        self._descriptors = [shared_file(mesh.tp, self._config.parallel.link)] if mesh.tp > 1 else []
+        for rank in range(1, mesh.tp):
+            before, behind_rank = ends[rank]
+            with before, behind_rank:  # only the rank itself holds them, so that its end is its neighbours'
+                self._start_process(
+                    RankStart(
+                        self._config, str(model_path), rank, self._descriptors[0],
+                        before.fileno(), behind_rank.fileno(),
+                    )
+                )  # fmt: skip
+        self.group = join_group(self._config, 0, self._descriptors[0] if self._descriptors else -1)
+        self.link = StageLink(*ends[0], reads_ahead=True)
+        for rank, one in sorted(joined.items()):
+            self._followers.append(one.connection)
+            when_closed(one.connection, partial(self._lose, rank, "is gone, or its machine"))
 
     def _lose(self, rank: int, how: str) -> None:
         """End the group because a rank on another machine has ended."""
         if self._is_closed:
             return
         log.error("rank %d %s: its group ends", rank, how)
+        self.group.abort()
         self.close()
         self._when_rank_dies(f"rank {rank} {how}")
 
@@ -509,13 +525,19 @@ def thread_groups(config: EngineConfig) -> Sequence[RankGroup]:
 def shared_file(size: int, link: str) -> int:
     """Return the descriptor of an anonymous shared file, which is freed with the last process that has it open."""
     descriptor = os.memfd_create("tokenmill-ranks", os.MFD_CLOEXEC)
-    if link == "shared":
-        os.ftruncate(descriptor, SharedGroup.file_bytes(size))
-    if link == "ipc":
+    os.ftruncate(descriptor, group_file_bytes(size, link))
+    return descriptor
+
+
+def group_file_bytes(size: int, link: str) -> int:
+    """Return the bytes of the file that the ranks of a stage share."""
+    if size > 1 and link == "shared":
+        return SharedGroup.file_bytes(size)
+    if size > 1 and link == "ipc":
         from tokenmill.parallel.device import DeviceGroup
 
-        os.ftruncate(descriptor, DeviceGroup.file_bytes(size))
-    return descriptor
+        return DeviceGroup.file_bytes(size)
+    return 0
 
 
 def join_group(config: EngineConfig, rank: int, descriptor: int) -> RankGroup:

@@ -34,8 +34,8 @@ def resolve_parallel(
     if parallel.lanes is not None and pp == 1:
         raise InvalidConfig("lanes are those of a pipeline, and pp is 1", param="lanes")
     _require_experts(parallel, spec, backend)
-    if parallel.stages_at is not None and (pp == 1 or tp > 1 or parallel.link == "threads"):
-        problem = "stages_at is where stages of a pipeline (pp) join, one rank each (tp 1), in processes"
+    if parallel.stages_at is not None and (pp == 1 or parallel.link == "threads"):
+        problem = "stages_at is where stages of a pipeline (pp) join, in processes"
         raise InvalidConfig(problem, param="stages_at")
     if parallel.dp_attention:
         _require_parting(parallel, spec, backend)

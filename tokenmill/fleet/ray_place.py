@@ -255,9 +255,9 @@ def within_nodes(bundles: list[dict[str, float]], nodes: Sequence[Any]) -> list[
 
 
 def spread_config(config: EngineConfig) -> EngineConfig:
-    """Return the settings of a replica with each pipeline stage on a node of its own, if it has several stages of one
-    rank each."""
-    if config.parallel.pp == 1 or config.parallel.tp > 1:
+    """Return the settings of a replica with each pipeline stage on a node of its own, if it has several. Stages on GPUs
+    map each other's memory, so they are on one node."""
+    if config.parallel.pp == 1 or config.ops.device == "cuda":
         return config
     port = random.randrange(*STAGE_PORTS)  # where it is taken, the core ends, and the next one has another
     return replace(config, parallel=replace(config.parallel, stages_at=f"0.0.0.0:{port}"))
@@ -266,7 +266,7 @@ def spread_config(config: EngineConfig) -> EngineConfig:
 def replica_bundles(config: EngineConfig) -> list[dict[str, float]]:
     """Return the resources that Ray reserves for a replica on each node: a GPU for each rank there, or its threads."""
     parallel = config.parallel
-    ranks = 1 if parallel.stages_at is not None else parallel.num_ranks
+    ranks = parallel.tp if parallel.stages_at is not None else parallel.num_ranks
     if config.ops.device == "cuda":
         bundle = {"CPU": float(ranks), "GPU": float(ranks)}
     else:

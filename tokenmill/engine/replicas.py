@@ -203,6 +203,7 @@ class Replicas:
 
     def described(self) -> list[dict[str, Any]]:
         """Return a description of each core's state, for monitoring."""
+        totals = {replica.index: replica.totals() for replica in self.all}
         return [
             {
                 "replica": replica.index,
@@ -214,7 +215,7 @@ class Replicas:
                 "requests": len(replica.runs),
                 "prefill_tokens": replica.num_prefilling,
                 "num_placed": replica.num_placed,
-                **{name: getattr(replica.totals(), name) for name in SHOWN},
+                **{name: getattr(totals[replica.index], name) for name in SHOWN},
             }
             for replica in self.all
         ]

@@ -30,6 +30,7 @@ from tokenmill.types import Message, ToolCall, ToolKind
 Item = dict[str, Any]
 MAX_ITEMS = 16_384
 MAX_PARTS = 1024
+MAX_ID = 256  # characters
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "refusal": "refusal"}
 ID_PREFIXES = {
@@ -58,6 +59,7 @@ class ItemReader:
             refuse(path, f"must be an object, got {kind_of(value)}")
         fields = BodyFields(value, f"{path}.")
         kind = kind_of_item(fields)
+        fields.text("id", MAX_ID)
         read = READERS.get(kind)
         if read is None:
             refuse(fields.name("type"), f"{shown(kind)} is not supported by this server")

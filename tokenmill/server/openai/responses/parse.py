@@ -72,7 +72,7 @@ class ResponseReferences:
 
     @property
     def needs_lookup(self) -> bool:
-        return bool(self.parent or self.conversation or self.item_ids)
+        return self.parent is not None or self.conversation is not None or bool(self.item_ids)
 
 
 @dataclass(frozen=True)

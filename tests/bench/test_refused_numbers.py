@@ -51,6 +51,7 @@ SERVER = ["--url", "http://127.0.0.1:9", "--model", "m"]
         (["search", *SERVER, "--trial-s", "9"], ["--trial-s needs --over rate"]),
         (["serve", *SERVER, "--workload", "lengths", "--output-len", "9"], ["--output-len needs another workload"]),
         (["search", *SERVER, "--resume", "/no/where/s.json"], ["--resume", "no such folder"]),
+        (["search", *SERVER, "--resume", "/tmp"], ["--resume", "it is a folder"]),
         (["serve", *SERVER, "--max-input", "9"], ["--max-input needs --workload lengths or --trace"]),
         (["serve", *SERVER, "--trace", "t.csv", "--input-len", "9"], ["--input-len needs a load without --trace"]),
         (["search", *SERVER, "--waves", "0"], ["--waves"]),

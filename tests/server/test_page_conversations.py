@@ -83,3 +83,31 @@ def test_a_conversation_deleted_while_it_is_answered_stays_deleted(
         page.reload()
         page.wait_for_selector(".welcome")
         expect(page.locator(".conversation")).to_have_count(0)
+
+
+def test_two_tabs_go_on_with_one_conversation(chromium: Browser, page_server: ScriptedServer) -> None:
+    with watched_page(chromium, page_server.url) as page:
+        ask(page, "second")
+        wait_for_answer(page, "The second answer.")
+        other = page.context.new_page()
+        other.goto(page.url)
+        wait_for_answer(other, "The second answer.")
+        ask(other, "markdown")
+        wait_for_answer(other, "Mills")
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # as when its user comes back to it
+        wait_for_answer(page, "Mills")
+        ask(page, "and once more")
+        expect(page.locator(".message.user")).to_have_count(3)
+        wait_for_answer(page, "Mills")
+        page.reload()
+        expect(page.locator(".message.user")).to_have_count(3)
+
+
+def test_a_lost_connection_is_told_in_words(chromium: Browser, page_server: ScriptedServer) -> None:
+    with watched_page(chromium, page_server.url, expects="ERR_FAILED") as page:
+        page.route("**/v1/chat/completions", lambda route: route.abort())
+        ask(page, "second")
+        expect(page.locator(".problem")).to_have_text("The connection to the server was lost.")
+        page.unroute("**/v1/chat/completions")
+        page.keyboard.press("Alt+KeyR")
+        wait_for_answer(page, "The second answer.")

@@ -58,7 +58,8 @@ def refuse_idle(settings: Any, needs: Needs) -> None:
 def require_folder(file: Path | None, option: str) -> None:
     """Refuse a file that could not be written, before the run whose results it is for."""
     if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
-        raise InvalidConfig(f"--{option} {file} is no file that can be written: there is no such folder", param=option)
+        why = "it is a folder" if file.is_dir() else "there is no such folder"
+        raise InvalidConfig(f"--{option} {file} is no file that can be written: {why}", param=option)
 
 
 def require_page(file: Path | None) -> None:

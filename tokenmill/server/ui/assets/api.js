@@ -33,6 +33,11 @@ export function askKey(reason) {
   return asking;
 }
 
+/** What went wrong, for people: browsers say "network error" or "Failed to fetch" when the server does not answer. */
+export function reasonOf(error) {
+  return error instanceof TypeError ? "The connection to the server was lost." : error.message || String(error);
+}
+
 export async function call(path, { method = "GET", body, signal } = {}) {
   for (;;) {
     const headers = storedKey() ? { authorization: `Bearer ${storedKey()}` } : {};
@@ -50,7 +55,7 @@ export async function order(path, method, body, said = "") {
     await call(path, { method, body });
     if (said) toast(said);
   } catch (error) {
-    toast(error.message, "error");
+    toast(reasonOf(error), "error");
   }
 }
 

@@ -1,6 +1,6 @@
 // The chat: the list of conversations, the messages of one, the box to write in, and the answers that are being streamed.
 
-import { ApiError, call, capabilities, events, getJson, storedKey } from "./api.js";
+import { ApiError, call, capabilities, events, getJson, reasonOf, storedKey } from "./api.js";
 import { MessageView } from "./answer.js";
 import { codeSample, SAMPLE_NAMES } from "./code_samples.js";
 import { addNode, choose, children, exported, imported, newConversation, path, pathTo, requestBody, siblings } from "./conversation.js";
@@ -114,6 +114,14 @@ export class ChatView {
     if (!id && matchMedia("(min-width: 781px)").matches) this.input.focus(); // a phone would show its keyboard
   }
 
+  /** Called when the page is looked at again: another tab may have gone on with this conversation. */
+  async show() {
+    const { current } = this;
+    if (!current || this.run()) return;
+    const kept = await getConversation(current.id).catch(() => null);
+    if (kept?.updated > current.updated && current === this.current && !this.run()) this.open(kept.id);
+  }
+
   startNew() {
     if (location.hash === NEW_CHAT) this.open(null);
     else location.hash = NEW_CHAT;
@@ -170,7 +178,7 @@ export class ChatView {
     } catch (error) {
       this.models = [];
       if (error.status === 503) setTimeout(() => this.loadModels(), RETRY_MS); // still loading
-      toast(error.message, error.status === 503 ? "note" : "error");
+      toast(reasonOf(error), error.status === 503 ? "note" : "error");
     }
     const wanted = this.current?.model;
     replace(this.modelChoice, this.models.map((name) => h("option", { value: name }, name)));
@@ -301,7 +309,7 @@ export class ChatView {
       await this.stream(run, body);
     } catch (error) {
       if (error.name === "AbortError") node.finish = "stopped";
-      else if (!this.isLeft) node.error = error.message || String(error);
+      else if (!this.isLeft) node.error = reasonOf(error);
     }
     finishStats(run);
     if (this.runs.get(conversation.id) !== run) return; // asked anew meanwhile, which keeps all of it, or deleted

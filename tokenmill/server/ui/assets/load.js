@@ -1,6 +1,6 @@
 // The load of the server, second by second: the numbers of /metrics, their recent course, and the requests under way.
 
-import { call, events, order } from "./api.js";
+import { call, events, order, reasonOf } from "./api.js";
 import { confirmed, duration, h, iconButton, percent, replace, shortNumber } from "./dom.js";
 
 const KEPT = 120; // readings, one a second
@@ -46,7 +46,7 @@ export class LoadView {
         for await (const data of events(response)) this.note(JSON.parse(data));
       } catch (error) {
         if (controller.signal.aborted) return;
-        this.showState("unreachable", error.message);
+        this.showState("unreachable", reasonOf(error));
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }

@@ -1,6 +1,6 @@
 // Models: what answers here and in which state, what lies on this machine, and what the catalog has and whether it fits.
 
-import { call, getJson, objects, order } from "./api.js";
+import { call, getJson, objects, order, reasonOf } from "./api.js";
 import { button, bytes, confirmed, duration, h, icon, replace, shortNumber, toast } from "./dom.js";
 
 const REFRESH_MS = 3000; // while the view is open
@@ -35,7 +35,7 @@ export class ModelsView {
     try {
       this.shelf = await getJson("/ui/models");
     } catch (error) {
-      if (isComplaining) toast(error.message, "error");
+      if (isComplaining) toast(reasonOf(error), "error");
       return;
     }
     this.draw();
@@ -107,7 +107,7 @@ export class ModelsView {
       toast(`${name} is here`);
     } catch (error) {
       if (error.name === "AbortError") toast(`${name}: cancelled; what has arrived is kept for the next try`);
-      else toast(`${name}: ${error.message}`, "error");
+      else toast(`${name}: ${reasonOf(error)}`, "error");
     }
     pulls.delete(name);
     this.refresh(false);

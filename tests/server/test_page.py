@@ -22,7 +22,7 @@ from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
 from tokenmill.server.gate import EngineGate
 from tokenmill.server.keys import KeyRecord, KeyRing, new_key, write_keys
-from tokenmill.server.ui.feed import SHOWN
+from tokenmill.server.ui.feed import SHOWN_SERIES
 from tokenmill.server.ui.pages import PAGE_PATHS, PAGES, PARTS
 
 ASSETS = Path(tokenmill.server.ui.__file__).parent / "assets"
@@ -136,7 +136,7 @@ def test_the_feed_says_what_metrics_say() -> None:
             for label, one in value.items() if isinstance(value, dict) else [(None, value)]:
                 full = name if label is None else f"{name}{{{label}}}"
                 assert shown.pop(full) == one, full
-        prefixes = tuple(f"tokenmill_{family}" for family in SHOWN)
+        prefixes = tuple(f"tokenmill_{family}" for family in SHOWN_SERIES)
         assert [name for name in shown if name.startswith(prefixes) and "_created" not in name] == []
 
 

@@ -72,7 +72,7 @@ def test_every_view_fits_its_window(
         page.locator(".operation", has_text="/v1/chat/completions").locator("summary").click()
         page.wait_for_selector(".operation-body")
         look("docs")
-        described = page.locator(".operation-body td", has_text="The name that GET").first.bounding_box()
+        described = page.locator(".operation-body td", has_text="The name of a model").first.bounding_box()
         assert described is not None and described["x"] + described["width"] <= width
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         lightness = sum(map(int, re.findall(r"\d+", background)[:3]))
@@ -95,7 +95,7 @@ def test_parameters_reach_the_model_and_wrong_ones_are_told(page: Page, page_ser
     assert sent[0]["messages"][0] == {"role": "system", "content": "Be brief."}
     assert (sent[0]["temperature"], sent[0]["seed"], sent[0]["max_tokens"]) == (0, 7, 5)
     set_parameter(page, "maxTokens", "0")
-    expect(page.locator(".field-problem", has_text="between 1")).to_be_visible()
+    expect(page.locator(".field-problem", has_text="at least 1")).to_be_visible()
     set_parameter(page, "maxTokens", "")
     set_parameter(page, "schema", '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
     ask(page, "now as JSON")
@@ -205,7 +205,7 @@ def test_conversations_travel_as_files(
         assert other.locator(".message img").count() == 0
         file.write_text('{"conversations": 3}')
         other.set_input_files(".library-tools input[type=file]", file)
-        expect(other.locator(".toast.error")).to_contain_text("no export")
+        expect(other.locator(".toast.error")).to_contain_text("not an export")
         other.hover(".conversation")
         other.click(".conversation [aria-label=Delete]")
         other.click("dialog >> text=Delete >> nth=-1")
@@ -286,7 +286,7 @@ def test_pulls_show_progress_can_be_cancelled_and_undone(
         hub.delay_s = 0.0
         page.fill(".pull-form input", "someone/tiny")
         page.press(".pull-form input", "Enter")
-        expect(page.locator(".toast", has_text="is here")).to_be_visible(timeout=60_000)
+        expect(page.locator(".toast", has_text="was downloaded")).to_be_visible(timeout=60_000)
         assert hub.requests[-1][1] is not None, "what had arrived was kept"
         row.locator("text=Delete").click()
         page.click("dialog >> text=Delete >> nth=-1")

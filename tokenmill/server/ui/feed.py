@@ -1,14 +1,14 @@
-"""The load of the server, once a second while someone looks, and the abort of a request.
+"""The server's load, sent once a second while a page shows it, and aborting a request.
 
     GET /ui/events   server-sent events: {series, replicas, requests, num_requests}
     POST /ui/abort   {"id": …} of a row of `requests`
 
-`series` are the numbers of /metrics, read from the same registry. One reading a second serves all who look, and nothing
-runs while no page is open. With several API keys the list of requests holds those of the key that asks, and a key
-aborts only those, unless its record says that it sees all. The series and replicas are of the whole server, as those of
-/metrics are, and so for such a key only.
+`series` are the numbers of /metrics, read from the same registry. All open pages share one reading per second, and
+nothing runs while no page is open. With several API keys the list has only the requests of the client's key, and a key
+can abort only those, unless it has `sees_all`. The series and replicas concern the whole server, as in /metrics, so
+only such a key sees them.
 
-These routes are for the server's own page: a page of another origin is refused, whatever CORS allows it elsewhere.
+These routes are for the server's own page: pages of other origins are refused, whatever CORS allows elsewhere.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TAG = "Page"
 ANY_OBJECT = {"type": "object"}
 INTERVAL_S = 1.0
 MAX_ROWS = 200  # requests in one event
-SAME_ORIGIN = ("same-origin", "none")  # values of sec-fetch-site; none: the address was typed
+SAME_ORIGIN = ("same-origin", "none")  # values of sec-fetch-site; none: the user entered the address
 
-SHOWN = (
+SHOWN_SERIES = (
     "requests",
     "requests_running",
     "requests_waiting",
@@ -51,21 +51,21 @@ SHOWN = (
     "draft_tokens",
     "accepted_draft_tokens",
 )
-"""The families of /metrics that the page shows."""
+"""The metrics that the page shows."""
 
 ReadSeries = Callable[[Sequence[str]], dict[str, SeriesValue]]
 
 
 class ForeignPage(TokenmillError):
-    """A web page of another origin asked."""
+    """The request came from a web page of another origin."""
 
     code = "foreign_page"
     http_status = 403
 
 
 def require_own_page(request: Request) -> None:
-    """Refuse requests that come from pages of others. A client that is no browser says nothing of its origin; a browser
-    says `sec-fetch-site`, or, to an address that is neither https nor this machine, the origin alone."""
+    """Refuse requests from web pages of other origins. Clients other than browsers do not send an origin. Browsers send
+    `sec-fetch-site`, but to an address that is neither https nor this machine only `origin`."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     is_foreign_origin = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
     if is_foreign_origin if site is None else site not in SAME_ORIGIN:
@@ -73,47 +73,48 @@ def require_own_page(request: Request) -> None:
 
 
 class LoadFeed:
-    """Readings of the load, at most one an interval however many look."""
+    """Reads the server's load at most once per interval, however many pages show it."""
 
     def __init__(self, context: RouteContext, read_series: ReadSeries) -> None:
         self._context = context
         self._read_series = read_series
         self._shared: dict[str, Any] = {}
-        self._taken_s = 0.0
+        self._read_at_s = 0.0
 
-    def view(self, key_id: str) -> str | None:
-        """The key whose requests a key sees: itself, or None for those of all."""
+    def visible_key(self, key_id: str) -> str | None:
+        """Return the id of the key whose requests a client sees; None if it sees those of all keys."""
         key = self._context.keys.get(key_id) if self._context.keys else None
         return None if key is not None and key.sees_all else key_id
 
     def reading(self, key_id: str) -> dict[str, Any]:
+        """Return the current load for a client with this key."""
         now = time.monotonic()
-        if not self._shared or now - self._taken_s > INTERVAL_S / 2:
-            self._shared, self._taken_s = self._take(), now
-        live, seen = self._context.live, self.view(key_id)
-        is_operator = seen is None or not self._context.keys
-        whole: dict[str, Any] = {} if is_operator else {"series": {}, "replicas": []}
+        if not self._shared or now - self._read_at_s > INTERVAL_S / 2:
+            self._shared, self._read_at_s = self._read(), now
+        live, visible = self._context.live, self.visible_key(key_id)
+        is_operator = visible is None or not self._context.keys
+        hidden: dict[str, Any] = {} if is_operator else {"series": {}, "replicas": []}
         return {
             **self._shared,
-            **whole,
-            "num_read": live.num_read(seen),
-            "num_generated": live.num_generated(seen),
-            "requests": live.rows(seen, MAX_ROWS),
-            "num_requests": live.count(seen),
+            **hidden,
+            "num_read": live.num_read(visible),
+            "num_generated": live.num_generated(visible),
+            "requests": live.rows(visible, MAX_ROWS),
+            "num_requests": live.count(visible),
         }
 
-    def _take(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         health, replicas = self._context.registry.health(), replica_rows(self._context)
         return {
             "time": time.time(),
             "version": tokenmill.__version__,
             "state": health.state,
-            "series": self._read_series(SHOWN),
+            "series": self._read_series(SHOWN_SERIES),
             "replicas": replicas if len(replicas) > 1 else [],
         }
 
     async def frames(self, key_id: str) -> AsyncIterator[bytes]:
-        """Events until the client leaves or the server stops."""
+        """Yield events until the client disconnects or the server stops."""
         while self._context.registry.health().state != "draining":
             yield sse_frame(orjson.dumps(self.reading(key_id)))
             await asyncio.sleep(INTERVAL_S)
@@ -130,7 +131,7 @@ def feed_endpoints(context: RouteContext, read_series: ReadSeries) -> list[Endpo
     async def abort_request(request: Request) -> Response:
         require_own_page(request)
         run_id = await context.parsed(request, lambda body: BodyFields(body).required_text("id"))
-        await context.live.abort(run_id, feed.view(request.state.record.key_id))
+        await context.live.abort(run_id, feed.visible_key(request.state.record.key_id))
         return json_response({"aborted": run_id})
 
     row = object_of(id=TEXT, path=TEXT, state=TEXT, prompt_tokens=COUNT, generated_tokens=COUNT)
@@ -147,8 +148,8 @@ def feed_endpoints(context: RouteContext, read_series: ReadSeries) -> list[Endpo
                 num_requests=COUNT,
             ),
             (403,),
-            description="The load of the server, once a second: the requests of this key, and for one that sees all "
-            "those of all keys, the numbers of /metrics, and the replicas where there are several.",
+            description="The load of the server, once a second: the requests of this key; with `sees_all`: the "
+            "requests of all keys, the numbers of /metrics, and the replicas if there are several.",
             media_type="text/event-stream",
         ),
         Endpoint(
@@ -159,6 +160,6 @@ def feed_endpoints(context: RouteContext, read_series: ReadSeries) -> list[Endpo
             object_of(aborted=TEXT),
             (*READING, 403),
             {"type": "object", "required": ["id"], "properties": {"id": TEXT}},
-            description="End a request of this key. Its client gets an error with the code `aborted`.",
+            description="Abort a request of this key. Its client gets an error with the code `aborted`.",
         ),
     ]

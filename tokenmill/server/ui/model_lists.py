@@ -1,8 +1,8 @@
-"""Models that answer here or could: those that are served, in the store, in the catalog, and whether they fit.
+"""The models that the page lists: served, stored and catalogued ones, and whether they fit this machine.
 
-What fits is the planner's knowledge. The server does not import the planner, so its caller passes that in
-(`FitFinder`); without it the page shows sizes alone. A plan takes milliseconds and the first measures the machine, so
-they are made in a thread, once a model.
+The planner decides what fits. The server does not import the planner, so its caller passes it as a `FitFinder`; without
+one the page shows only sizes. A plan takes milliseconds, and the first one measures the machine, so plans are made in a
+thread, once per model.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ JsonFit = dict[str, Any]
 
 
 class FitFinder(Protocol):
-    """Says what models need here: {needs_bytes, is_planned, tokens_s}; None where nothing can be said."""
+    """Estimates what models need on this machine: {needs_bytes, is_planned, tokens_s}; None if it is unknown."""
 
-    def device(self) -> tuple[str, int]: ...  # its name, and bytes that it has for models now
+    def device(self) -> tuple[str, int]: ...  # its name, and the bytes that are free for models
     def of_files(self, name: str, path: Path) -> JsonFit | None: ...
     def of_catalog(self, name: str) -> JsonFit | None: ...
 
 
-MakeFinder = Callable[[], FitFinder]  # called when the page asks for the first time
+MakeFinder = Callable[[], FitFinder]  # called on the first request of the page
 
 
 class ModelLists:
-    """The lists of stored and of catalogued models."""
+    """The lists of stored and catalogued models."""
 
     def __init__(self, make_finder: MakeFinder | None) -> None:
         self._make_finder = make_finder
@@ -45,10 +45,10 @@ class ModelLists:
         self._fits: dict[tuple[str, Path | None], JsonFit | None] = {}
 
     def listed(self) -> dict[str, Any]:
-        """Read the store and plan what is new; this may take a second."""
+        """Read the store and plan new models. This may take a second."""
         store = Store()
         manifests = store.manifests()
-        here = {manifest.name: store.path_of(manifest) for manifest in manifests}
+        paths = {manifest.name: store.path_of(manifest) for manifest in manifests}
         device = ""
         if self._make_finder is not None:
             self._finder = self._finder or self._make_finder()
@@ -63,8 +63,8 @@ class ModelLists:
                     "about": entry.about,
                     "license": entry.license,
                     "size_bytes": entry.size_bytes,
-                    "is_stored": entry.name in here,
-                    "fit": self._fit(entry.name, here.get(entry.name)),
+                    "is_stored": entry.name in paths,
+                    "fit": self._fit(entry.name, paths.get(entry.name)),
                 }
                 for entry in load_catalog().values()
             ],
@@ -94,11 +94,11 @@ class ModelLists:
 
 def model_list_endpoints(context: RouteContext, make_finder: MakeFinder | None) -> list[Endpoint]:
     lists = ModelLists(make_finder)
-    turn = asyncio.Lock()
+    lock = asyncio.Lock()
 
     async def models_to_choose_from(request: Request) -> Response:
         require_own_page(request)
-        async with turn:
+        async with lock:
             listed = await asyncio.to_thread(lists.listed)
         can_manage, served = may_manage(request, context.config), await model_rows(context, request)
         return json_response({"can_manage": can_manage, "served": served, **listed})
@@ -112,6 +112,6 @@ def model_list_endpoints(context: RouteContext, make_finder: MakeFinder | None) 
             TAG,
             object_of(can_manage=FLAG, served=list_of(ROW), stored=list_of(row), catalog=list_of(row)),
             (403,),
-            description="Models that are served, in the store and in the catalog, and whether they fit this machine.",
+            description="The served, stored and catalogued models, and whether they fit this machine.",
         )
     ]

@@ -1,7 +1,7 @@
 """The files of the pages, read once and served from memory.
 
-Browsers may load nothing that does not come from this server (`POLICY`), and no script that stands in a page, so text
-of a model that slipped into markup would stay text. A browser asks again on every visit and gets 304 while nothing
+The content security policy (`POLICY`) lets browsers load resources from this server only, and no inline scripts, so
+text of a model could not run even if it became markup. Browsers revalidate on every visit and get a 304 if nothing has
 changed.
 """
 
@@ -25,7 +25,7 @@ HEADERS = {
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
-    "vary": "accept",  # other clients get something else at `/`
+    "vary": "accept",  # clients other than browsers get a different reply at `/`
     "x-content-type-options": "nosniff",
 }
 MEDIA_TYPES = {
@@ -58,19 +58,19 @@ PAGE_PATHS = frozenset({*PAGES, *(f"/ui/{name}" for name in PARTS)})
 
 
 def page_routes() -> list[Route]:
-    """The routes of all files but the page at `/`, which that path shares with others."""
+    """Return the routes of all files except the page at `/`, a path that has several endpoints."""
     pages = [get_route(path, _serving(name)) for path, name in PAGES.items() if path != "/"]
     return [*pages, *(get_route(f"/ui/{name}", _serving(name)) for name in PARTS)]
 
 
 def page_endpoints() -> list[Endpoint]:
-    """The page at `/`, for browsers; other clients get what Ollama's clients look for there."""
+    """Return the endpoint of the page at `/`, for browsers; other clients get what Ollama's clients expect there."""
     page = _serving(PAGES["/"])
 
-    async def page_for_people(request: Request) -> Response:
+    async def web_page(request: Request) -> Response:
         return await page(request)
 
-    return [Endpoint("GET", "/", page_for_people, "Operation", TEXT, media_type="text/html")]
+    return [Endpoint("GET", "/", web_page, "Operation", TEXT, media_type="text/html")]
 
 
 def _serving(name: str) -> JsonHandler:

@@ -1,11 +1,11 @@
-// One message on the page: a question, or an answer with its thinking, its tool calls, its tokens and its figures.
+// One message on the page: a question, or an answer with its thinking, tool calls, tokens and statistics.
 
 import { button, copyText, duration, h, icon, iconButton, pretty, replace, shortNumber } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { tokenView } from "./tokens.js";
 
-/** `actions` is the chat: edit, regenerate, choose, sendResults. `place` says where it stands:
- *  its siblings, whether it is the last, and how its tool calls were answered ({results by call, first node, siblings}). */
+/** `actions`: the chat (edit, regenerate, choose, sendResults). `place`: the position of the message: its siblings,
+ *  whether it is the last one, and the results of its tool calls ({results by call, first node, siblings}). */
 export class MessageView {
   constructor(node, actions) {
     this.node = node;
@@ -39,7 +39,7 @@ export class MessageView {
   updateQuestion(place) {
     const pictures = (this.node.images || []).map((url) => h("img", { src: url, alt: "Attached picture" }));
     replace(this.body, pictures, this.node.content ? h("div", { class: "said" }, this.node.content) : null);
-    replace(this.foot, this.branches(place), iconButton("copy", "Copy", () => copyText(this.node.content)), iconButton("edit", "Edit: asks again in a new branch", () => this.edit()));
+    replace(this.foot, this.branches(place), iconButton("copy", "Copy", () => copyText(this.node.content)), iconButton("edit", "Edit and resend in a new branch", () => this.edit()));
   }
 
   edit() {
@@ -51,7 +51,7 @@ export class MessageView {
       if (event.key === "Escape") { event.stopPropagation(); cancel(); }
     });
     replace(this.body, area);
-    replace(this.foot, button("Cancel", cancel), button("Ask again", send, "primary"));
+    replace(this.foot, button("Cancel", cancel), button("Send", send, "primary"));
     area.style.height = `${Math.min(area.scrollHeight + 4, 400)}px`;
     area.focus();
   }
@@ -93,21 +93,21 @@ export class MessageView {
       ? iconButton("tokens", "Token probabilities", () => { this.showsTokens = !this.showsTokens; this.update(place, false); }, { "aria-pressed": `${this.showsTokens}` })
       : null;
     replace(this.foot, this.branches(place), iconButton("copy", "Copy", () => copyText(node.content)),
-      iconButton("again", "Answer again, in a new branch", () => this.actions.regenerate(node)), tokens, this.figures());
+      iconButton("again", "Regenerate in a new branch", () => this.actions.regenerate(node)), tokens, this.figures());
   }
 
   figures() {
     const { stats, finish, error } = this.node;
-    const found = [];
-    if (!finish && !error) found.push("interrupted"); // the page was left
-    if (finish === "stopped") found.push("stopped");
-    if (finish === "length") found.push("cut at the token limit");
-    if (stats?.completion) found.push(`${shortNumber(stats.completion)} tokens`);
-    if (stats?.rate) found.push(`${shortNumber(stats.rate)} tokens/s`);
-    if (stats?.ttftS) found.push(`first after ${duration(stats.ttftS)}`);
-    if (stats?.prompt) found.push(`prompt ${shortNumber(stats.prompt)}${stats.cached ? `, ${shortNumber(stats.cached)} cached` : ""}`);
-    if (stats?.drafted) found.push(`${Math.round((stats.accepted / stats.drafted) * 100)} % of drafts accepted`);
-    return h("span", { class: "figures" }, found.join(" · "));
+    const texts = [];
+    if (!finish && !error) texts.push("interrupted"); // the page was closed while the answer was streamed
+    if (finish === "stopped") texts.push("stopped");
+    if (finish === "length") texts.push("cut at the token limit");
+    if (stats?.completion) texts.push(`${shortNumber(stats.completion)} tokens`);
+    if (stats?.rate) texts.push(`${shortNumber(stats.rate)} tokens/s`);
+    if (stats?.ttftS) texts.push(`first token after ${duration(stats.ttftS)}`);
+    if (stats?.prompt) texts.push(`prompt ${shortNumber(stats.prompt)}${stats.cached ? `, ${shortNumber(stats.cached)} cached` : ""}`);
+    if (stats?.drafted) texts.push(`${Math.round((stats.accepted / stats.drafted) * 100)} % of draft tokens accepted`);
+    return h("span", { class: "figures" }, texts.join(" · "));
   }
 
   branches({ siblings }) {
@@ -144,7 +144,7 @@ export class MessageView {
       this.calls.append(card.element);
     }
     card.code.textContent = isLive ? call.arguments : pretty(call.arguments);
-    card.state.textContent = result !== undefined ? "answered" : isLive ? "writing arguments …" : isOpen ? "waits for your result" : "not answered";
+    card.state.textContent = result !== undefined ? "answered" : isLive ? "writing arguments …" : isOpen ? "waiting for your result" : "not answered";
     if (result !== undefined) replace(card.outcome, h("pre", { class: "result", tabindex: 0 }, pretty(result)));
     else if (isOpen && !card.input) {
       card.input = resultBox(call, "");
@@ -177,5 +177,5 @@ function branchBar(siblings, node, actions) {
 }
 
 function resultBox(call, value) {
-  return h("textarea", { class: "result-input", rows: 3, placeholder: "What did the tool return? Text or JSON", "aria-label": `Result of ${call.name}`, value });
+  return h("textarea", { class: "result-input", rows: 3, placeholder: "Result of the tool: text or JSON", "aria-label": `Result of ${call.name}`, value });
 }

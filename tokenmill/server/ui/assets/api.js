@@ -1,4 +1,4 @@
-// Calls to the server that this page came from. A key, where the server wants one, is typed once and kept for the tab.
+// Requests to this page's server. An API key, if the server needs one, is entered once and kept for the browser tab.
 
 import { dialog, h, toast } from "./dom.js";
 
@@ -22,12 +22,12 @@ export function askKey(reason) {
     const input = h("input", { type: "password", name: "key", autocomplete: "off", "aria-label": "API key", value: storedKey() });
     const form = h("form", {}, h("p", {}, reason), input);
     const keep = () => (input.value ? sessionStorage.setItem(KEY_NAME, input.value) : sessionStorage.removeItem(KEY_NAME));
-    let given = false;
-    const box = dialog("API key", form, [{ label: "Use this key", kind: "primary", action: () => { keep(); given = true; } }], () => {
+    let isEntered = false;
+    const box = dialog("API key", form, [{ label: "Use this key", kind: "primary", action: () => { keep(); isEntered = true; } }], () => {
       asking = null;
-      resolve(given);
+      resolve(isEntered);
     });
-    form.addEventListener("submit", (event) => { event.preventDefault(); keep(); given = true; box.close(); });
+    form.addEventListener("submit", (event) => { event.preventDefault(); keep(); isEntered = true; box.close(); });
     input.focus();
   });
   return asking;
@@ -43,17 +43,17 @@ export async function call(path, { method = "GET", body, signal } = {}) {
     const headers = storedKey() ? { authorization: `Bearer ${storedKey()}` } : {};
     if (body !== undefined) headers["content-type"] = "application/json";
     const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
-    if (response.status === 401 && (await askKey("This server asks for an API key. It is kept until this tab is closed."))) continue;
+    if (response.status === 401 && (await askKey("This server requires an API key. It is kept until this tab is closed."))) continue;
     if (!response.ok) throw await errorOf(response);
     return response;
   }
 }
 
-/** A call whose outcome is told to the user: what is said if it works, or why it does not. */
-export async function order(path, method, body, said = "") {
+/** Send a request and show its outcome to the user: `message` if it succeeds, or the error. */
+export async function order(path, method, body, message = "") {
   try {
     await call(path, { method, body });
-    if (said) toast(said);
+    if (message) toast(message);
   } catch (error) {
     toast(reasonOf(error), "error");
   }
@@ -63,10 +63,10 @@ async function errorOf(response) {
   let message = `${response.status} ${response.statusText}`;
   let code;
   try {
-    const found = (await response.json()).error;
-    message = typeof found === "string" ? found : found.message;
-    code = found.code;
-  } catch { /* not JSON: the status line has to do */ }
+    const error = (await response.json()).error;
+    message = typeof error === "string" ? error : error.message;
+    code = error.code;
+  } catch { /* not JSON: use the status line */ }
   return new ApiError(message, response.status, code);
 }
 
@@ -99,12 +99,12 @@ export async function* objects(response) {
   for await (const line of lines(response)) if (line) yield JSON.parse(line);
 }
 
-// What a model can do, as /api/show says; asked once a model.
-const cards = new Map();
+// The capabilities of a model from /api/show, requested once per model.
+const capabilitiesByModel = new Map();
 export function capabilities(model) {
-  if (!cards.has(model)) {
-    const asked = getJson("/api/show", { method: "POST", body: { model } }).then((card) => card.capabilities);
-    cards.set(model, asked.catch(() => { cards.delete(model); return []; }));
+  if (!capabilitiesByModel.has(model)) {
+    const loading = getJson("/api/show", { method: "POST", body: { model } }).then((card) => card.capabilities);
+    capabilitiesByModel.set(model, loading.catch(() => { capabilitiesByModel.delete(model); return []; }));
   }
-  return cards.get(model);
+  return capabilitiesByModel.get(model);
 }

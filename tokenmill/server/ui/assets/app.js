@@ -1,5 +1,5 @@
-// The page: three views side by side with the list of conversations; which one is shown is in the address (#/chat/ID,
-// #/models, #/load). Theme and shortcuts.
+// The page: the list of conversations beside one of three views, chosen by the URL (#/chat/ID, #/models, #/load). Also
+// the theme and the keyboard shortcuts.
 
 import { askKey } from "./api.js";
 import { ChatView } from "./chat.js";
@@ -11,16 +11,16 @@ const THEMES = ["auto", "light", "dark"];
 const THEME_ICONS = { auto: "auto", light: "sun", dark: "moon" };
 const VIEWS = { chat: "Chat", models: "Models", load: "Load" };
 const SHORTCUTS = [
-  ["Enter", "send; Shift+Enter makes a new line"],
-  ["Esc", "stop the answer, or close a panel"],
-  ["↑ in an empty box", "edit the last question"],
+  ["Enter", "send; Shift+Enter inserts a line break"],
+  ["Esc", "stop generating, or close a panel"],
+  ["↑ in an empty box", "edit the last message"],
   ["Ctrl or ⌘ + K", "search conversations"],
   ["Alt + N", "new chat"],
-  ["Alt + R", "answer again"],
+  ["Alt + R", "regenerate the last answer"],
   ["Alt + S", "parameters"],
   ["Alt + 1, 2, 3", "chat, models, load"],
-  ["Alt + T", "light, dark or as the system"],
-  ["?", "this list"],
+  ["Alt + T", "theme: light, dark or the system's"],
+  ["?", "show this list"],
 ];
 
 const conversations = h("div", { class: "sidebar-chats" });
@@ -34,8 +34,8 @@ const links = Object.entries(VIEWS).map(([name, label]) => h("a", { href: `#/${n
 const sidebar = h("div", { class: "sidebar" },
   h("div", { class: "brand" }, h("img", { src: "/ui/icon.svg", alt: "" }), h("span", {}, "Tokenmill"), iconButton("close", "Close the menu", () => openMenu(false), { class: "icon-button menu-close" })),
   h("nav", { class: "views", "aria-label": "Views" }, links), conversations,
-  h("div", { class: "sidebar-foot" }, themeButton, iconButton("key", "API key", () => askKey("The key that this page sends. It is kept until this tab is closed.")),
-    iconButton("help", "Shortcuts (?)", showShortcuts), h("a", { class: "icon-button", href: "/docs", title: "Routes of this server", "aria-label": "Routes of this server" }, icon("book"))));
+  h("div", { class: "sidebar-foot" }, themeButton, iconButton("key", "API key", () => askKey("The API key for this server. It is kept until this tab is closed.")),
+    iconButton("help", "Shortcuts (?)", showShortcuts), h("a", { class: "icon-button", href: "/docs", title: "API reference of this server", "aria-label": "API reference of this server" }, icon("book"))));
 const menuButton = iconButton("menu", "Menu", () => openMenu(true), { class: "icon-button menu-button" });
 const veil = h("div", { class: "veil", onclick: () => openMenu(false) });
 
@@ -67,7 +67,7 @@ async function route() {
 function applyTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  themeButton.title = `Theme: ${theme === "auto" ? "as the system" : theme} (Alt+T)`;
+  themeButton.title = `Theme: ${theme === "auto" ? "system" : theme} (Alt+T)`;
   replace(themeButton, icon(THEME_ICONS[theme]));
 }
 

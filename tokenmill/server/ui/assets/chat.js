@@ -1,4 +1,4 @@
-// The chat: the list of conversations, the messages of one, the box to write in, and the answers that are being streamed.
+// The chat: the list of conversations, the messages of the open one, the input box, and the answers being streamed.
 
 import { ApiError, call, capabilities, events, getJson, reasonOf, storedKey } from "./api.js";
 import { MessageView } from "./answer.js";
@@ -14,14 +14,14 @@ const LAST_SETTINGS = "tokenmill-settings";
 const MAX_PICTURE_BYTES = 5e6;
 const RETRY_MS = 3000;
 const SAVE_EVERY_MS = 1000; // while an answer streams
-const LEAST_TIMED_S = 0.02; // an answer that came in one piece has no speed
+const MIN_TIMED_S = 0.02; // no speed is shown for an answer that arrived all at once
 
 export class ChatView {
   constructor(sidebar) {
     this.sidebar = sidebar;
     this.current = null;
-    this.runs = new Map(); // by conversation: the answer that is being streamed
-    this.views = new Map(); // by node
+    this.runs = new Map(); // conversation id -> the answer being streamed
+    this.views = new Map(); // node id -> MessageView
     this.pictures = [];
     this.settings = new SettingsPanel((conversation) => this.settingsChanged(conversation));
     this.build();
@@ -39,13 +39,13 @@ export class ChatView {
     this.scroller.addEventListener("scroll", () => {
       this.follows = this.scroller.scrollHeight - this.scroller.scrollTop - this.scroller.clientHeight < 60;
     });
-    addEventListener("pagehide", () => (this.isLeft = true)); // requests that fail from now on did not fail
+    addEventListener("pagehide", () => (this.isLeft = true)); // requests that end from now on are interrupted, not failed
     addEventListener("pageshow", () => (this.isLeft = false));
     this.buildSidebar();
   }
 
   composer() {
-    this.input = h("textarea", { class: "ask", rows: 1, placeholder: "Ask something", "aria-label": "Your message", oninput: () => this.fitInput() });
+    this.input = h("textarea", { class: "ask", rows: 1, placeholder: "Send a message", "aria-label": "Your message", oninput: () => this.fitInput() });
     this.input.addEventListener("keydown", (event) => this.inputKey(event));
     this.input.addEventListener("paste", (event) => this.takeFiles(event.clipboardData.files, event));
     this.sendButton = h("button", { type: "button", class: "send", onclick: () => (this.run() ? this.stop() : this.ask()) });
@@ -90,16 +90,17 @@ export class ChatView {
     replace(this.conversations, found.map((one) => h("div", { class: "conversation" },
       h("a", { href: `#/chat/${one.id}`, "aria-current": one.id === this.current?.id ? "page" : null, title: one.title }, one.title || "New chat"),
       iconButton("trash", "Delete", () => this.remove(one)))),
-    found.length ? null : h("p", { class: "muted small" }, words.length ? "Nothing found." : "Conversations are kept in this browser only."));
+    found.length ? null : h("p", { class: "muted small" }, words.length ? "No conversation found." : "Conversations are stored in this browser only."));
   }
 
   async open(id) {
     const turn = (this.turn = (this.turn || 0) + 1);
+    const focused = document.activeElement;
     const running = id && this.runs.get(id)?.conversation;
     const found = running || (id && (await getConversation(id).catch(() => null)));
-    if (turn !== this.turn) return; // another one was opened meanwhile
+    if (turn !== this.turn) return; // another conversation was opened meanwhile
     if (id && !found) {
-      toast("This conversation is not here any more.");
+      toast("This conversation no longer exists in this browser.");
       history.replaceState(null, "", NEW_CHAT);
     }
     if (found && found === this.current) return;
@@ -111,7 +112,8 @@ export class ChatView {
     this.settings.show(this.current);
     this.refresh();
     this.listConversations();
-    if (!id && matchMedia("(min-width: 781px)").matches) this.input.focus(); // a phone would show its keyboard
+    // Not on phones, where it would open the keyboard, and not if the user has moved the focus meanwhile.
+    if (!id && matchMedia("(min-width: 781px)").matches && document.activeElement === focused) this.input.focus();
   }
 
   /** Called when the page is looked at again: another tab may have gone on with this conversation. */
@@ -128,9 +130,9 @@ export class ChatView {
   }
 
   async remove(conversation) {
-    if (!(await confirmed("Delete this conversation?", `“${conversation.title}” and all of its branches are removed from this browser.`, "Delete"))) return;
+    if (!(await confirmed("Delete this conversation?", `“${conversation.title}” and all of its branches are deleted from this browser.`, "Delete"))) return;
     const run = this.runs.get(conversation.id);
-    this.runs.delete(conversation.id); // what still comes of it is not kept
+    this.runs.delete(conversation.id); // so that the rest of its answer is not stored
     run?.controller.abort();
     clearTimeout(this.saving);
     await removeConversation(conversation.id);
@@ -143,7 +145,7 @@ export class ChatView {
     try {
       await keepConversation(structuredClone(conversation));
     } catch (error) {
-      toast(`This browser can't keep the conversation: ${error.message}`, "error");
+      toast(`This browser could not store the conversation: ${error.message}`, "error");
     }
     if (conversation === this.current && ["", "#/", NEW_CHAT].includes(location.hash)) history.replaceState(null, "", `#/chat/${conversation.id}`);
     this.listConversations();
@@ -151,7 +153,7 @@ export class ChatView {
 
   exportOne() {
     if (path(this.current).length) saveFile(`${fileName(this.current.title)}.json`, exported([this.current]));
-    else toast("There is nothing to export yet.");
+    else toast("This conversation is empty.");
   }
 
   async exportAll() {
@@ -166,7 +168,7 @@ export class ChatView {
       if (found.length) location.hash = `#/chat/${found[0].id}`;
       this.listConversations();
     } catch (error) {
-      toast(`This file can't be imported: ${error.message}`, "error");
+      toast(`The file could not be imported: ${error.message}`, "error");
     }
   }
 
@@ -180,9 +182,9 @@ export class ChatView {
       if (error.status === 503) setTimeout(() => this.loadModels(), RETRY_MS); // still loading
       toast(reasonOf(error), error.status === 503 ? "note" : "error");
     }
-    const wanted = this.current?.model;
+    const model = this.current?.model;
     replace(this.modelChoice, this.models.map((name) => h("option", { value: name }, name)));
-    if (this.models.includes(wanted)) this.modelChoice.value = wanted;
+    if (this.models.includes(model)) this.modelChoice.value = model;
     if (this.current) this.modelChanged();
   }
 
@@ -217,7 +219,7 @@ export class ChatView {
 
   async takesPictures() {
     if ((await capabilities(this.model())).includes("vision")) return true;
-    toast(`${this.model()} reads text only: it can't look at pictures.`);
+    toast(`${this.model()} reads text only and does not accept pictures.`);
     return false;
   }
 
@@ -238,7 +240,7 @@ export class ChatView {
       iconButton("close", "Remove", () => { this.pictures.splice(at, 1); this.showTray(); }))));
   }
 
-  // ── asking ───────────────────────────────────────────────────────────────────────────────────────
+  // ── sending messages ─────────────────────────────────────────────────────────────────────────────
 
   run() {
     return this.current && this.runs.get(this.current.id);
@@ -257,7 +259,7 @@ export class ChatView {
   }
 
   isReady() {
-    const problem = wrongSettings(this.current.settings) || (this.model() ? "" : "No model is ready.");
+    const problem = wrongSettings(this.current.settings) || (this.model() ? "" : "No model is available.");
     if (problem) toast(problem, "error");
     return !problem;
   }
@@ -312,7 +314,7 @@ export class ChatView {
       else if (!this.isLeft) node.error = reasonOf(error);
     }
     finishStats(run);
-    if (this.runs.get(conversation.id) !== run) return; // asked anew meanwhile, which keeps all of it, or deleted
+    if (this.runs.get(conversation.id) !== run) return; // replaced by a newer run, which stores all of it, or deleted
     this.runs.delete(conversation.id);
     await this.keep(conversation);
     if (this.current === conversation) this.refresh();
@@ -330,7 +332,7 @@ export class ChatView {
     }
   }
 
-  /** Draw what has come since the last frame, and now and then keep it. */
+  /** Draw the answer on the next animation frame, and store it every SAVE_EVERY_MS. */
   paintSoon(run) {
     if (run.isPainting) return;
     run.isPainting = true;
@@ -344,7 +346,7 @@ export class ChatView {
     });
   }
 
-  // ── showing ──────────────────────────────────────────────────────────────────────────────────────
+  // ── rendering ────────────────────────────────────────────────────────────────────────────────────
 
   refresh() {
     const nodes = path(this.current);
@@ -368,7 +370,7 @@ export class ChatView {
     const place = { siblings: siblings(this.current, node), isLast: nodes[nodes.length - 1] === node };
     const first = nodes[nodes.indexOf(node) + 1];
     if (first?.role === "tool") {
-      const below = nodes.slice(nodes.indexOf(first)).filter((one) => one.role === "tool" && node.calls.some((made) => made.id === one.callId));
+      const below = nodes.slice(nodes.indexOf(first)).filter((one) => one.role === "tool" && node.calls.some((call) => call.id === one.callId));
       place.answered = { first, siblings: children(this.current, node.id), results: Object.fromEntries(below.map((one) => [one.callId, one.content])) };
     }
     return place;
@@ -380,14 +382,14 @@ export class ChatView {
 
   welcome() {
     const ideas = ["Explain how a water mill works, in three sentences.", "Write a Python function that merges two sorted lists.", "Make a table of three European rivers and their lengths."];
-    return h("div", { class: "welcome" }, h("h1", {}, "What would you like to know?"), h("p", { class: "muted" }, "Everything runs on this server. Conversations stay in this browser."),
+    return h("div", { class: "welcome" }, h("h1", {}, "What would you like to know?"), h("p", { class: "muted" }, "The models run on this server. Conversations are stored in this browser."),
       h("div", { class: "ideas" }, ideas.map((text) => button(text, () => { this.input.value = text; this.ask(); }))));
   }
 
   copyAs() {
     if (!this.isReady()) return;
     const nodes = path(this.current);
-    while (nodes.length && nodes[nodes.length - 1].role === "assistant") nodes.pop(); // up to the last question
+    while (nodes.length && nodes[nodes.length - 1].role === "assistant") nodes.pop(); // end with the last question
     if (!nodes.length) nodes.push({ role: "user", content: this.input.value || "Hello" });
     const shown = h("pre", { class: "sample", tabindex: 0 });
     const tabs = SAMPLE_NAMES.map((name) => h("button", { type: "button", role: "tab", onclick: () => pick(name) }, name));
@@ -414,10 +416,10 @@ function noteDelta(run, choice) {
   if ((delta.content || delta.tool_calls) && node.thinking && !node.stats.thoughtS) node.stats.thoughtS = (performance.now() - run.first) / 1000;
   if (delta.content) node.content += delta.content;
   for (const part of delta.tool_calls || []) {
-    const made = (node.calls[part.index] ||= { id: "", name: "", arguments: "" });
-    if (part.id) made.id = part.id;
-    if (part.function?.name) made.name += part.function.name;
-    if (part.function?.arguments) made.arguments += part.function.arguments;
+    const call = (node.calls[part.index] ||= { id: "", name: "", arguments: "" });
+    if (part.id) call.id = part.id;
+    if (part.function?.name) call.name += part.function.name;
+    if (part.function?.arguments) call.arguments += part.function.arguments;
   }
   if (choice.logprobs?.content) node.tokens.push(...readLogprobs(choice.logprobs.content));
   if (choice.finish_reason) node.finish = choice.finish_reason;
@@ -435,10 +437,10 @@ function finishStats(run) {
   if (run.first === undefined) return;
   stats.ttftS = (run.first - run.started) / 1000;
   const seconds = (run.last - run.first) / 1000;
-  if (stats.completion > 1 && seconds > LEAST_TIMED_S) stats.rate = (stats.completion - 1) / seconds;
+  if (stats.completion > 1 && seconds > MIN_TIMED_S) stats.rate = (stats.completion - 1) / seconds;
 }
 
-// ── small things ─────────────────────────────────────────────────────────────────────────────────────
+// ── helpers ──────────────────────────────────────────────────────────────────────────────────────────
 
 function parentOf(node) {
   return node.parent === "root" ? null : node.parent;

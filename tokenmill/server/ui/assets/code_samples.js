@@ -1,9 +1,9 @@
-// The conversation on the page as a program: the same request in the words of curl and of three client libraries.
+// The conversation as code: the same request with curl and with three client libraries.
 
 const FORMATS = { curl: curl, "Python (OpenAI)": python, "Python (Anthropic)": anthropic, "Python (Ollama)": ollama };
 export const SAMPLE_NAMES = Object.keys(FORMATS);
 
-/** `body` is what the page sends to /v1/chat/completions. */
+/** `body`: the request that the page sends to /v1/chat/completions. */
 export function codeSample(name, body, origin, hasKey) {
   const { stream, stream_options: _, ...plain } = body;
   return FORMATS[name](plain, origin, hasKey);
@@ -31,7 +31,7 @@ print(reply.choices[0].message)
 function anthropic(body, origin, hasKey) {
   const { system, messages } = anthropicMessages(body.messages);
   const call = { model: body.model, max_tokens: body.max_tokens || 4096, ...(system ? { system } : {}), messages };
-  const extra = {}; // what newer versions of the library have no argument for
+  const extra = {}; // parameters without an argument in newer versions of the library
   for (const name of ["temperature", "top_p"]) if (body[name] !== undefined) extra[name] = Math.min(body[name], 1);
   if (body.tools) call.tools = body.tools.map(({ function: tool }) => ({ name: tool.name, description: tool.description || "", input_schema: tool.parameters || { type: "object" } }));
   if (body.response_format) call.output_config = { format: { type: "json_schema", schema: body.response_format.json_schema.schema } };
@@ -48,14 +48,14 @@ print(message.content)
 `;
 }
 
-function anthropicMessages(given) {
-  const system = given.filter((one) => one.role === "system").map((one) => one.content).join("\n");
+function anthropicMessages(chatMessages) {
+  const system = chatMessages.filter((one) => one.role === "system").map((one) => one.content).join("\n");
   const messages = [];
-  for (const one of given.filter((message) => message.role !== "system")) {
+  for (const one of chatMessages.filter((message) => message.role !== "system")) {
     const role = one.role === "assistant" ? "assistant" : "user";
     const content = anthropicContent(one);
     const last = messages[messages.length - 1];
-    if (last?.role === role && Array.isArray(last.content) && Array.isArray(content)) last.content.push(...content); // results belong together
+    if (last?.role === role && Array.isArray(last.content) && Array.isArray(content)) last.content.push(...content); // all tool results are one message
     else messages.push({ role, content });
   }
   return { system, messages };
@@ -77,7 +77,7 @@ function anthropicImage(url) {
 function ollama(body, origin, hasKey) {
   const options = {};
   const names = { temperature: "temperature", top_p: "top_p", seed: "seed", max_tokens: "num_predict" };
-  for (const [name, theirs] of Object.entries(names)) if (body[name] !== undefined) options[theirs] = body[name];
+  for (const [name, option] of Object.entries(names)) if (body[name] !== undefined) options[option] = body[name];
   const call = { model: body.model, messages: body.messages.map(ollamaMessage) };
   if (body.tools) call.tools = body.tools;
   if (body.response_format) call.format = body.response_format.json_schema.schema;
@@ -109,7 +109,7 @@ function ollamaMessage(message) {
   };
 }
 
-// ── Python's spelling ────────────────────────────────────────────────────────────────────────────────
+// ── Python literals ──────────────────────────────────────────────────────────────────────────────────
 
 function keyCode(hasKey) {
   return hasKey ? `os.environ["API_KEY"]` : `"unused"`;

@@ -1,5 +1,5 @@
-// A conversation as a tree: each message knows its parent, so an edited question or a second answer is a branch beside the
-// first. `chosen` says which child is shown below a message; the path from the root along the choices is what a model gets.
+// A conversation is a tree: each message has a parent, so an edited question or a regenerated answer is another branch.
+// `chosen` maps a message to the child that is shown; the path from the root along these children is sent to the model.
 //
 //   root ── question ─┬─ answer
 //                     └─ answer (again) ── question ─┬─ …
@@ -63,7 +63,7 @@ export function pathTo(conversation, id) {
   return found;
 }
 
-// ── what is sent ─────────────────────────────────────────────────────────────────────────────────────
+// ── requests ─────────────────────────────────────────────────────────────────────────────────────────
 
 export function requestBody(conversation, nodes) {
   const { settings } = conversation;
@@ -84,8 +84,8 @@ export function requestBody(conversation, nodes) {
 
 export function toolsOf(text) {
   if (!text.trim()) return [];
-  const given = JSON.parse(text);
-  return (Array.isArray(given) ? given : [given]).map((one) => (one.type ? one : { type: "function", function: one }));
+  const value = JSON.parse(text);
+  return (Array.isArray(value) ? value : [value]).map((one) => (one.type ? one : { type: "function", function: one }));
 }
 
 function asMessage(node) {
@@ -114,41 +114,42 @@ export function exported(conversations) {
   return JSON.stringify({ format: "tokenmill-conversations", version: 1, conversations }, null, 1);
 }
 
-/** The conversations of an exported file. Everything is copied field by field: what is not known here is left out. */
+/** Return the conversations of an exported file. They are copied field by field, so unknown fields are dropped. */
 export function imported(source) {
   const data = JSON.parse(source);
-  if (data?.format !== "tokenmill-conversations" || !Array.isArray(data.conversations)) throw new Error("This is no export of conversations.");
+  if (data?.format !== "tokenmill-conversations" || !Array.isArray(data.conversations)) throw new Error("it is not an export of Tokenmill conversations.");
   return data.conversations.map(readConversation);
 }
 
-function readConversation(given) {
-  const made = newConversation(text(given.model), {});
-  const settings = given.settings || {};
-  for (const [name, usual] of Object.entries(DEFAULTS)) {
+function readConversation(source) {
+  const conversation = newConversation(text(source.model), {});
+  const settings = source.settings || {};
+  for (const [name, standard] of Object.entries(DEFAULTS)) {
     const value = settings[name];
-    if (typeof usual === "string") made.settings[name] = text(value);
-    else if (typeof usual === "boolean") made.settings[name] = value === true;
-    else made.settings[name] = number(value);
+    if (typeof standard === "string") conversation.settings[name] = text(value);
+    else if (typeof standard === "boolean") conversation.settings[name] = value === true;
+    else conversation.settings[name] = number(value);
   }
-  const ids = new Map();
-  for (const node of Object.values(given.nodes || {})) {
+  const ids = new Map(); // id in the file -> new id
+  for (const node of Object.values(source.nodes || {})) {
     if (!["user", "assistant", "tool"].includes(node?.role)) continue;
-    const kept = addNode(made, ids.get(node.parent), readNode(node)); // parents come first
-    ids.set(node.id, kept.id);
+    const copy = addNode(conversation, ids.get(node.parent), readNode(node)); // parents precede their children
+    ids.set(node.id, copy.id);
   }
-  for (const [parent, child] of Object.entries(given.chosen || {})) {
-    if (ids.has(child)) made.chosen[ids.get(parent) || ROOT] = ids.get(child);
+  for (const [parent, child] of Object.entries(source.chosen || {})) {
+    if (ids.has(child)) conversation.chosen[ids.get(parent) || ROOT] = ids.get(child);
   }
-  return Object.assign(made, { title: text(given.title) || made.title, created: number(given.created) || made.created, updated: number(given.updated) || made.updated });
+  const { title, created, updated } = conversation;
+  return Object.assign(conversation, { title: text(source.title) || title, created: number(source.created) || created, updated: number(source.updated) || updated });
 }
 
 function readNode(node) {
-  const kept = { role: node.role, content: text(node.content), created: number(node.created) || Date.now() };
-  if (node.role === "tool") kept.callId = text(node.callId);
-  if (node.role === "user") kept.images = (node.images || []).filter((url) => /^data:image\/(png|jpeg|webp|gif);base64,/.test(url));
-  if (node.role !== "assistant") return kept;
+  const copy = { role: node.role, content: text(node.content), created: number(node.created) || Date.now() };
+  if (node.role === "tool") copy.callId = text(node.callId);
+  if (node.role === "user") copy.images = (node.images || []).filter((url) => /^data:image\/(png|jpeg|webp|gif);base64,/.test(url));
+  if (node.role !== "assistant") return copy;
   const calls = (node.calls || []).map((call) => ({ id: text(call.id), name: text(call.name), arguments: text(call.arguments) }));
   const stats = Object.fromEntries(Object.entries(node.stats || {}).filter(([, value]) => number(value) !== null));
   const tokens = (node.tokens || []).map(([shown, logprob, top]) => [text(shown), number(logprob), (top || []).map(([other, score]) => [text(other), number(score)])]);
-  return Object.assign(kept, { thinking: text(node.thinking), model: text(node.model), finish: text(node.finish), error: text(node.error), calls, stats, tokens });
+  return Object.assign(copy, { thinking: text(node.thinking), model: text(node.model), finish: text(node.finish), error: text(node.error), calls, stats, tokens });
 }

@@ -1,4 +1,4 @@
-// The routes of this server, from its own /openapi.json: what each takes, answers and refuses, and a form to try it.
+// The API reference, made from the server's /openapi.json: bodies, replies and errors of each route, and a form to try it.
 
 import { call, getJson, storedKey } from "./api.js";
 import { h, icon, pretty, replace } from "./dom.js";
@@ -29,17 +29,17 @@ function operation(method, path, one) {
   const bodies = Object.entries(one.requestBody?.content || {});
   const ok = one.responses["200"];
   const failures = Object.entries(one.responses).filter(([status]) => status !== "200");
-  const answers = Object.entries(ok.content || {}).map(([kind, { schema }]) => [h("h4", {}, "Answers ", h("code", {}, kind)), schema ? fields(schema) : null]);
+  const answers = Object.entries(ok.content || {}).map(([kind, { schema }]) => [h("h4", {}, "Reply: ", h("code", {}, kind)), schema ? fields(schema) : null]);
   const details = h("details", { class: "operation", id: `${method}-${path}` },
     h("summary", {}, h("span", { class: `method ${method}` }, method.toUpperCase()), h("code", {}, path), h("span", { class: "muted" }, one.summary)));
   const content = () => h("div", { class: "operation-body" }, one.description ? h("p", {}, one.description) : null,
-    bodies.map(([kind, { schema }]) => [h("h4", {}, "Takes ", h("code", {}, kind)), schema ? fields(schema) : null]), answers, ok.description && ok.description !== "Done." ? h("p", { class: "muted" }, ok.description) : null,
-    h("h4", {}, "Fails with"), h("ul", {}, failures.map(([status, { description }]) => h("li", {}, h("code", {}, status), " ", description))), tryForm(method, path, bodies));
+    bodies.map(([kind, { schema }]) => [h("h4", {}, "Body: ", h("code", {}, kind)), schema ? fields(schema) : null]), answers, ok.description && ok.description !== "Done." ? h("p", { class: "muted" }, ok.description) : null,
+    h("h4", {}, "Errors"), h("ul", {}, failures.map(([status, { description }]) => h("li", {}, h("code", {}, status), " ", description))), tryForm(method, path, bodies));
   details.addEventListener("toggle", () => details.open && details.children.length === 1 && details.append(content()));
   return details;
 }
 
-/** A form for requests without a body or with one in JSON; files are for other clients. */
+/** Return a form for a request without a body or with a JSON body; none for file uploads. */
 function tryForm(method, path, bodies) {
   const body = bodies.find(([kind]) => kind === "application/json")?.[1].schema;
   if (bodies.length && !body) return null;
@@ -65,7 +65,7 @@ function tryForm(method, path, bodies) {
 async function showReply(response, shown) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
-  for (;;) { // streams are shown as they come
+  for (;;) { // show streams while they arrive
     const { done, value } = await reader.read();
     if (done) break;
     text += value;
@@ -81,7 +81,7 @@ async function show() {
   try {
     document_ = await getJson("/openapi.json");
   } catch (error) {
-    replace(holder, h("h1", {}, "Routes"), h("p", { class: "problem" }, error.message));
+    replace(holder, h("h1", {}, "API reference"), h("p", { class: "problem" }, error.message));
     return;
   }
   const groups = new Map();
@@ -94,8 +94,8 @@ async function show() {
   const filter = h("input", { type: "search", placeholder: "Filter", "aria-label": "Filter routes", oninput: () => {
     for (const one of holder.querySelectorAll(".operation")) one.hidden = !one.querySelector("summary").textContent.toLowerCase().includes(filter.value.toLowerCase());
   } });
-  replace(holder, h("header", { class: "page-head" }, h("h1", {}, "Routes of this server"), h("a", { href: "/" }, "Open the chat")),
-    h("p", { class: "muted" }, `${document_.info.title} ${document_.info.version}. The same as data: `, h("a", { href: "/openapi.json" }, "/openapi.json"), storedKey() ? ". Your key is sent with every try." : "."),
+  replace(holder, h("header", { class: "page-head" }, h("h1", {}, "API reference"), h("a", { href: "/" }, "Open the chat")),
+    h("p", { class: "muted" }, `${document_.info.title} ${document_.info.version}. OpenAPI description: `, h("a", { href: "/openapi.json" }, "/openapi.json"), storedKey() ? ". Your API key is sent with every request." : "."),
     filter, [...groups].map(([tag, operations]) => h("section", {}, h("h2", {}, tag), operations)));
 }
 

@@ -1,4 +1,4 @@
-// Elements, icons and numbers. Text reaches the page as text nodes only: nothing here or elsewhere parses markup.
+// Helpers for elements, icons and numbers. Text is added to the page only as text nodes: no code of the page parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 const ICONS = {
@@ -65,9 +65,9 @@ export function iconButton(name, label, onclick, extra = {}) {
   return h("button", { type: "button", class: "icon-button", title: label, "aria-label": label, onclick, ...extra }, icon(name));
 }
 
-/** A button with a word on it, and a sign before the word if there is one. */
-export function button(label, onclick, kind = "", sign = null) {
-  return h("button", { type: "button", class: kind, onclick, "data-action": label }, sign ? icon(sign) : null, label);
+/** A button with a label, and an icon before it if `iconName` is given. */
+export function button(label, onclick, kind = "", iconName = null) {
+  return h("button", { type: "button", class: kind, onclick, "data-action": label }, iconName ? icon(iconName) : null, label);
 }
 
 export function replace(element, ...children) {
@@ -75,7 +75,7 @@ export function replace(element, ...children) {
 }
 
 export function newId() {
-  const bytes = crypto.getRandomValues(new Uint8Array(12)); // randomUUID is missing where a page is not "secure"
+  const bytes = crypto.getRandomValues(new Uint8Array(12)); // randomUUID exists only in secure contexts (https or localhost)
   return [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
@@ -103,11 +103,11 @@ export function dialog(title, content, buttons, onclose) {
 
 export function confirmed(title, text, label) {
   return new Promise((resolve) => {
-    let answer = false;
+    let isConfirmed = false;
     dialog(title, h("p", {}, text), [
-      { label: "Keep" },
-      { label, kind: "danger", action: () => { answer = true; } },
-    ], () => resolve(answer));
+      { label: "Cancel" },
+      { label, kind: "danger", action: () => { isConfirmed = true; } },
+    ], () => resolve(isConfirmed));
   });
 }
 
@@ -115,7 +115,7 @@ export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    const area = h("textarea", { class: "off-screen", value: text }); // where a page is not "secure"
+    const area = h("textarea", { class: "off-screen", value: text }); // the clipboard API exists only in secure contexts
     document.body.append(area);
     area.select();
     document.execCommand("copy");
@@ -124,7 +124,7 @@ export async function copyText(text) {
   toast("Copied");
 }
 
-/** JSON with line breaks; any other text as it is. */
+/** Return JSON with line breaks and indentation; any other text unchanged. */
 export function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);

@@ -1,4 +1,4 @@
-// Conversations in the browser's IndexedDB: they never leave this machine unless they are exported.
+// Conversations in the browser's IndexedDB. They never leave the browser unless the user exports them.
 
 const STORE = "conversations";
 let opening = null;
@@ -17,7 +17,7 @@ async function work(mode, action) {
   const transaction = (await database()).transaction(STORE, mode);
   return new Promise((resolve, reject) => {
     const request = action(transaction.objectStore(STORE));
-    if (mode === "readwrite") transaction.commit(); // at once: a page that is left before it hears of a change would lose it
+    if (mode === "readwrite") transaction.commit(); // immediately: otherwise a change could be lost when the page is closed
     transaction.oncomplete = () => resolve(request.result);
     transaction.onabort = () => reject(transaction.error || request.error);
   });

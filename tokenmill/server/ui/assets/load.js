@@ -1,22 +1,23 @@
-// The load of the server, second by second: the numbers of /metrics, their recent course, and the requests under way.
+// The load of the server, updated every second: the numbers of /metrics with charts of the last minutes, and the running
+// requests.
 
 import { call, events, order, reasonOf } from "./api.js";
 import { confirmed, duration, h, iconButton, percent, replace, shortNumber } from "./dom.js";
 
-const KEPT = 120; // readings, one a second
-const LEAST_SHOWN = 30; // the time axis grows from so many readings to all that are kept
+const MAX_READINGS = 120; // one per second
+const MIN_AXIS_READINGS = 30; // shortest time axis; it grows up to MAX_READINGS
 const RETRY_MS = 3000;
 const P = "tokenmill_";
 const CARDS = [
   { name: "running", label: "Running", value: (now) => now.running, course: "running" },
   { name: "waiting", label: "Waiting", value: (now) => now.waiting, course: "waiting" },
   { name: "kv", label: "KV cache in use", value: (now) => now.kv, show: percent, course: "kv", top: 1 },
-  { name: "out", label: "Tokens out a second", value: (now) => now.out, course: "out" },
-  { name: "in", label: "Tokens in a second", value: (now) => now.in, course: "in" },
+  { name: "out", label: "Generated tokens/s", value: (now) => now.out, course: "out" },
+  { name: "in", label: "Prompt tokens/s", value: (now) => now.in, course: "in" },
   { name: "ttft", label: "Time to first token", value: (now) => now.ttft, show: duration, course: "ttft", note: (now) => spread(now, "time_to_first_token_seconds") },
   { name: "tpot", label: "Time per token", value: (now) => now.tpot, show: duration, course: "tpot", note: (now) => spread(now, "time_per_output_token_seconds") },
   { name: "hits", label: "Prefix cache hits", value: (now) => now.hits, show: percent, note: (now) => `${shortNumber(now.series[`${P}prefix_hits_total`])} of ${shortNumber(now.series[`${P}prefix_queries_total`])} prompt tokens` },
-  { name: "drafts", label: "Drafts accepted", value: (now) => now.drafts, show: percent, note: (now) => `${shortNumber(now.series[`${P}accepted_draft_tokens_total`])} of ${shortNumber(now.series[`${P}draft_tokens_total`])}` },
+  { name: "drafts", label: "Accepted draft tokens", value: (now) => now.drafts, show: percent, note: (now) => `${shortNumber(now.series[`${P}accepted_draft_tokens_total`])} of ${shortNumber(now.series[`${P}draft_tokens_total`])}` },
   { name: "finished", label: "Requests finished", value: (now) => now.finished, note: (now) => outcomes(now.series[`${P}requests_total`]) },
 ];
 
@@ -26,7 +27,7 @@ export class LoadView {
     this.cards = CARDS.map((card) => ({ ...card, ...cardElement(card) }));
     this.state = h("span", { class: "state-dot" });
     this.table = h("tbody");
-    this.count = h("h2", {}, "Requests under way");
+    this.count = h("h2", {}, "Running requests");
     this.fleet = new FleetTable();
     const heads = ["Request", "Model", "State", "Age", "Prompt", "Generated", "Tokens/s", ""];
     this.figures = h("div", { class: "cards" }, this.cards.map((card) => card.element));
@@ -36,7 +37,7 @@ export class LoadView {
       h("div", { class: "table-box" }, h("table", { class: "requests" }, h("thead", {}, h("tr", {}, heads.map((text, at) => h("th", { class: at > 2 ? "right" : "" }, text)))), this.table)));
   }
 
-  /** Look until `hide`: the server computes nothing for this page while nobody looks. */
+  /** Receive the feed until `hide`: the server computes nothing for this view while it is not shown. */
   async show() {
     if (this.controller) return;
     const controller = (this.controller = new AbortController());
@@ -60,9 +61,9 @@ export class LoadView {
 
   note(reading) {
     const now = derive(reading, this.past[this.past.length - 1]);
-    this.past = [...this.past, now].slice(-KEPT);
+    this.past = [...this.past, now].slice(-MAX_READINGS);
     this.showState(reading.state, `Tokenmill ${reading.version}`);
-    this.figures.hidden = !Object.keys(now.series).length; // those of the whole server are not for every key
+    this.figures.hidden = !Object.keys(now.series).length; // only operators' keys see the numbers of the whole server
     for (const card of this.cards) {
       card.figure.textContent = (card.show || shortNumber)(card.value(now));
       if (card.note) card.small.textContent = card.note(now);
@@ -79,15 +80,15 @@ export class LoadView {
   }
 
   showRequests({ requests, num_requests: count }) {
-    this.count.textContent = `Requests under way (${count})`;
+    this.count.textContent = `Running requests (${count})`;
     replace(this.table, requests.map((one) => this.row(one)),
-      requests.length ? null : h("tr", {}, h("td", { colspan: 8, class: "muted" }, "None at the moment.")));
+      requests.length ? null : h("tr", {}, h("td", { colspan: 8, class: "muted" }, "No requests are running.")));
   }
 
   row(one) {
     const answering = one.ttft_s === null ? 0 : one.age_s - one.ttft_s;
     const rate = answering > 0.2 ? one.generated_tokens / answering : null;
-    const states = { preparing: "preparing", prompt: "queued or reading the prompt", answering: "answering" };
+    const states = { preparing: "preparing", prompt: "queued or in prefill", answering: "generating" };
     return h("tr", { "data-id": one.id }, h("td", {}, h("code", { title: one.id }, one.request_id.slice(0, 18)), h("div", { class: "muted small" }, one.key ? `${one.path} by ${one.key.slice(0, 24)}` : one.path)), h("td", {}, one.model), h("td", {}, states[one.state]),
       h("td", { class: "right" }, duration(one.age_s)), h("td", { class: "right" }, shortNumber(one.prompt_tokens)), h("td", { class: "right" }, shortNumber(one.generated_tokens)),
       h("td", { class: "right" }, shortNumber(rate)), h("td", {}, iconButton("stop", "Abort this request", () => this.abort(one), { class: "icon-button danger" })));
@@ -99,11 +100,11 @@ export class LoadView {
   }
 }
 
-/** A row for each engine process, where there are several: where it runs, how busy it is, how its requests came to it.
- * Rows are replaced and the box around them stays, so that it keeps how far it was scrolled. */
+/** A table of the replicas, if there are several: their location, load, and the reasons why requests were assigned to
+ * them. Only the rows are replaced, so that the box around them keeps its scroll position. */
 class FleetTable {
   constructor() {
-    const heads = ["Replica", "State", "Requests", "Busy", "KV cache", "Prefix hits", "Chosen because", "Restarts"];
+    const heads = ["Replica", "State", "Requests", "Busy", "KV cache", "Prefix hits", "Assigned by", "Restarts"];
     this.title = h("h2", {}, "Replicas");
     this.rows = h("tbody");
     this.element = h("div", { class: "fleet", hidden: true }, this.title,
@@ -124,9 +125,9 @@ function busyShare(one, time, before) {
 }
 
 function replicaRow(one, busy) {
-  const what = [one.model, one.role === "any" ? "" : one.role, one.place].filter(Boolean).join(", ");
+  const details = [one.model, one.role === "any" ? "" : one.role, one.place].filter(Boolean).join(", ");
   return h("tr", { "data-replica": one.replica },
-    h("td", {}, `${one.replica}`, h("div", { class: "muted small" }, what)),
+    h("td", {}, `${one.replica}`, h("div", { class: "muted small" }, details)),
     h("td", {}, h("span", { class: "state-dot", "data-state": one.is_drained ? "draining" : one.state, title: one.detail }, one.is_drained ? "drained" : one.state)),
     h("td", { class: "right" }, shortNumber(one.requests)), h("td", { class: "right" }, percent(busy)),
     h("td", { class: "right" }, percent(one.kv_blocks_total ? one.kv_blocks_used / one.kv_blocks_total : NaN)),
@@ -141,14 +142,15 @@ function cardElement({ name, label, course }) {
   return { figure, small, canvas, element: h("div", { class: "card", "data-card": name }, h("div", { class: "label" }, label), figure, small, canvas) };
 }
 
-// ── what is computed from two readings ───────────────────────────────────────────────────────────────
+// ── derived values ───────────────────────────────────────────────────────────────────────────────────
 
+/** Return the values to show, from a reading and the previous one. */
 function derive(reading, before) {
   const { series } = reading;
   const value = (name) => series[P + name] ?? 0;
   const rise = (name) => value(name) - (before ? (before.series[P + name] ?? 0) : value(name));
   const seconds = before ? reading.time - before.time : 1;
-  // Tokens of running requests count as they come; those of ended ones are in the counters.
+  // The counters have only the tokens of finished requests; those of running requests are added here.
   const made = value("generation_tokens_total") + reading.num_generated;
   const read = value("prompt_tokens_total") + reading.num_read;
   const mean = (name) => (rise(`${name}_count`) > 0 ? rise(`${name}_sum`) / rise(`${name}_count`) : null);
@@ -176,17 +178,17 @@ function outcomes(counts) {
   return shown.map(([name, count]) => `${shortNumber(count)} ${name}`).join(", ");
 }
 
-/** Median and 95th percentile from a histogram's buckets: the bounds they lie under. */
+/** Return the median and the 95th percentile of a histogram, as the upper bounds of their buckets. */
 function spread({ series }, name) {
   const buckets = Object.entries(series[`${P}${name}_bucket`] || {}).map(([bound, count]) => [bound === "+Inf" ? Infinity : Number(bound), count]).sort((a, b) => a[0] - b[0]);
   const total = buckets.length ? buckets[buckets.length - 1][1] : 0;
-  if (!total) return "no answers yet";
+  if (!total) return "no requests yet";
   const under = (share) => buckets.find(([, count]) => count >= share * total)[0];
   const shown = (bound) => (bound === Infinity ? "more" : `≤ ${duration(bound)}`);
   return `median ${shown(under(0.5))}, p95 ${shown(under(0.95))}`;
 }
 
-// ── the course of a number ───────────────────────────────────────────────────────────────────────────
+// ── charts ───────────────────────────────────────────────────────────────────────────────────────────
 
 function draw(canvas, values, fixedTop) {
   const ratio = window.devicePixelRatio || 1;
@@ -197,7 +199,7 @@ function draw(canvas, values, fixedTop) {
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
   const top = fixedTop || Math.max(...values.filter((one) => !Number.isNaN(one)), 1e-9) * 1.1;
-  const shown = Math.max(LEAST_SHOWN, values.length);
+  const shown = Math.max(MIN_AXIS_READINGS, values.length);
   const x = (at) => width - ((values.length - 1 - at) * width) / (shown - 1);
   const y = (value) => height - 2 - (value / top) * (height - 4);
   const points = values.map((value, at) => [x(at), value]).filter(([, value]) => !Number.isNaN(value)).map(([at, value]) => [at, y(value)]);

@@ -1,6 +1,6 @@
-// Markdown to DOM nodes: paragraphs, headings, lists, quotes, tables, rules, fenced code with a copy button; emphasis, code,
-// links. Whatever is not recognised is shown as it stands. Nothing is ever parsed as HTML, links lead only to http, https and
-// mail, and pictures are shown as links: a page that shows what a model says must not fetch what the model names.
+// Renders Markdown as DOM nodes: paragraphs, headings, lists, quotes, tables, rules, fenced code with a copy button,
+// emphasis, code and links. Anything else is shown as plain text. Nothing is parsed as HTML, links lead only to http, https
+// and mail, and images are shown as links, because the page must not fetch URLs that a model generates.
 
 import { copyText, h, iconButton } from "./dom.js";
 
@@ -11,7 +11,7 @@ const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(\s+#+)?\s*$/;
 const TABLE_LINE = /^ *\|?( *:?-+:? *\|)+( *:?-+:? *)?$/;
 
-/** Show a text that may still grow: blocks whose source did not change stay as they are. */
+/** Render a text that may still grow. The nodes of blocks whose source did not change are kept. */
 export function renderMarkdown(element, text) {
   const blocks = splitBlocks(text.replace(/\r\n?/g, "\n").split("\n"));
   const before = element.markdownBlocks || [];
@@ -80,7 +80,7 @@ function listEnd(lines, at) {
     }
     const isIndented = line.match(/^ */)[0].length > indent;
     const item = line.match(ITEM);
-    if (item && !isIndented && isOrdered(item) !== isOrdered(first)) break; // a list of the other kind
+    if (item && !isIndented && isOrdered(item) !== isOrdered(first)) break; // the start of a list of the other kind
     if (!isIndented && !ITEM.test(line) && (startsBlock(line) || !lines[end - 1].trim())) break;
     if (RULE.test(line) && !isIndented) break;
   }
@@ -92,7 +92,7 @@ function renderBlock(block, depth) {
   switch (block.kind) {
     case "heading": {
       const [, marks, text] = block.lines[0].match(HEADING);
-      return h(`h${Math.min(marks.length + 2, 6)}`, {}, inline(text)); // the page's own headings are above these
+      return h(`h${Math.min(marks.length + 2, 6)}`, {}, inline(text)); // levels 1 and 2 are the page's own headings
     }
     case "rule": return h("hr");
     case "code": return codeBlock(block);
@@ -139,14 +139,14 @@ function table(lines) {
   return h("div", { class: "table-box", tabindex: 0 }, h("table", {}, h("thead", {}, row("th", lines[0])), h("tbody", {}, lines.slice(2).map((line) => row("td", line)))));
 }
 
-// ── inside a block ───────────────────────────────────────────────────────────────────────────────────
+// ── inline ───────────────────────────────────────────────────────────────────────────────────────────
 
 const SPECIAL = /[\\`*_~[!<\n]|https?:\/\//g;
 
 function inline(text, depth = 0) {
   if (depth > MAX_DEPTH) return [text];
   const made = [];
-  const missing = new Set(); // markers that have no end in the rest of this text: looked for once, so time stays linear
+  const missing = new Set(); // markers without an end in the rest of this text: each is searched once, so the time stays linear
   let plain = 0;
   const put = (end, node, next) => {
     if (end > plain) made.push(text.slice(plain, end));
@@ -201,9 +201,9 @@ function emphasis(text, at, missing, inner) {
   if (mark === "_" && /\w/.test(text[at - 1] || "")) return null;
   for (let end = text.indexOf(marks, at + width); end >= 0; end = text.indexOf(marks, end + 1)) {
     const run = runLength(text, end);
-    if (width === 1 && run === 2) { end += 1; continue; } // of strong text inside
+    if (width === 1 && run === 2) { end += 1; continue; } // belongs to strong text inside
     if (/\s/.test(text[end - 1]) || text[end - 1] === "\\" || (mark === "_" && /\w/.test(text[end + width] || ""))) continue;
-    while (text[end + width] === mark) end++; // the outermost of a run
+    while (text[end + width] === mark) end++; // the last marker of a run
     const content = inner(at + width, end);
     const tags = mark === "~" ? ["del"] : [["em"], ["strong"], ["strong", "em"]][width - 1];
     return [tags.reduceRight((held, tag) => [h(tag, {}, held)], content)[0], end + width];
@@ -222,7 +222,7 @@ function link(text, at, inner, prefix) {
   return safe(url) ? [anchor(url, prefix ? [prefix, ...label] : label), end + 1] : null;
 }
 
-/** The bracket that closes the one at `at`, others inside it counted; -1 if it is not near. */
+/** Return the position of the parenthesis that closes the one at `at`; -1 if it is not within 2,000 characters. */
 function closingBracket(text, at) {
   let depth = 0;
   for (let end = at; end < Math.min(text.length, at + 2000); end++) {
@@ -255,7 +255,7 @@ function anchor(url, label) {
   return h("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow" }, label);
 }
 
-// ── colours of code ──────────────────────────────────────────────────────────────────────────────────
+// ── syntax highlighting ──────────────────────────────────────────────────────────────────────────────
 
 const CODE = new RegExp([
   "(?<comment>(?:#|//|--\\s)[^\\n]*|/\\*[^]{0,5000}?\\*/)",

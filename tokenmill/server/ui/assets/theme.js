@@ -1,3 +1,3 @@
-// The chosen theme, before the first paint: a plain script in the head, so that nothing flashes.
-const kept = localStorage.getItem("tokenmill-theme");
-if (kept === "light" || kept === "dark") document.documentElement.dataset.theme = kept;
+// Applies the stored theme before the first paint. A classic script in the head, so that the page does not flash.
+const storedTheme = localStorage.getItem("tokenmill-theme");
+if (storedTheme === "light" || storedTheme === "dark") document.documentElement.dataset.theme = storedTheme;

@@ -1,8 +1,8 @@
-// An answer token by token: the less likely a token was, the stronger its shade; its alternatives appear beside it.
+// An answer token by token: the less likely a token was, the stronger its shade. Its alternatives appear on hover.
 
 import { h, replace } from "./dom.js";
 
-const STEPS = 5; // shades, from certain (0) to surprising
+const STEPS = 5; // number of the strongest shade; 0 is for likely tokens
 
 export function readLogprobs(content) {
   return content.map((one) => [one.token, one.logprob, one.top_logprobs.map((other) => [other.token, other.logprob])]);

@@ -100,7 +100,7 @@ def print_price(model: str, context: int, keep: int, num_tokens: int) -> None:
     """A step that computes a window anew takes many times as long as one that draws a token."""
     llm = LLM(model, max_context=context, context_shift=True, context_keep=keep, threads=1)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1)
-    llm.core.add(llm.frontend.input_processor(context).take(PromptRequest(prompt="Once upon a time", params=params)))
+    llm.core.add(llm.frontend.input_processor(context).process(PromptRequest(prompt="Once upon a time", params=params)))
     steps: list[float] = []
     while llm.core.has_work:
         began = time.perf_counter()

@@ -18,7 +18,7 @@ from tokenmill import SamplingParams
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.fleet.virtual import FIRST_TOKEN, VirtualDevice, run_virtually, virtual_engine, virtual_frontend
 from tokenmill.kv.blocks import HashChain
-from tokenmill.types import KVNews, PromptRequest
+from tokenmill.types import KVCacheEvents, PromptRequest
 
 NUM_REPLICAS = 3
 DEVICE = VirtualDevice(num_blocks=20_000)
@@ -39,7 +39,7 @@ async def measure(num_tokens: int, times: int) -> dict[str, dict[str, float]]:
             for place in range(NUM_REPLICAS):
                 share = shares[place] if place < len(shares) else 0.0
                 stored = list(hashes[: int(share * len(hashes))])
-                router.index.apply(place, KVNews(number=0, is_snapshot=True, stored=stored))
+                router.index.apply(place, KVCacheEvents(number=0, is_snapshot=True, stored=stored))
             request = process(PromptRequest(prompt=tokens, params=SamplingParams(max_tokens=4)))
             began = time.thread_time()
             router.choose(request, engine._replicas.all)

@@ -117,7 +117,7 @@ def run_core(
         pid=os.getpid(),
     )
     mailbox = SocketMailbox(folder, parent_pid)
-    mailbox.take(None)  # the message to start, which names a model
+    mailbox.receive(None)  # the message to start, which names a model
     run_loop(EngineCore(scheduler, runner, info), mailbox)
     mailbox.close()
     return 0

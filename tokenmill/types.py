@@ -194,7 +194,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     shift: ContextShift | None = None  # None: generation ends at the end of the context
     tokenized: TokenizedParams = TokenizedParams()
     adapter: str = ""  # the digest of an adapter; empty: none
-    given: list[SequenceProgress] = []  # by sequence, for a request that another engine has started; empty: a new one
+    progress: list[SequenceProgress] = []  # by sequence, if another engine has started the request; empty: a new one
     fetch_from: str = ""  # the address of another engine that may have some of its KV blocks
 
 
@@ -338,12 +338,11 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     mirostat_mu: float | None = None  # mirostat's limit after the last token, for an engine that resumes the sequence
 
 
-class KVNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The blocks of a core that can be found in its prefix cache, by their hashes, or what has changed among them since
-    the last news."""
+class KVCacheEvents(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The hashes of the blocks in a core's prefix cache, or the changes since the previous message."""
 
-    number: int  # one more than that of the news before; a gap means that some were lost
-    is_snapshot: bool = False  # `stored` is all there is
+    number: int  # one more than in the previous message; a gap means that a message was lost
+    is_snapshot: bool = False  # `stored` has all blocks of the cache
     stored: list[bytes] = []
     gone: list[bytes] = []
 

@@ -61,7 +61,7 @@ def test_rows_become_requests() -> None:
     [
         (None, {"text": "Hi"}, "no text in the field 'prompt'"),
         (None, {"prompt": 7}, "no text in the field 'prompt'"),
-        (None, {"messages": "Hi"}, "a conversation is a list of messages"),
+        (None, {"messages": "Hi"}, "a conversation must be a list of messages"),
         ("{a} {b}", {"a": "x"}, "no field 'b'"),
     ],
 )

@@ -18,7 +18,7 @@ from tokenmill import LLM, AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.config.by_name import engine_config
 from tokenmill.engine.argument_checks import (
-    AskedRows,
+    RequestRows,
     conversations_in,
     messages_from,
     prompt_from,
@@ -68,7 +68,7 @@ def test_wrong_settings(model: Any, settings: dict[str, Any], words: str) -> Non
 
 @pytest.mark.parametrize("given", [5, None, b"abc", {"x"}, b""])
 def test_what_are_no_prompts(given: Any) -> None:
-    with pytest.raises(InvalidRequest, match="a prompt is a string or a list of token ids"):
+    with pytest.raises(InvalidRequest, match="a prompt must be a string or a list of token ids"):
         prompts_in(given)
 
 
@@ -81,7 +81,7 @@ def test_prompts_of_vllm_are_dicts() -> None:
 
 @pytest.mark.parametrize("given", [3, [1, "x"], ["b"], None, {}, {"prompt": 3}])
 def test_what_is_no_prompt(given: Any) -> None:
-    with pytest.raises(InvalidRequest, match="a prompt is a string or a list of token ids"):
+    with pytest.raises(InvalidRequest, match="a prompt must be a string or a list of token ids"):
         prompt_from(given)
 
 
@@ -119,7 +119,7 @@ def test_conversations_in_all_their_forms() -> None:
 @pytest.mark.parametrize("given", [{"temperature": 0}, SamplingParams, "greedy", [None]])
 def test_what_are_no_params(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="params must be SamplingParams"):
-        AskedRows(["a"], given, asked)
+        RequestRows(["a"], given, asked)
     with pytest.raises(InvalidRequest, match=r"chat\(messages, SamplingParams\(temperature"):
         template_args_from({"temperature": 0})
 
@@ -134,7 +134,7 @@ def test_rows_are_read_one_by_one_with_their_params() -> None:
         raise AssertionError("read too far")
 
     params = (SamplingParams(max_tokens=number) for number in count(1))
-    rows = AskedRows(endless(), params, asked)
+    rows = RequestRows(endless(), params, asked)
     first, second = islice(rows, 2)
     assert rows.total is None and isinstance(first, PromptRequest) and first.params.max_tokens == 1
     assert isinstance(second, InvalidRequest) and "got int" in second.message
@@ -143,9 +143,9 @@ def test_rows_are_read_one_by_one_with_their_params() -> None:
 @pytest.mark.parametrize("num_params", [1, 3])
 def test_params_must_be_as_many_as_rows(num_params: int) -> None:
     with pytest.raises(InvalidRequest, match=f"{num_params} sampling params for 2 prompts"):
-        AskedRows(["a", "b"], [SamplingParams()] * num_params, asked)
+        RequestRows(["a", "b"], [SamplingParams()] * num_params, asked)
     with pytest.raises(InvalidRequest, match="1 sampling params for more prompts"):
-        list(AskedRows(iter(["a", "b"]), iter([SamplingParams()]), asked))
+        list(RequestRows(iter(["a", "b"]), iter([SamplingParams()]), asked))
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncEngine, SamplingParams])

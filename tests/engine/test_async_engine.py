@@ -23,7 +23,7 @@ from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine import core_supervisor, text_workers
 from tokenmill.engine.core_client import CoreClient, ProcessCoreClient
-from tokenmill.engine.core_process import FOLDER_PREFIX, CoreProcess, own_python
+from tokenmill.engine.core_process import FOLDER_PREFIX, CoreProcess, python_command
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.input_processor import ClientRequest, InputProcessor
 from tokenmill.engine.messages import Abort
@@ -306,7 +306,7 @@ def test_a_core_that_keeps_dying_is_given_up_and_that_is_said(
                 engine.submit(story(LONG))
 
     run(scenario())
-    assert "SIGKILL" in caplog.text and "not started again" in caplog.text and "starting it again" not in caplog.text
+    assert "SIGKILL" in caplog.text and "it is not restarted" in caplog.text and "; restarting it" not in caplog.text
 
 
 def test_a_core_ends_with_its_front(stories_dir: Path) -> None:
@@ -405,7 +405,7 @@ def test_a_core_imports_nothing_from_where_the_user_stands(tmp_path: Path, monke
     assert core.wait() == "exit code 0"
     core.stop()
     monkeypatch.chdir(Path(tokenmill.__file__).parents[1])  # `python -m tokenmill` in a source tree
-    assert own_python() == [sys.executable]
+    assert python_command() == [sys.executable]
 
 
 def test_a_core_that_dies_while_no_descriptor_is_free_comes_back(

@@ -162,5 +162,5 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], problem: str, stori
 
 
 def test_a_prompt_beyond_all_bounds_is_refused(stories_dir: Path) -> None:
-    with pytest.raises(InvalidRequest, match="even where the context shifts"):
+    with pytest.raises(InvalidRequest, match="with a shifting context"):
         opened(stories_dir, "reference").generate([[5] * 70_000], params(), progress=False)

@@ -13,12 +13,12 @@ import pytest
 
 from tests.support.timing import eventually
 from tokenmill.engine import core_process
-from tokenmill.engine.core_process import CoreProcess, hold, remove_abandoned
+from tokenmill.engine.core_process import CoreProcess, lock_folder, remove_abandoned
 
 WAITS = ("-c", "import sys, time; time.sleep(60)")
 OWNER = (
-    "import sys, time; from tokenmill.engine.core_process import hold\n"
-    "hold(sys.argv[1]); print(1, flush=True); time.sleep(60)"
+    "import sys, time; from tokenmill.engine.core_process import lock_folder\n"
+    "lock_folder(sys.argv[1]); print(1, flush=True); time.sleep(60)"
 )
 
 
@@ -50,7 +50,7 @@ def test_folders_of_killed_processes_go(short_path: Path, monkeypatch: pytest.Mo
     assert owner.stdout is not None
     with owner.stdout:
         owner.stdout.readline()
-        lock = hold(str(alive))
+        lock = lock_folder(str(alive))
         remove_abandoned(str(short_path))
         assert abandoned.exists() and alive.exists(), "their owners live"
         owner.kill()

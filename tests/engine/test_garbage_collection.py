@@ -7,13 +7,13 @@ import weakref
 
 import pytest
 
-from tokenmill.engine.startup.garbage_collection import FULL_AFTER, YOUNG_AFTER, gc_paused, relaxed_gc
+from tokenmill.engine.startup.garbage_collection import FULL_THRESHOLD, YOUNG_THRESHOLD, gc_paused, relaxed_gc
 
 
 def test_full_collections_are_seldom_inside_only() -> None:
     before = gc.get_threshold()
     with relaxed_gc():
-        assert gc.get_threshold() == (max(before[0], YOUNG_AFTER), before[1], max(before[2], FULL_AFTER))
+        assert gc.get_threshold() == (max(before[0], YOUNG_THRESHOLD), before[1], max(before[2], FULL_THRESHOLD))
     assert gc.get_threshold() == before
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.engine.build import advice_where_memory_ends, run_largest_step
+from tokenmill.engine.build import out_of_memory_hint, run_largest_step
 from tokenmill.errors import InvalidConfig
 
 
@@ -32,5 +32,5 @@ def test_what_is_planned_for_steps_is_taken_at_start_or_refused() -> None:
 
 
 def test_other_problems_stay_what_they_are() -> None:
-    with pytest.raises(ValueError, match="else"), advice_where_memory_ends("it does not fit", "memory_fraction"):
+    with pytest.raises(ValueError, match="else"), out_of_memory_hint("it does not fit", "memory_fraction"):
         raise ValueError("something else")

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor, run, scripted_core, tokens_of
 from tokenmill import SamplingParams
-from tokenmill.engine.core import MAX_FAILED_IN_A_ROW
+from tokenmill.engine.core import MAX_CONSECUTIVE_FAILURES
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest
 from tokenmill.kv.storage import KVStorage
 from tokenmill.ops.batch import ForwardBatch
@@ -175,7 +175,7 @@ def test_a_step_that_fails_before_all_rows_are_taken_hurts_no_later_one(monkeypa
 @pytest.mark.failing_steps
 def test_an_engine_that_keeps_failing_gives_up() -> None:
     core = scripted_core(FailingModel(set(range(1, 100))))
-    for _ in range(MAX_FAILED_IN_A_ROW - 1):
+    for _ in range(MAX_CONSECUTIVE_FAILURES - 1):
         run(core, GOOD[:1])
     with pytest.raises(RuntimeError, match="out of memory"):
         run(core, GOOD[:1])

@@ -43,7 +43,7 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compute these small models may be faster than to fetch: that is not what is tested here."""
     monkeypatch.setattr(BlockTraffic, "seconds", lambda self, found: 0.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
-    monkeypatch.setattr("tokenmill.scheduler.fetches.UNKNOWN_S", 60.0)
+    monkeypatch.setattr("tokenmill.scheduler.fetches.DEFAULT_LIMIT_S", 60.0)
     monkeypatch.setattr("tokenmill.kv.traffic.CLOSE_S", 60.0)
 
 
@@ -176,7 +176,7 @@ def test_other_settings_share_nothing(stories_dir: Path, shared_dir: Path, tmp_p
 def test_what_can_not_work_is_refused(stories_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="kv_disk was given"):
         opened(stories_dir, tmp_path, prefix_caching=False)
-    with pytest.raises(InvalidConfig, match="in host memory already"):
+    with pytest.raises(InvalidConfig, match="already in host memory"):
         opened(stories_dir, None, kv_host_gb=1.0)
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidConfig, match="can't be used for KV blocks"):

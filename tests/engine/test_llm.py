@@ -273,7 +273,7 @@ def test_what_users_of_vllm_write(stories: LLM) -> None:
     assert same.token_ids == ours.token_ids
     (turn,) = stories.chat([{"role": "user", "content": "hi"}], sampling_params=GREEDY, use_tqdm=False)
     assert len(turn.outputs[0].token_ids) == 12
-    with pytest.raises(InvalidRequest, match="says the same as params"):
+    with pytest.raises(InvalidRequest, match="are the same argument"):
         stories.generate("Once", GREEDY, sampling_params=GREEDY)
     with pytest.raises(InvalidRequest, match="no variable 'enable_thinking'"):
         stories.chat([{"role": "user", "content": "hi"}], GREEDY, enable_thinking=False)

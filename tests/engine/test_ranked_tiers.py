@@ -106,7 +106,7 @@ def test_prompts_of_two_ranks_are_answered_by_one_and_back(
 
 
 def test_ranks_whose_blocks_can_not_be_kept_are_named(stories_dir: Path, shared_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="contexts of some sequences each"):
+    with pytest.raises(InvalidConfig, match="contexts of only some sequences"):
         opened(stories_dir, tmp_path, dp_attention=True, **TP2)
     with pytest.raises(InvalidConfig, match="several kinds of blocks"):
         opened(path_of("olmo3", shared_dir, stories_dir), tmp_path, **STAGES)

@@ -68,11 +68,11 @@ def test_the_first_backend_that_can_is_chosen_and_refusals_are_remembered() -> N
     [
         (OpsConfig(backend="reference"), {"quantization": "int8"}, "backend reference .* quantization int8"),
         (OpsConfig(backend="triton"), {}, "backend triton .* on a GPU, not on cpu"),
-        (OpsConfig(backend="cpu"), {"dtype": "float16"}, "native kernels compute in float32"),
+        (OpsConfig(backend="cpu"), {"dtype": "float16"}, "native kernels do not support activations in float16"),
         (
             OpsConfig(),
             {"quantization": "fp8"},
-            "no backend .* native kernels know none or int8; .* torch's ops know none",
+            "no backend .* native kernels do not support .* only none or int8; torch.s ops do not .* only none",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_backend_that_is_asked_for_runs_where_it_can() -> None:
 def test_a_gpu_is_not_left_for_the_processor_because_its_kernels_can_not() -> None:
     """What was asked for fits the native kernels, but nobody asked for a CPU."""
     asked = EngineConfig(ModelConfig(quantization="int8"), ops=OpsConfig(deterministic=True))
-    with pytest.raises(InvalidConfig, match="no backend computes this on cuda"):
+    with pytest.raises(InvalidConfig, match="no backend can compute this on cuda"):
         settle(asked, SERVER, backends=BACKENDS)
 
 
@@ -139,7 +139,7 @@ def test_a_gpu_that_torch_can_t_use_is_told() -> None:
 
 
 def test_a_gpu_says_whether_a_request_depends_on_its_batch() -> None:
-    assert any("may change with its batch" in reason for reason in settle(machine=SERVER).reasons)
+    assert any("may depend on its batch" in reason for reason in settle(machine=SERVER).reasons)
     steady = settle(EngineConfig(ops=OpsConfig(deterministic=True)), SERVER)
     assert any(reason.startswith("deterministic:") and "cost in speed" in reason for reason in steady.reasons)
     assert not any("batch" in reason for reason in settle().reasons)
@@ -181,7 +181,7 @@ def test_the_pool_takes_its_share_of_memory_and_no_more_than_is_useful() -> None
 def test_the_context_is_cut_to_what_the_pool_holds() -> None:
     found = settle(EngineConfig(cache=CacheConfig(num_blocks=11)))
     assert found.config.model.max_context == 160
-    assert any("cut to 160" in reason for reason in found.reasons)
+    assert any("limited to 160" in reason for reason in found.reasons)
     assert settle().config.model.max_context == 32_768
     windowed = replace(SPEC, layers=(LAYER, replace(LAYER, mixer=replace(LAYER.mixer, window=64))) * 2)
     with pytest.raises(InvalidConfig, match="at least 3"):  # one for each kind of layer, and nobody's
@@ -243,16 +243,16 @@ def test_ranks_that_have_been_run_on_one_gpu_need_no_switch() -> None:
 @pytest.mark.parametrize(
     ("parallel", "reason"),
     [
-        ({"tp": 4}, "need GPUs 0 to 3, and torch sees 2"),
+        ({"tp": 4}, "need GPUs 0 to 3, but torch sees 2"),
         ({"tp": 2, "rank_gpus": "0,2"}, "need GPUs 0 to 2"),
-        ({"tp": 2, "rank_gpus": "1,0"}, "0 first"),
-        ({"tp": 2, "rank_gpus": "0,one"}, "not '0,one'"),
-        ({"tp": 2}, "only up to 8 on one GPU have been run"),
-        ({"tp": 9, "rank_gpus": ",".join("0" * 9)}, "only up to 8 on one GPU have been run"),
-        ({"tp": 2, "link": "gloo"}, "by ipc, not by gloo"),
-        ({"pp": 2}, "pipelines of GPUs have not been run"),
+        ({"tp": 2, "rank_gpus": "1,0"}, "start with 0"),
+        ({"tp": 2, "rank_gpus": "0,one"}, "got '0,one'"),
+        ({"tp": 2}, "only up to 8 ranks on one GPU have been tested"),
+        ({"tp": 9, "rank_gpus": ",".join("0" * 9)}, "only up to 8 ranks on one GPU have been tested"),
+        ({"tp": 2, "link": "gloo"}, "through ipc, not through gloo"),
+        ({"pp": 2}, "pipelines on GPUs have not been tested"),
         ({"pp": 2, "stages_at": "localhost:1"}, "must be on one machine"),
-        ({"rank_gpus": "0"}, "those of several ranks"),
+        ({"rank_gpus": "0"}, "needs several ranks"),
     ],
 )
 def test_what_ranks_on_gpus_can_not_do_is_refused(parallel: dict[str, Any], reason: str) -> None:

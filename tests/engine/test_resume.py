@@ -23,7 +23,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.engine.build import build_core
 from tokenmill.engine.frontend import load_frontend
 from tokenmill.engine.input_processor import ClientRequest
-from tokenmill.engine.replicas import MOST_DEATHS
+from tokenmill.engine.replicas import MAX_DEATHS
 from tokenmill.errors import RequestFailed
 from tokenmill.types import PromptRequest, SequenceOutput
 
@@ -97,7 +97,7 @@ def test_a_request_that_kills_cores_fails_alone(stories_dir: Path, at: int) -> N
     assert_same(asked, found[:-1], expected)
     failed = found[-1]
     assert isinstance(failed, RequestFailed) and "killed by the test" in failed.message
-    assert engine.stats().restarts == MOST_DEATHS
+    assert engine.stats().restarts == MAX_DEATHS
 
 
 def test_requests_that_no_core_is_left_for_fail(stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,15 @@ class Mailbox:
     def __init__(self, mail: dict[int, ToCore]) -> None:
         self.mail = mail
         self.num_looks = 0
-        self.patience: list[float | None] = []
+        self.timeouts: list[float | None] = []
         self.sent: list[FromCore] = []
 
-    def take(self, patience_s: float | None) -> list[ToCore]:
+    def receive(self, timeout_s: float | None) -> list[ToCore]:
         self.num_looks += 1
-        self.patience.append(patience_s)
+        self.timeouts.append(timeout_s)
         if self.num_looks in self.mail:
             return [self.mail[self.num_looks]]
-        return [Shutdown()] if patience_s is None else []
+        return [Shutdown()] if timeout_s is None else []
 
     def send(self, message: FromCore) -> None:
         self.sent.append(message)
@@ -48,12 +48,12 @@ def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work(
     assert sum(len(one.token_ids) for one in outputs) == 6
     assert left == 0 and not any(seen), "it prepares when it has nothing to do, to the end"
     calm = [QUIET_S, 0.0, 0.0]  # nobody asked, one thing was prepared, a second one, and then somebody asked
-    assert mailbox.patience == [*calm, *[0.0] * 5, QUIET_S, 0.0, 0.0, None], "quiet before the first, and after work"
+    assert mailbox.timeouts == [*calm, *[0.0] * 5, QUIET_S, 0.0, 0.0, None], "quiet before the first, and after work"
 
 
 def test_an_engine_without_work_loads_what_grammars_need() -> None:
     core, loads = scripted_core(), []
-    core.prepare_grammars = lambda: loads.append(len(mailbox.patience))  # type: ignore[method-assign]
+    core.prepare_grammars = lambda: loads.append(len(mailbox.timeouts))  # type: ignore[method-assign]
     mailbox = Mailbox({})
     run_loop(core, mailbox)
     assert loads == [1], "once, after a quiet moment"

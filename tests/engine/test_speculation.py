@@ -217,7 +217,7 @@ def test_an_engine_goes_on_without_a_draft_model_that_fails(
     assert drafted > 20 and next(calls) == 21  # it is not called again
     assert run_core(core, stories(8)) == expected
     assert core.stats().drafted_tokens == drafted
-    assert caplog.text.count("speculation failed and is off") == 1
+    assert caplog.text.count("speculation failed and is turned off") == 1
 
 
 def test_a_draft_model_needs_the_same_vocabulary(stories_dir: Path, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 def test_a_stopped_core_is_noticed_and_given_up_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_supervisor, "STALLED_S", 2.5)
-    monkeypatch.setattr(core_supervisor, "LIFE_CHECK_S", 0.1)
+    monkeypatch.setattr(core_supervisor, "STALLED_AFTER_S", 2.5)
+    monkeypatch.setattr(core_supervisor, "HEALTH_CHECK_S", 0.1)
     file = tmp_path / "script.json"
     file.write_text(json.dumps([{"say": SAID, "token_delay_s": 0.01}]))
 
@@ -44,7 +44,7 @@ def test_a_stopped_core_is_noticed_and_given_up_in_the_end(tmp_path: Path, monke
             text = (await anext(stream)).text
             os.kill(pid, signal.SIGSTOP)
             await until(lambda: engine.health().state == "stalled")
-            with pytest.raises(EngineDead, match="no sign of life"):
+            with pytest.raises(EngineDead, match="no heartbeat"):
                 engine.submit(ASKED)
             os.kill(pid, signal.SIGCONT)
             text += "".join([event.text async for event in stream])
@@ -53,7 +53,7 @@ def test_a_stopped_core_is_noticed_and_given_up_in_the_end(tmp_path: Path, monke
 
             stream = engine.submit(ASKED)
             text = (await anext(stream)).text
-            monkeypatch.setattr(core_supervisor, "GIVEN_UP_S", 3.0)
+            monkeypatch.setattr(core_supervisor, "KILLED_AFTER_S", 3.0)
             os.kill(pid, signal.SIGSTOP)
             assert text + "".join([event.text async for event in stream]) == SAID, "or with the next one"
             assert engine.core.pid != pid

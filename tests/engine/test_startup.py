@@ -108,7 +108,7 @@ def test_other_versions_take_the_ordinary_way(
     monkeypatch.setitem(sys.modules, "torch._meta_registrations", genuine)  # it is there again after the test
     with caplog.at_level("DEBUG"), torch_import(fast_start=True):
         assert (sys.modules.get("torch._meta_registrations") is genuine) == gc.isenabled() == (not is_fine)
-    assert ("start-up tricks are off" in caplog.text) == (not is_fine)
+    assert ("start-up optimisations are off" in caplog.text) == (not is_fine)
 
 
 def test_versions_are_read_without_an_import() -> None:

@@ -170,7 +170,7 @@ def test_what_is_refused(hermes: Speaker, fields: dict[str, Any], param: str) ->
 
 def test_a_model_told_to_call_nothing_refuses_tools(shared_dir: Path) -> None:
     speaker = Speaker((shared_dir / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text(), tool_format="none")
-    with pytest.raises(InvalidRequest, match="calls no tools"):
+    with pytest.raises(InvalidRequest, match="can't call tools"):
         speaker.prompt(chat())
 
 

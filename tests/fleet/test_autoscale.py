@@ -138,15 +138,15 @@ def test_a_fleet_follows_the_numbers_that_it_is_told() -> None:
         await fleet.engine.open()
         stream = asyncio.create_task(fleet.ask(random.Random(1), max_tokens=2000))
         await asyncio.sleep(1)
-        fleet.scaler.allow(3, 5)
+        fleet.scaler.set_limits(3, 5)
         await asyncio.sleep(4)
         assert fleet.num_ready() == 3
-        fleet.scaler.allow(1, 1)
+        fleet.scaler.set_limits(1, 1)
         await asyncio.sleep(1)
         assert fleet.num_ready() == 1 and not stream.done()
         for least, most in ((-1, 2), (3, 2), (0, 0), (1, MOST + 1)):
-            with pytest.raises(InvalidRequest, match="can be asked for"):
-                fleet.scaler.allow(least, most)
+            with pytest.raises(InvalidRequest, match="must be between"):
+                fleet.scaler.set_limits(least, most)
         await stream
         await fleet.engine.close()
 
@@ -179,7 +179,7 @@ def test_a_core_that_is_stopped_leaves_its_requests_to_others() -> None:
         await fleet.engine.open()
         asked = [asyncio.create_task(fleet.ask(random.Random(number), 400)) for number in range(12)]
         await asyncio.sleep(0.5)
-        fleet.scaler.allow(1, 3)
+        fleet.scaler.set_limits(1, 3)
         for replica in fleet.engine._replicas.all[:2]:
             await fleet.engine._replicas.stop(replica)
         found = await asyncio.gather(*asked)

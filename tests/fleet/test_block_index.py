@@ -9,7 +9,7 @@ import pytest
 from tokenmill.fleet.block_index import STRIDE, BlockIndex
 from tokenmill.kv.blocks import HashChain
 from tokenmill.kv.cache import KVCache
-from tokenmill.types import KVNews
+from tokenmill.types import KVCacheEvents
 
 BLOCK = 4
 
@@ -64,18 +64,18 @@ def test_the_index_is_what_the_cores_have_after_every_cut(num_changes: int, leas
 def test_what_comes_and_goes_between_two_news_is_not_mentioned() -> None:
     core = BusyCache(3)
     news = core.cache.watch_blocks()
-    assert news.pop() == KVNews(number=0, is_snapshot=True)
+    assert news.pop() == KVCacheEvents(number=0, is_snapshot=True)
     assert news.pop() is None
     prefix = core.cache.prefix
     prefix.register(0, b"a", 1)
     prefix.register(0, b"b", 2)
     prefix.forget(1)
-    assert news.pop() == KVNews(number=1, stored=[b"b"])
+    assert news.pop() == KVCacheEvents(number=1, stored=[b"b"])
     prefix.forget(2)
     prefix.register(0, b"b", 3)
     assert news.pop() is None
     prefix.forget(3)
-    assert news.pop() == KVNews(number=2, gone=[b"b"])
+    assert news.pop() == KVCacheEvents(number=2, gone=[b"b"])
 
 
 def test_hashes_are_computed_only_as_far_as_a_core_has_them() -> None:
@@ -84,8 +84,8 @@ def test_hashes_are_computed_only_as_far_as_a_core_has_them() -> None:
     chain = HashChain("", BLOCK)
     assert index.matches(tokens, chain, BLOCK, [0, 1]) == [0, 0]
     assert len(chain.hashes) == STRIDE
-    assert index.apply(0, KVNews(number=0, is_snapshot=True, stored=hashes[:70]))
-    assert index.apply(1, KVNews(number=0, is_snapshot=True, stored=[*hashes[:5], *hashes[6:90]]))
+    assert index.apply(0, KVCacheEvents(number=0, is_snapshot=True, stored=hashes[:70]))
+    assert index.apply(1, KVCacheEvents(number=0, is_snapshot=True, stored=[*hashes[:5], *hashes[6:90]]))
     chain = HashChain("", BLOCK)
     assert index.matches(tokens, chain, BLOCK, [1, 0]) == [5, 70]
     assert 70 < len(chain.hashes) <= 70 + STRIDE

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fleet.test_virtual_fleet import ask, prompt
 from tokenmill import AsyncEngine
-from tokenmill.engine.moves import FETCHED_BLOCKS, Moves
+from tokenmill.engine.moves import MIN_FETCHED_BLOCKS, Moves
 from tokenmill.engine.replica import Replica
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.fleet.virtual import VirtualDevice, run_virtually, virtual_engine
@@ -40,7 +40,7 @@ def answers(scene: Scene, num_tokens: int = 700, n: int = 1, first_end: int = 0)
         await scene(engine)
         found = await asyncio.gather(*asked)
         num_moved = engine.stats().resumed
-        assert not any(one.preparations or one.leaving or one.num_prefilling for one in engine._replicas.all)
+        assert not any(one.preparations or one.departing or one.num_prefilling for one in engine._replicas.all)
         await engine.close()
         return found, num_moved
 
@@ -68,7 +68,7 @@ def test_a_stream_stalls_for_two_steps_when_it_moves(n: int) -> None:
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert num_moved == NUM_STREAMS * NUM_MOVES
     # The step that runs there when it comes, and its own, in which the tokens behind its prepared blocks are computed.
-    own_s = (NUM_STREAMS + FETCHED_BLOCKS * DEVICE.block_size) * DEVICE.token_s
+    own_s = (NUM_STREAMS + MIN_FETCHED_BLOCKS * DEVICE.block_size) * DEVICE.token_s
     longest_s = max(gap_s for _, gap_s in found)
     assert longest_s <= 2.5 * (DEVICE.step_s + own_s) if n == 1 else longest_s > 3 * DEVICE.step_s
 

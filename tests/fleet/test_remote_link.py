@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from websockets.asyncio.client import connect
 
 from tests.support.cores_with_sockets import always_worth_it, folder, maker, with_seeds
 from tests.support.cut_link import CutLink
@@ -39,7 +40,7 @@ from tokenmill.fleet.autoscale import ScaleRange
 from tokenmill.fleet.elastic import start_cluster
 from tokenmill.fleet.host import HostAgent, model_digest
 from tokenmill.fleet.join import JoinListener
-from tokenmill.fleet.link import HostInfo, LinkError, ReliableLink, Seal, read_key
+from tokenmill.fleet.link import HostInfo, LinkError, ReliableLink, Seal, host_handshake, read_key
 from tokenmill.fleet.places import CountedPlace, Places
 from tokenmill.types import PromptRequest
 from tokenmill.version import VERSION
@@ -244,6 +245,23 @@ def test_who_does_not_know_the_key_or_runs_another_version_is_refused(stories_di
             with pytest.raises(LinkError, match="refuses this machine"):
                 await asyncio.wait_for(joined, 30)
         assert cluster.places.num_free() == 0
+        await cluster.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_machine_that_reconnects_before_its_cut_is_noticed_counts_once(stories_dir: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(config_of(stories_dir), 1)
+        url, info = f"ws://127.0.0.1:{await cluster.listen()}", HostInfo("host", 2, "test", VERSION)
+        async with connect(url) as first, connect(url) as second:
+            await host_handshake(first, KEY, info, "session", 0)
+            await wait_until(lambda: cluster.places.num_free() == 2)
+            place = cluster.listener._hosts["session"]
+            earlier = place.connection
+            await host_handshake(second, KEY, info, "session", 0)
+            await wait_until(lambda: place.connection not in (None, earlier))
+            assert cluster.places.num_free() == 2
         await cluster.close()
 
     asyncio.run(scenario())

@@ -48,7 +48,7 @@ def rounds(llm: LLM) -> list[list[int]]:
 def test_fetched_blocks_give_the_same_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockTraffic, "seconds", lambda self, found: 0.0)  # always worth it
     monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
-    monkeypatch.setattr("tokenmill.scheduler.fetches.UNKNOWN_S", 60.0)
+    monkeypatch.setattr("tokenmill.scheduler.fetches.DEFAULT_LIMIT_S", 60.0)
     make_reference(family, max_position_embeddings=512).save_pretrained(tmp_path)
     expected = rounds(opened(tmp_path, NUM_BLOCKS[family]))
     keeping = opened(tmp_path, NUM_BLOCKS[family], kv_host_gb=0.1)

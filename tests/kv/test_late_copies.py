@@ -115,8 +115,8 @@ class Scene:
         if self.index.find(*name_of(number)) is not None:
             return
         fetch = Fetch([name_of(number)])
-        self.traffic.ask(fetch)
-        self.wait(lambda: fetch.is_asked)
+        self.traffic.look_up(fetch)
+        self.wait(lambda: fetch.is_looked_up)
         if not fetch.found:
             return
         block = self.take()
@@ -147,7 +147,7 @@ class Scene:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_late_device_changes_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmill.kv.records.STAGED_BYTES", 1 if seed == 2 else 1 << 20)
+    monkeypatch.setattr("tokenmill.kv.records.STAGING_BYTES", 1 if seed == 2 else 1 << 20)
     scene = Scene(LateDevice(seed), seed, tmp_path if seed == 3 else None)
     scene.play()
     assert scene.num_brought > 0 and scene.num_wrong == 0

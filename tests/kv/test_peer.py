@@ -135,7 +135,7 @@ def flipped(data: bytes) -> bytes:
 def test_a_damaged_cut_or_silent_stream_brings_what_came_before(
     change: Callable[[bytes], bytes] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenmill.kv.tiers.peer.SILENCE_S", 0.5)
+    monkeypatch.setattr("tokenmill.kv.tiers.peer.TIMEOUT_S", 0.5)
     core = Core(tmp_path / "blocks")
     size = core.records.sizes[0]
     relay = Relay(tmp_path / "relay", tmp_path / "blocks", int(2.5 * (size + 12)), change)
@@ -169,8 +169,8 @@ def test_a_fetch_from_another_core_fills_the_pool(tmp_path: Path) -> None:
     own = KVStorage(LAYOUT, 8, 4, torch.device("cpu"))
     traffic = BlockTraffic(lambda: HostRecords(own), PrefixIndex(1), [0], digest=lambda: DIGEST)
     fetch = Fetch(NAMES, source=core.server.address)
-    traffic.ask(fetch)
-    wait_for(traffic, lambda: fetch.is_asked)
+    traffic.look_up(fetch)
+    wait_for(traffic, lambda: fetch.is_looked_up)
     assert fetch.found == dict.fromkeys(NAMES, "peer")
     fetch.targets = [ExpectedBlock(name, 7 - number) for number, name in enumerate(NAMES)]
     traffic.load(fetch)

@@ -93,4 +93,4 @@ def test_what_entries_are_needed() -> None:
     assert list(state.required(60, 200, is_certain=True)) == [2]
     assert list(cells.required(0, 200, is_certain=True)) == [12]
     assert list(cells.required(0, 128, is_certain=True)) == []
-    assert state.most_held(63, 1) == 0 and state.most_held(4000, 512) == 2
+    assert state.max_held(63, 1) == 0 and state.max_held(4000, 512) == 2

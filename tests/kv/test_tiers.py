@@ -64,7 +64,7 @@ def bits_of(storage: KVStorage) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_records_hold_a_block_and_nothing_else(name: str, staged_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read of one pool and written to another is that block, for both ways of copying; the others stay."""
-    monkeypatch.setattr("tokenmill.kv.records.STAGED_BYTES", staged_bytes)
+    monkeypatch.setattr("tokenmill.kv.records.STAGING_BYTES", staged_bytes)
     layout = LAYOUTS[name]
     for region, ids in ((0, [4, 2, 5]), (2, [6, 8])):
         source = filled_storage(layout, 1)

@@ -37,7 +37,7 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
     ("changes", "reason"),
     [
         ({"device": "cpu"}, "on a GPU"),
-        ({"dtype": "int8"}, "for activations"),
+        ({"dtype": "int8"}, "activations in int8"),
         ({"kv_dtype": "float8_e5m2"}, "for the KV cache"),
         ({"deterministic": True, "quantization": "fp8"}, "quantised weights"),
         (

@@ -10,7 +10,7 @@ from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache
 from tokenmill.params import SamplingParams
 from tokenmill.scheduler import Scheduler
-from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_right
+from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_accepted_drafts
 from tokenmill.types import Request, SequenceOutput
 
 
@@ -126,8 +126,8 @@ def test_accepted_tokens_are_found_by_the_next_prompt_and_wrong_ones_are_not() -
 
 
 def test_num_right() -> None:
-    assert num_right([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert num_right([1, 2, 3], [1, 2, 9]) == 2
-    assert num_right([1, 2, 3], [1, 2]) == 1  # the second was drawn last: it has to be computed again
-    assert num_right([1, 2, 3], [9]) == 0
-    assert num_right([], [9]) == 0
+    assert num_accepted_drafts([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert num_accepted_drafts([1, 2, 3], [1, 2, 9]) == 2
+    assert num_accepted_drafts([1, 2, 3], [1, 2]) == 1  # the second was drawn last: it has to be computed again
+    assert num_accepted_drafts([1, 2, 3], [9]) == 0
+    assert num_accepted_drafts([], [9]) == 0

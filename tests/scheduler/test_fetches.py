@@ -35,12 +35,12 @@ class ByHand:
             assert block is not None
             self.kept[BlockName(0, block_hash)] = list(bench.runner.memory[block])
 
-    def ask(self, fetch: Fetch) -> None:
+    def look_up(self, fetch: Fetch) -> None:
         self.asked.append(fetch)
 
     def expect(self, fetch: Fetch) -> None:
         fetch.found = dict.fromkeys(fetch.names, "hand")
-        fetch.is_asked = True
+        fetch.is_looked_up = True
 
     def load(self, fetch: Fetch) -> None:
         self.loading.append(fetch)
@@ -51,7 +51,7 @@ class ByHand:
     def seconds(self, found: dict[BlockName, str]) -> float:
         return 1e9 if self.is_slow else 0.0
 
-    def wait(self, patience_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         pass
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class ByHand:
     def answer(self) -> None:
         for fetch in self.asked:
             fetch.found = {name: "hand" for name in fetch.names if name in self.kept}
-            fetch.is_asked = True
+            fetch.is_looked_up = True
         self.asked = []
 
     def bring(self, most: int = 1000) -> None:
@@ -129,8 +129,8 @@ def test_a_request_that_was_moved_is_fetched_at_once(num_gone: int) -> None:
     for name in list(fetcher.kept)[10 - num_gone : 10]:
         del fetcher.kept[name]
     tokens = expected_tokens(ask("first", 41), 0)
-    given = [SequenceProgress(token_ids=tokens[:2])]
-    bench.scheduler.add(msgspec.structs.replace(ask("first", 41), given=given, fetch_from="/another/core"))
+    earlier = [SequenceProgress(token_ids=tokens[:2])]
+    bench.scheduler.add(msgspec.structs.replace(ask("first", 41), progress=earlier, fetch_from="/another/core"))
     assert bench.scheduler.plan() is None
     assert len(fetcher.loading[0].targets) == 10 and not fetcher.asked
     fetcher.bring()

@@ -158,7 +158,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     server = VirtualServer(promised=ServiceLevel(ttft_s=0.001))
     server.ask(prompt=500)
     server.run()
-    with pytest.raises(Overloaded, match="promised"):
+    with pytest.raises(Overloaded, match="exceeds the limit"):
         server.scheduler.add(server.ask("other", prompt=500).request)
     assert not server.scheduler.has_work and not len(server.scheduler._tenants)
 

@@ -15,7 +15,7 @@ from typing import Any
 from tests.support.combination_features import BY_NAME, FEATURES, tokens
 from tokenmill import LLM, SamplingParams
 from tokenmill.config.server import ServerConfig
-from tokenmill.engine.argument_checks import AskedRows
+from tokenmill.engine.argument_checks import RequestRows
 from tokenmill.engine.results import CompletionOutput, EventFold, RequestOutput, request_output
 from tokenmill.errors import InvalidRequest
 from tokenmill.server.openai.parse import parse_completion
@@ -124,7 +124,7 @@ class Bench:
 
 def answered(llm: LLM, asked: list[PromptRequest]) -> list[RequestOutput]:
     """By way of the engine's own front, which also takes priorities."""
-    answers = llm._answer(AskedRows(asked, None, lambda one, _: one), progress=False)
+    answers = llm._answer(RequestRows(asked, None, lambda one, _: one), progress=False)
     for answer in answers:
         if answer.error is not None:
             raise InvalidRequest(answer.error)

@@ -34,8 +34,8 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compute these small models may be faster than to fetch: that is not what is tested here."""
     monkeypatch.setattr(BlockTraffic, "seconds", lambda self, found: 0.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
-    monkeypatch.setattr("tokenmill.scheduler.fetches.UNKNOWN_S", 60.0)
-    monkeypatch.setattr("tokenmill.engine.moves.MOVE_S", 60.0)
+    monkeypatch.setattr("tokenmill.scheduler.fetches.DEFAULT_LIMIT_S", 60.0)
+    monkeypatch.setattr("tokenmill.engine.moves.EMPTY_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

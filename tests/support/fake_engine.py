@@ -77,9 +77,9 @@ class FakeEngine:
 
     def submit(self, prepared: PreparedRequest) -> FakeStream:
         self._require_room()
-        self.seen.append(prepared.asked)
-        stream = FakeStream(self, prepared.asked, prepared.request.prompt_token_ids)
-        self.running[prepared.asked.request_id] = stream
+        self.seen.append(prepared.client_request)
+        stream = FakeStream(self, prepared.client_request, prepared.request.prompt_token_ids)
+        self.running[prepared.client_request.request_id] = stream
         self.most_running = max(self.most_running, len(self.running))
         return stream
 

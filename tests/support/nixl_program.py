@@ -90,7 +90,7 @@ def read(address: str, what: str = "", pid: int = 0) -> dict[str, Any]:
     truth = Core(address + ".truth", has_nixl=False)
     want = [expected(truth, block) for block in range(1, NUM_BLOCKS)]
     if what:
-        peer.SILENCE_S = 1.0
+        peer.TIMEOUT_S = 1.0
         real = agent.read
 
         def disturbed(other: BlockMap, group: int, blocks: Sequence[tuple[int, Record]], limit_s: float) -> None:

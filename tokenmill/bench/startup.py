@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.bench.measures import median
-from tokenmill.engine.core_process import own_python
+from tokenmill.engine.core_process import python_command
 from tokenmill.errors import RequestFailed
 
 STAGES = ("python_s", "import_s", "engine_import_s", "load_s", "first_token_s", "total_s")
@@ -51,7 +51,7 @@ print(json.dumps({"python_s": python - began, "import_s": imported - python, "en
 
 def measure_start(model: str, settings: dict[str, Any]) -> dict[str, float]:
     done = subprocess.run(
-        [*own_python(), "-c", SCRIPT, str(time.time()), model, json.dumps(settings)], capture_output=True, text=True
+        [*python_command(), "-c", SCRIPT, str(time.time()), model, json.dumps(settings)], capture_output=True, text=True
     )
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
@@ -79,7 +79,7 @@ def measure_runs(arguments: list[str], rounds: int) -> dict[str, float]:
 
 def measure_run(arguments: list[str]) -> dict[str, float]:
     model, *flags = arguments
-    command = [*own_python(), "-m", "tokenmill", "run", model, "hi", "--max-tokens", "2", *flags]
+    command = [*python_command(), "-m", "tokenmill", "run", model, "hi", "--max-tokens", "2", *flags]
     began = time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
@@ -104,7 +104,7 @@ def measure_server_start(arguments: list[str]) -> dict[str, float]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     began = time.monotonic()
-    command = [*own_python(), "-m", "tokenmill", "serve", *arguments, "--port", port, "--log-level", "warning"]
+    command = [*python_command(), "-m", "tokenmill", "serve", *arguments, "--port", port, "--log-level", "warning"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             while not _is_ready(port):

@@ -83,7 +83,7 @@ def command(
 
 def _be_stage(address: str, parent_pid: int | None) -> int:
     """Run a stage's process, and the next one when it has ended: the core starts its group again, and waits there."""
-    from tokenmill.engine.core_process import own_python
+    from tokenmill.engine.core_process import python_command
     from tokenmill.engine.joined_ranks import group_key, split_address
 
     split_address(address)
@@ -92,7 +92,7 @@ def _be_stage(address: str, parent_pid: int | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     while not stopped.is_set():
-        command = [*own_python(), "-m", "tokenmill.engine.rank_main", "--join", address, str(os.getpid())]
+        command = [*python_command(), "-m", "tokenmill.engine.rank_main", "--join", address, str(os.getpid())]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
         try:
             while child.poll() is None and not stopped.is_set():

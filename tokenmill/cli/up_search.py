@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.cli.output import print_table
 from tokenmill.config.cluster import ExpectedLoad
 from tokenmill.config.promises import read_service_level
-from tokenmill.engine.core_process import own_python
+from tokenmill.engine.core_process import python_command
 from tokenmill.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def started(path: Path, name: str) -> Iterator[str]:
         port = free.getsockname()[1]
     arguments = [argument for argument in sys.argv[2:] if argument not in OWN_FLAGS]
     asked = [*arguments, *QUIETLY, "--take", name, "--port", str(port)]
-    child = subprocess.Popen([*own_python(), "-m", "tokenmill", "up", *asked], stdout=subprocess.DEVNULL)
+    child = subprocess.Popen([*python_command(), "-m", "tokenmill", "up", *asked], stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(child, url, path)
@@ -115,7 +115,9 @@ def held_by(one: Topology, url: str, load: ExpectedLoad, slo: str | None, num_tr
         *("bench", "search", "--url", url, "--json", "--trials", str(num_trials), "--noisy-s", "0"),
         *("--input-len", str(load.input_len), "--output-len", str(load.output_len)),
     ]
-    done = subprocess.run([*own_python(), "-m", "tokenmill", *asked, *limits(slo)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*python_command(), "-m", "tokenmill", *asked, *limits(slo)], stdout=subprocess.PIPE, text=True
+    )
     lines = done.stdout.strip().splitlines()
     if not lines:
         raise InvalidConfig(f"bench search ended with exit code {done.returncode} and said nothing")

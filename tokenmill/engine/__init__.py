@@ -1,12 +1,12 @@
-"""The engine: puts scheduler and runner together, and text and tokens.
+"""The engine: joins scheduler and runner into a core, and the core to text in and text out.
 
-LLM, AsyncEngine                  the two fronts: offline in this process, serving with a core in another one
-frontend                          what a front holds of a model: spec, tokenizer, names
+LLM, AsyncEngine                  the two fronts: offline with the core in this process, serving with it in another
+frontend                          the front's part of a model: spec, tokenizer, names
 input_processor, output_processor text → token ids, token ids → events
-core_client, core_process         how a front reaches its core: in a thread, or in a process behind unix sockets
-messages, loop, core_main         what they say to each other, the loop that serves it, the core's own program
-core                              one step as a sentence
-backends, resolve                 devices and kernels as rows; `auto` settings resolved by asking them
-model, speculation, build         the model on its device, draft tokens; everything put together
-startup                           what shortens a start, behind one switch
+core_client, core_process         the front's connection to its core: in a thread, or in a process behind unix sockets
+messages, loop, core_main         the messages between front and core, the core's loop, the program of its process
+core                              one engine step: plan, launch, collect, apply
+backends, resolve                 the table of devices and kernels; choosing values for `auto` settings
+model, speculation, build         the model on its device, draft tokens, assembling a core
+startup                           optimisations of the start-up time, behind one switch
 """

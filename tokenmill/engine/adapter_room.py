@@ -1,7 +1,7 @@
-"""The number of adapter slots of a model and their memory, known before anything is loaded.
+"""The number of adapter slots of a model and their memory, computed before anything is loaded.
 
-A slot holds any of the adapters that are named, and one of the largest rank that changes every matrix of the layers: of
-experts too where a named one does.
+A slot has room for each adapter that the config names, and for one of the largest rank that changes every matrix of the
+layers; matrices of experts are included if a named adapter changes them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ def resolve_adapters(config: ModelConfig, spec: ModelSpec, value_bytes: int) -> 
 
 
 def named_expert_rank(config: ModelConfig, spec: ModelSpec) -> int:
-    """The largest rank of the named adapters' experts; 0 where none of them changes any"""
+    """Return the largest rank of the named adapters' expert matrices; 0 if none of them changes experts."""
     sizes = (adapter_size(path, spec) for path in named_adapters(config.adapter).values())
     return max((size.expert_rank for size in sizes), default=0)

@@ -1,8 +1,7 @@
-"""The adapters of a core: read in a thread, kept in memory by their digest, put into the model's slots by plans.
+"""The adapters of a core: read in a thread, kept in memory by their digest, loaded into the model's slots by plans.
 
-A name is a client's word for an adapter, its digest is what requests carry. Loading another file under the same name
-changes what new requests get; those that run keep theirs until they are over. An adapter that no name stands for any
-more is forgotten once no request uses it.
+Clients select an adapter by name, engine requests by digest. Loading another file under the same name changes the
+adapter of new requests; running requests keep theirs. An adapter without a name is freed once no request uses it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class AdapterStore:
     def __init__(
         self, read: Callable[[Path], Adapter], matrices: set[str] | None = None, max_rank: int = 0, max_values: int = 0
     ) -> None:
-        """`matrices`: those that the model's kernels can add to; None: it has no slots. `max_rank`, `max_values`: what
-        a slot holds."""
+        """`matrices`: names of the matrices that adapters may change; None: the model has no slots. `max_rank`,
+        `max_values`: the capacity of a slot."""
         self._read = read
         self._matrices = matrices
         self._max_rank = max_rank
@@ -53,20 +52,20 @@ class AdapterStore:
 
     def require(self, digest: str) -> None:
         if digest not in self.by_digest:
-            raise UnknownModel("the adapter was unloaded before the request could begin", param="model")
+            raise UnknownModel("the adapter was unloaded before the request could start", param="model")
 
     def load(self, name: str, path: Path) -> LoadedAdapter:
-        """Read an adapter now."""
+        """Read an adapter in this thread."""
         loaded, adapter = self._loaded(name, path)
         self._keep(loaded, adapter)
         return loaded
 
     def start_loading(self, name: str, path: Path) -> None:
-        """Read an adapter in a thread: steps go on meanwhile."""
+        """Read an adapter in a background thread, while steps continue."""
         self._num_loading += 1
-        threading.Thread(target=self._load_beside, args=(name, path), name="adapter", daemon=True).start()
+        threading.Thread(target=self._load_in_background, args=(name, path), name="adapter", daemon=True).start()
 
-    def _load_beside(self, name: str, path: Path) -> None:
+    def _load_in_background(self, name: str, path: Path) -> None:
         try:
             self._results.put(self._loaded(name, path))
         except TokenmillError as error:
@@ -75,14 +74,14 @@ class AdapterStore:
             message = f"the adapter could not be read: {error}"
             self._results.put(FailedAdapter(name=name, message=message, code="model_error"))
 
-    def finish_loading(self, patience_s: float = 0.0) -> list[LoadedAdapter | FailedAdapter]:
-        """Return the adapters that threads have read since the last call; wait up to the given time where there is none
-        yet."""
+    def finish_loading(self, timeout_s: float = 0.0) -> list[LoadedAdapter | FailedAdapter]:
+        """Return the adapters that background threads have read since the last call; if there is none, wait up to
+        `timeout_s` for one."""
         finished: list[LoadedAdapter | FailedAdapter] = []
         while self._num_loading:
-            waits = patience_s > 0 and not finished
+            waits = timeout_s > 0 and not finished
             try:
-                result = self._results.get(timeout=patience_s) if waits else self._results.get_nowait()
+                result = self._results.get(timeout=timeout_s) if waits else self._results.get_nowait()
             except queue.Empty:
                 break
             self._num_loading -= 1
@@ -94,12 +93,12 @@ class AdapterStore:
         return finished
 
     def unload(self, name: str) -> None:
-        """Forget a name; one that is unknown is no error."""
+        """Remove a name; an unknown name is ignored."""
         if (loaded := self._names.pop(name, None)) is not None:
             self._retire(loaded.digest)
 
     def forget_unused(self, is_used: Callable[[str], bool]) -> None:
-        """Free the memory of adapters that no name stands for and no request uses."""
+        """Free adapters that have no name and are used by no request."""
         for digest in [one for one in self._retired if not is_used(one)]:
             self._retired.discard(digest)
             del self.by_digest[digest]
@@ -119,23 +118,22 @@ class AdapterStore:
                 "this model was loaded without slots for adapters", hint="start it with --adapter-slots"
             )
         if len(self._names) >= MAX_ADAPTERS:
-            raise UnsupportedModel(f"{MAX_ADAPTERS} adapters are loaded already", hint="unload some")
+            raise UnsupportedModel(f"{MAX_ADAPTERS} adapters are already loaded", hint="unload some")
 
     def _require_fit(self, adapter: Adapter, path: Path) -> None:
         missing = sorted(adapter.matrices.keys() - (self._matrices or set()))
         if missing:
             hint = None
             if ".experts." in missing[0]:
-                hint = f"on a GPU: {VARIABLE}=gpu_expert_adapters, and name the adapter when the model is started"
-            raise UnsupportedModel(f"{path}: there is no room for an adapter of {missing[0]}", hint=hint)
+                hint = f"on a GPU set {VARIABLE}=gpu_expert_adapters and name the adapter when the model is started"
+            raise UnsupportedModel(f"{path}: the adapter slots have no room for {missing[0]}", hint=hint)
         if adapter.rank > self._max_rank:
             hint = f"start with --max-adapter-rank {adapter.rank}"
-            raise UnsupportedModel(
-                f"{path}: rank {adapter.rank} is more than a slot holds, {self._max_rank}", hint=hint
-            )
+            problem = f"rank {adapter.rank} is more than a slot's {self._max_rank}"
+            raise UnsupportedModel(f"{path}: {problem}", hint=hint)
         if adapter.num_values > self._max_values:
             raise UnsupportedModel(
-                f"{path}: {adapter.num_values:,} numbers are more than a slot holds, {self._max_values:,}",
+                f"{path}: {adapter.num_values:,} numbers are more than a slot's {self._max_values:,}",
                 hint="name the adapter when the model is started, or raise --max-adapter-rank",
             )
 
@@ -154,6 +152,6 @@ class AdapterStore:
 
 def no_adapters() -> AdapterStore:
     def read(path: Path) -> Adapter:
-        raise UnsupportedModel("this model takes no adapters")
+        raise UnsupportedModel("this model does not support adapters")
 
     return AdapterStore(read)

@@ -1,10 +1,10 @@
-"""An answer read while it is generated: which of it is text, thought, or the call of a tool.
+"""Splits an answer, while it is generated, into visible text, reasoning and tool calls.
 
     token ids ──► control tokens by id, the rest as text ──► the reader of the model's format ──► parts
                                                              (text/speech)
 
-A marker that is a token of its own counts only as that token: the same characters written out are text. The arguments
-of a custom tool are unwrapped here: the model writes {"input": "…"}, its client gets the raw input.
+A marker that is a control token is recognised only as that token: the same characters written out are text. The
+arguments of a custom tool are unwrapped here: the model writes {"input": "…"}, the client gets the raw input.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tokenmill.types import CallArguments, CallEnd, CallStart, Part, TextPart, T
 
 
 class AnswerReader:
-    """Reads the tokens of one sequence; a sequence has one reader from its first token to its last."""
+    """Reads the tokens of one sequence, from the first to the last."""
 
     def __init__(self, reader: SpeechReader, detokenizer: IncrementalDetokenizer, tools: Sequence[Tool] = ()) -> None:
         self._reader = reader
         self._detokenizer = detokenizer
         self._custom_names = frozenset(tool.name for tool in tools if tool.kind == "custom")
-        self._inputs: dict[int, CustomInput] = {}  # by call: of custom tools
+        self._inputs: dict[int, CustomInput] = {}  # of the calls of custom tools, by the call's index
         self._infos = VisibleTokens()
         self.num_reasoning_tokens = 0
         self.has_called = False
 
     def push(self, token_id: int, info: TokenInfo | None, *, is_stop_id: bool) -> list[Part]:
-        """The parts that a token completes; `info`: its logprobs, if they are wanted. A stop id has no text."""
+        """Return the parts that a token completes; `info`: its logprobs, if requested. A stop id has no text."""
         reader = self._reader
         was_thinking = reader.is_thinking
         is_control = token_id in reader.control_ids
@@ -44,11 +44,12 @@ class AnswerReader:
         return self._noted(parts)
 
     def finish(self) -> list[Part]:
-        """Return the parts that were held back; a call that was cut off is closed."""
+        """Return the parts that were held back, and the end of a call that was cut off."""
         return self._noted([*self._reader.push(self._detokenizer.finish()), *self._reader.finish()])
 
     def pop_infos(self) -> list[tuple[int, TokenInfo]]:
-        """Tokens whose text became visible since the last time, each with the end of its text in all that is."""
+        """Return the tokens whose text became visible since the last call, each with the end position of its text in
+        the visible text."""
         return self._infos.pop()
 
     def _control(self, token_id: int) -> list[Part]:
@@ -67,9 +68,9 @@ class AnswerReader:
             if isinstance(part, CallStart) and part.name in self._custom_names:
                 self._inputs[part.index] = CustomInput()
                 yield CallStart(part.index, part.id, part.name, "custom")
-            elif isinstance(part, CallArguments | CallEnd) and (given := self._inputs.get(part.index)):
+            elif isinstance(part, CallArguments | CallEnd) and (custom_input := self._inputs.get(part.index)):
                 is_end = isinstance(part, CallEnd)
-                if text := given.finish() if isinstance(part, CallEnd) else given.push(part.fragment):
+                if text := custom_input.finish() if isinstance(part, CallEnd) else custom_input.push(part.fragment):
                     yield CallArguments(part.index, text)
                 if is_end:
                     yield part
@@ -78,10 +79,10 @@ class AnswerReader:
 
 
 class VisibleTokens:
-    """The tokens of an answer that belong to its visible text: not those of markers, thoughts and calls.
+    """Finds the tokens that belong to an answer's visible text, as opposed to markers, reasoning and calls.
 
-    The reader of the format holds text back and leaves markers and white space out, so a token is undecided until
-    text comes that contains its own.
+    The reader of the format holds text back and removes markers and white space, so a token is undecided until visible
+    text arrives that contains the token's text.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class VisibleTokens:
         return popped
 
     def see(self, parts: Sequence[Part]) -> None:
-        """Decide about tokens by the parts that the last one completed."""
+        """Decide about the undecided tokens, from the parts that the last token completed."""
         text = "".join([part.text for part in parts if isinstance(part, TextPart)])
         if text and self._undecided:
             self._release(text)
@@ -123,12 +124,12 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class CustomInput:
-    """The raw text of {"input": "…"} while its JSON arrives in fragments."""
+    """Extracts the raw text of {"input": "…"} from JSON that arrives in fragments."""
 
     _OPENING = re.compile(r'\s*\{\s*"' + CUSTOM_INPUT + r'"\s*:\s*"')
 
     def __init__(self) -> None:
-        self._waiting = ""  # before the string: all there is; inside: an incomplete escape
+        self._waiting = ""  # before the string: everything received; inside it: an incomplete escape sequence
         self._is_inside = False
         self._is_over = False
 
@@ -143,7 +144,7 @@ class CustomInput:
         return self._unescaped() if self._is_inside else ""
 
     def finish(self) -> str:
-        """The end of the call: arguments of another form are the input as they are."""
+        """End the call: arguments in any other form are returned unchanged."""
         return "" if self._is_inside or self._is_over else self._waiting
 
     def _unescaped(self) -> str:
@@ -159,7 +160,7 @@ class CustomInput:
                 position = end
             else:
                 length = _escape_length(text, position)
-                if length is None:  # it goes on in the next fragment
+                if length is None:  # it continues in the next fragment
                     break
                 out.append(self._escape(text[position : position + length]))
                 position += length
@@ -179,8 +180,8 @@ def _next_special(text: str, start: int) -> int:
 
 
 def _escape_length(text: str, start: int) -> int | None:
-    """Return the length of the escape that begins here, both halves of a surrogate pair together; None: it is
-    incomplete."""
+    """Return the length of the escape sequence that starts here, including both halves of a surrogate pair; None if it
+    is incomplete."""
     rest = text[start : start + 12]
     if len(rest) < 2:
         return None

@@ -1,11 +1,11 @@
 """The serving front of a model: submit a request, get an async iterator of events.
 
-    AsyncEngine   requests: checks and tokenises them, hands them to a core, turns outputs into events
-    Replicas      the cores (`replicas.py`), one by default, each in a process of its own
+    AsyncEngine   checks and tokenises requests, submits them to a core, turns outputs into events
+    Replicas      the cores (`replicas.py`), one by default, each in a separate process
 
-If a core dies, it is started again, and its requests go on with the next token: on another core, if there is one, or on
-the new one. While no core is ready, `submit` refuses. Leaving an iterator early (a client disconnected) aborts its
-request.
+A core that dies is restarted, and its requests continue with the next token: on another core if there is one, otherwise
+on the new one. While no core is ready, `submit` refuses requests. Leaving an iterator early (the client disconnected)
+aborts its request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Unpack
 from tokenmill.config import EngineConfig
 from tokenmill.config.by_name import engine_config
 from tokenmill.config.setting_types import EngineSettings
-from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, ThreadCoreClient, own_core_process
+from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, ThreadCoreClient, start_core_process
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.core_supervisor import MakeClient
 from tokenmill.engine.frontend import ModelFrontend, ModelText, load_frontend
@@ -41,11 +41,11 @@ from tokenmill.types import ChatRequest, SequenceOutput
 
 
 class AsyncEngine:
-    """A model for asyncio programs, in a process of its own: `submit` a request, iterate over its events.
+    """A model for asyncio programs, computed in a separate process: `submit` a request, iterate over its events.
 
     engine = await AsyncEngine.start("smollm2:135m", max_context=2048)
-    asked = PromptRequest(prompt="The sky is", params=SamplingParams(max_tokens=16))
-    async for event in engine.submit(asked):
+    request = PromptRequest(prompt="The sky is", params=SamplingParams(max_tokens=16))
+    async for event in engine.submit(request):
         print(event.text, end="")
     await engine.close()
     """
@@ -61,10 +61,10 @@ class AsyncEngine:
         num_started: int | None = None,
         roles: Sequence[Role] = (),
     ) -> None:
-        """`make_client`: one for each core. `router`: chooses among several cores. `spare`: a process in reserve for
-        one that dies, which this engine fills up and ends. `keepers`: start with the cores and end with them, and may
-        start and stop cores between. `num_started`: cores that `open` starts, by default all. `roles`: what each core
-        is for."""
+        """`make_client`: the client factory of each core. `router`: chooses among several cores. `spare`: a pre-started
+        process that replaces one that dies; this engine refills and ends it. `keepers`: services that start and end
+        with the cores, and may start and stop cores in between. `num_started`: how many cores `open` starts, by default
+        all. `roles`: the role of each core."""
         self._frontend = frontend
         self._spare = spare
         self._keepers = keepers
@@ -99,14 +99,14 @@ class AsyncEngine:
         frontend: ModelFrontend | None = None,
         **settings: Unpack[EngineSettings],
     ) -> AsyncEngine:
-        """Load the model and return once it answers; model and settings are those of `LLM`.
+        """Load the model and return once it is ready; model and settings are those of `LLM`.
 
-        `in_process` keeps the core in a thread of this process. `child` is a core's process that was started
-        beforehand; it imports its libraries while the front reads the tokenizer. `frontend`: what an earlier engine
-        read of the same model.
+        `in_process` runs the core in a thread of this process. `child` is a core process that was started beforehand;
+        it imports its libraries while the front reads the tokenizer. `frontend`: the front of an earlier engine of the
+        same model.
         """
         config = engine_config(model, settings)
-        unused = [] if in_process else [child or own_core_process(config)]
+        unused = [] if in_process else [child or start_core_process(config)]
         with contextlib.ExitStack() as undo:
             for one in unused:
                 undo.callback(one.kill)
@@ -121,7 +121,7 @@ class AsyncEngine:
         return engine
 
     async def open(self) -> None:
-        """Connect to a core and wait until it answers; `start` does this."""
+        """Start the cores and wait until they are ready; `start` calls this."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             for keeper in self._keepers:
@@ -134,37 +134,42 @@ class AsyncEngine:
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────
 
-    async def prepare(self, asked: ClientRequest) -> PreparedRequest:
-        """Check and tokenise a request, in a thread if it is long, so that the event loop goes on meanwhile."""
-        self._require_room(asked.tenant.id)
+    async def prepare(self, client_request: ClientRequest) -> PreparedRequest:
+        """Check and tokenise a request, in a thread if it is long, so that the event loop is not blocked."""
+        self._require_capacity(client_request.tenant.id)
         input_processor = self._loaded_input_processor()
         self._num_preparing += 1
-        self._num_by_tenant[asked.tenant.id] += 1
+        self._num_by_tenant[client_request.tenant.id] += 1
         try:
-            request = await self._workers.run(text_size(asked), lambda: input_processor.process(asked))
-            return PreparedRequest(asked, request)
+            request = await self._workers.run(
+                text_size(client_request), lambda: input_processor.process(client_request)
+            )
+            return PreparedRequest(client_request, request)
         finally:
             self._num_preparing -= 1
-            self._count_down(asked.tenant.id)
+            self._count_down(client_request.tenant.id)
 
-    def submit(self, asked: ClientRequest | PreparedRequest) -> EventStream:
-        """Hand a request to the core. Everything wrong with it is raised here, before the first event.
+    def submit(self, client_request: ClientRequest | PreparedRequest) -> EventStream:
+        """Submit a request to a core. An invalid request raises here, before the first event.
 
-        A request that was not prepared is tokenised now, however long it is.
+        A request that was not prepared is tokenised now, in this thread, however long it is.
         """
-        self._require_room((asked.asked if isinstance(asked, PreparedRequest) else asked).tenant.id)
-        if not isinstance(asked, PreparedRequest):
-            asked = PreparedRequest(asked, self._loaded_input_processor().process(asked))
-        request = asked.request
+        if isinstance(client_request, PreparedRequest):
+            prepared = client_request
+            self._require_capacity(prepared.client_request.tenant.id)
+        else:
+            self._require_capacity(client_request.tenant.id)
+            prepared = PreparedRequest(client_request, self._loaded_input_processor().process(client_request))
+        request = prepared.request
         if request.params.logits_processors:
             raise InvalidRequest(
-                "logits_processors are functions of your own process, and the engine runs in another",
+                "logits_processors are functions of the calling process, but the engine runs in another process",
                 param="logits_processors",
                 hint="use tokenmill.LLM",
             )
         if request.request_id in self._running:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        buffer = EventBuffer(self._frontend.output_processor(asked.asked, request))
+        buffer = EventBuffer(self._frontend.output_processor(prepared.client_request, request))
         run = self._running[request.request_id] = RequestRun(buffer, request)
         self._num_by_tenant[request.tenant.id] += 1
         self._replicas.submit(run)
@@ -180,14 +185,14 @@ class AsyncEngine:
             run.buffer.fail(RequestAborted("the request was aborted"))
 
     def num_generated(self, request_id: str) -> int:
-        """Return how many tokens a running request has generated so far, all of its choices together."""
+        """Return how many tokens a running request has generated so far, over all of its choices."""
         run = self._running.get(request_id)
         return run.buffer.output_processor.num_completion_tokens if run is not None else 0
 
-    def _require_room(self, tenant: str) -> None:
-        """Refuse a request while the engine is not ready or full: as many as may run and wait are in it already. A
-        tenant has its part of the places even so, or one that takes them all would shut out the others: so k tenants
-        have at most 1 + 1/2 + … + 1/k times the places of one."""
+    def _require_capacity(self, tenant: str) -> None:
+        """Refuse a request while the engine is not ready, or has as many requests as may run and wait. A tenant has a
+        share of these places even if others have taken them all, so k tenants have at most 1 + 1/2 + … + 1/k times as
+        many places as one."""
         require_ready(self.health())
         num_requests = len(self._running) + self._num_preparing
         num_places = self._frontend.config.scheduler.max_waiting + self._max_running
@@ -198,7 +203,7 @@ class AsyncEngine:
 
     @property
     def _max_running(self) -> int:
-        """Sequences that all cores together compute at most; one that is being started again counts too."""
+        """The most sequences that all cores together compute in a step, including a core that is being restarted."""
         return sum(one.info.max_running for one in self._replicas.all if one.supervisor.info is not None)
 
     def _leave(self, buffer: EventBuffer) -> None:
@@ -218,7 +223,7 @@ class AsyncEngine:
         if not self._running:
             self._idle.set()
 
-    # ── outputs of the cores ───────────────────────────────────────────────────────────────────────────
+    # ── callbacks of `Replicas` ────────────────────────────────────────────────────────────────────────
 
     def _deliver(self, run: RequestRun, output: SequenceOutput) -> None:
         buffer = run.buffer
@@ -251,50 +256,50 @@ class AsyncEngine:
 
     @property
     def adapters(self) -> list[LoadedAdapter]:
-        """Return the adapters that requests may name."""
+        """The adapters that requests may name."""
         return self._adapters.usable()
 
     async def load_adapter(self, name: str, path: Path) -> LoadedAdapter:
-        """Load an adapter; one of the same name is replaced for requests that come from then on."""
+        """Load an adapter; for later requests it replaces one of the same name."""
         require_ready(self.health())
         return await self._adapters.load(name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter's name; requests that run with it go on."""
+        """Remove an adapter's name; running requests keep using the adapter."""
         self._adapters.unload(name)
 
     def _adapter_read(self, replica: Replica, message: AdapterRead) -> None:
         self._adapters.note_read(replica, message)
         self._replicas.fail_parked(
             lambda run: bool(run.request.adapter) and not self._adapters.may_come(run.request.adapter),
-            RequestFailed("the engine died, and the request's adapter could not be loaded again"),
+            RequestFailed("the engine died, and the request's adapter could not be reloaded"),
         )
 
     def _set_adapters(self, adapters: list[LoadedAdapter]) -> None:
-        self._info = None  # names them
+        self._info = None  # it lists the adapters
         if self._input_processor is not None:
             self._input_processor.adapters = {one.name: one.digest for one in adapters}
 
     # ── text ───────────────────────────────────────────────────────────────────────────────────────────
 
     def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """The token ids of a text; `parse_special`: control tokens in it are those tokens, not their characters."""
+        """Return the token ids of a text; `parse_special`: control tokens written in it become those tokens."""
         return self._text().tokenize(text, add_special_tokens, parse_special)
 
     def tokenize_chat(self, request: ChatRequest) -> list[int]:
-        """The token ids of a conversation in the model's chat template."""
+        """Return the token ids of a conversation in the model's chat template."""
         return self._text().tokenize_chat(request)
 
     def detokenize(self, ids: list[int]) -> str:
-        """The text of token ids, special ones included."""
+        """Return the text of token ids, including special tokens."""
         return self._text().detokenize(ids)
 
     def chat_text(self, request: ChatRequest) -> str:
-        """A conversation in the model's chat template."""
+        """Return the text of a conversation in the model's chat template."""
         return self._text().chat_text(request)
 
     def token_bytes(self, ids: list[int]) -> list[bytes]:
-        """The bytes of each token on its own, with its leading space."""
+        """Return the bytes of each token separately, including its leading space."""
         return self._text().token_bytes(ids)
 
     def _text(self) -> ModelText:
@@ -325,50 +330,50 @@ class AsyncEngine:
 
     @property
     def frontend(self) -> ModelFrontend:
-        """The model without its core, for the next engine of it."""
+        """The front of the model, which another engine of the same model can reuse."""
         return self._frontend
 
     @property
     def core(self) -> CoreInfo:
-        """Return what the (first) core resolved while loading, and why."""
+        """The settings that the first core resolved while loading, and the reasons."""
         return self._replicas.all[0].info
 
     @property
     def reasons(self) -> list[str]:
-        """Return what was chosen for this model, and why: for the log."""
+        """The choices made for this model and their reasons, for the log."""
         return [*self.core.reasons, describe_speech(self._frontend.speech)]
 
     def health(self) -> Health:
-        """The state of the engine: ready if it takes requests."""
+        """Return the state of the engine: ready if it accepts requests."""
         return self._replicas.health
 
     def stats(self) -> EngineStats:
-        """Running and waiting requests, the KV cache, sums since the start."""
+        """Return statistics: running and waiting requests, KV cache use, counters since the start."""
         return self._replicas.stats()
 
     def replicas(self) -> list[dict[str, Any]]:
         """Return a description of each core's state, for monitoring."""
-        return self._replicas.described()
+        return self._replicas.describe()
 
     def drain_replica(self, index: int, is_drained: bool = True) -> None:
-        """Give one of several cores no more requests, and let those that it has go on in others; or let it work
-        again."""
-        self._replicas.keep_free(self._replica(index), is_drained)
+        """Assign no more requests to one of several cores and move its requests to other cores; or put it back into
+        use."""
+        self._replicas.set_drained(self._replica(index), is_drained)
 
     async def restart_replicas(self, index: int | None = None) -> list[int]:
-        """Start new cores in place of those that run, one after the other; by default all. No request fails: those of a
-        core go on in others meanwhile, or wait for it where it is the only one."""
+        """Replace running cores by new ones, one after the other; by default all. No request fails: the requests of a
+        core continue on other cores meanwhile, or wait for the new one if it is the only one."""
         started = [replica for replica in self._replicas.all if not replica.is_stopped]
-        asked = started if index is None else [self._replica(index)]
-        if any(replica.is_stopped for replica in asked):
+        selected = started if index is None else [self._replica(index)]
+        if any(replica.is_stopped for replica in selected):
             raise InvalidRequest(f"replica {index} is stopped", param="replica")
-        for replica in asked:
+        for replica in selected:
             await self._replicas.restart(replica)
-        return [replica.index for replica in asked]
+        return [replica.index for replica in selected]
 
-    def scale_replicas(self, least: int, most: int) -> None:
-        """Let so many cores run from now on, as the load needs them."""
-        if not any([keeper.allow(least, most) for keeper in self._keepers]):
+    def scale_replicas(self, min_replicas: int, max_replicas: int) -> None:
+        """Set the limits between which the number of running cores follows the load."""
+        if not any([keeper.set_limits(min_replicas, max_replicas) for keeper in self._keepers]):
             raise InvalidRequest(
                 "the number of this server's replicas is fixed", param="replicas", hint="start it with tokenmill up"
             )
@@ -379,11 +384,11 @@ class AsyncEngine:
         return self._replicas.all[index]
 
     def is_idle(self) -> bool:
-        """Return whether no request is here, not even one that is being tokenised."""
+        """Tell whether the engine has no request, not even one that is being tokenised."""
         return not self._running and not self._num_preparing
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the running ones; False when some were still running at the end."""
+        """Refuse new requests and wait for the running ones; return False if some still run after the timeout."""
         self._replicas.drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -402,9 +407,9 @@ class AsyncEngine:
 
 
 def open_core_client(frontend: ModelFrontend, *, in_process: bool, child: CoreProcess | None = None) -> CoreClient:
-    """The client of a core in a process of its own, or in a thread of this one."""
+    """Return the client of a core in a separate process, or in a thread of this one."""
     if not in_process:
         return ProcessCoreClient(frontend.config, frontend.model_path, child)
-    from tokenmill.engine.build import build_core  # torch, only where the core lives in this process
+    from tokenmill.engine.build import build_core  # imports torch, needed only if the core runs in this process
 
     return ThreadCoreClient(lambda: build_core(frontend.config, frontend.model_path))

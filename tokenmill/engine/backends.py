@@ -1,11 +1,11 @@
-"""Devices and backends as rows: where a model can run, what computes it there, and what that takes.
+"""The tables of devices and backends: what computes a model where, and how much memory that takes.
 
-    Device    cuda, cpu                  what every backend there has in common: limits, precision, runner and memory
-    Backend   triton, cpu, reference     which models it computes, what it makes of their weights, how a model is built
+    Device    cuda, cpu                  what all backends on a device share: limits, precision, runner and memory
+    Backend   triton, cpu, reference     which models it can compute, the formats of their weights, how a model is built
 
-`resolve` walks the rows and collects their reasons; the planner, `doctor` and the benchmarks ask the same rows.
-Another vendor's GPU is a row here and a folder in `ops`. Importing this file does not import torch, which the planner
-does without: a row imports what it needs when it is asked to build something.
+`resolve` walks the rows and collects their reasons; the planner, `doctor` and the benchmarks use the same rows.
+Supporting another vendor's GPU takes a row here and a folder in `ops`. Importing this file does not import torch, which
+the planner does not need: a row imports its modules when it builds something.
 """
 
 from __future__ import annotations
@@ -68,31 +68,31 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device: what holds for every backend on it."""
+    """A kind of device: the properties shared by all backends on it."""
 
-    name: DeviceName  # torch's name too
+    name: DeviceName  # also torch's name
     title: str
     memory_fraction: float
     """Default share of the memory left after loading that the KV cache may take."""
     start_bytes: int
-    """What loaded kernels take beside weights, pool and workspace."""
+    """Memory of loaded kernels, in addition to weights, pool and workspace."""
     overlaps_steps: bool
-    """Whether the next step is launched before the tokens of this one are known; drafts can't be checked then."""
+    """Whether the next step is launched before the tokens of this one are known, too early to verify drafts."""
     batch_notes: tuple[str, str] | None
-    """Whether a request's tokens depend on its batch: the note for --deterministic, the note without; None: never."""
+    """The notes about tokens that depend on the batch, with and without --deterministic; None: they never do."""
     free_bytes: Callable[[], int | None]
-    """Memory that is free now; None where torch can't use such a device."""
+    """Memory that is free now; None if torch can't use such a device."""
     limits: Callable[[int], tuple[int, int]]
     """Free bytes → default (max_running, token_budget)."""
     compute_dtype: Callable[[ModelShape, bool], ComputeDType]
-    """(model, 16 bits for small models too) → the default precision of activations."""
+    """(model, whether small models too use 16 bits) → the default precision of activations."""
     dtype_note: Callable[[ModelShape, str], str]
-    """(model, compute dtype) → what the default costs, and which flag asks for another."""
+    """(model, compute dtype) → the reason for the default, and the flag to change it."""
     workspace_bytes: Callable[[ModelSpec, RunnerLimits, float], RunnerBytes]
-    """(model, limits, share of each matrix on one of several devices) → what the runner takes beside the weights."""
+    """(model, limits, share of each matrix on one of several devices) → the runner's memory besides the weights."""
     make_runner: Callable[[Model, KVStorage, Sampler, int, int], Runner]
     runner_package: str | None = None
-    """A package that the runner needs and that may be missing."""
+    """A package that the runner needs and that may not be installed."""
 
 
 def _free_gpu_bytes() -> int | None:
@@ -103,14 +103,14 @@ def _free_gpu_bytes() -> int | None:
 
 def _gpu_dtype_note(spec: ModelShape, dtype: str) -> str:
     if dtype == "float32":
-        return ", because a small model's answers change visibly in 16 bits (--dtype bfloat16: prompts twice as fast)"
+        return ", because 16 bits visibly change a small model's answers (--dtype bfloat16: prompts twice as fast)"
     if spec.dtype == "float32":
-        return ", rounded from the file's float32 (--dtype float32 computes with all of it, more slowly)"
+        return ", rounded from the file's float32 (--dtype float32: full precision, slower)"
     return ""
 
 
 def _cuda_runner(model: Model, storage: KVStorage, sampler: Sampler, max_rows: int, max_context: int) -> Runner:
-    from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which a machine without a GPU may not have
+    from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which may be missing on machines without a GPU
 
     return CudaRunner(model, storage, sampler, max_rows, max_context)
 
@@ -128,9 +128,9 @@ CUDA = Device(
     start_bytes=GPU_START_BYTES,
     overlaps_steps=True,
     batch_notes=(
-        "deterministic: a request's tokens do not depend on what else is in the batch, at some cost in speed",
-        "fastest order of sums: the last bits of a request's logits may change with its batch "
-        "(--deterministic: they never do, at some cost in speed)",
+        "deterministic: a request's tokens do not depend on the rest of the batch, at some cost in speed",
+        "fastest order of sums: the last bits of a request's logits may depend on its batch "
+        "(--deterministic: never, at some cost in speed)",
     ),
     free_bytes=_free_gpu_bytes,
     limits=gpu_limits,
@@ -149,7 +149,7 @@ CPU = Device(
     batch_notes=None,
     free_bytes=lambda: probe_machine().memory.available_bytes,
     limits=lambda _free_bytes: CPU_LIMITS,
-    compute_dtype=lambda _spec, _in_halves: "float32",
+    compute_dtype=lambda _spec, _prefers_16_bits: "float32",
     dtype_note=lambda _spec, _dtype: "",
     workspace_bytes=lambda _spec, _limits, _share: NO_RUNNER_BYTES,
     make_runner=_cpu_runner,
@@ -166,11 +166,11 @@ def find_device(name: str) -> Device:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The weights of a model as its files have them, looked up when a backend asks."""
+    """The formats and sizes of a model's weights in its files, read on demand."""
 
     spec: ModelSpec
     path: Path | None  # None: random weights, which have no file
-    known_formats: Formats | None = None  # where a config alone tells them
+    known_formats: Formats | None = None  # for random weights: the formats named in the config
 
     @cached_property
     def parts(self) -> WeightParts:
@@ -181,16 +181,16 @@ class StoredWeights:
         if is_expanded(self.path):
             return weight_parts(self.spec, "float16")
         plain = weight_parts(self.spec, self.dtype)
-        beside = 0.0  # a head that predicts further tokens is in the files, but not among these weights
+        head_bytes = 0.0  # a head that predicts further tokens is in the files, but not part of `plain`
         if self.spec.num_extra_layers and has_mtp_head(self.spec):
-            beside = mtp_parameters(self.spec) * bytes_per_value(self.dtype)
-        share = stored_bytes(self.path) / (plain.total + beside)
+            head_bytes = mtp_parameters(self.spec) * bytes_per_value(self.dtype)
+        share = stored_bytes(self.path) / (plain.total + head_bytes)
         parts = (plain.embedding, plain.experts, plain.rest, plain.tables)
         return WeightParts(*(int(part * share) for part in parts))
 
     @cached_property
     def dtype(self) -> str:
-        """Return the data type of most of the weights."""
+        """The data type of most of the weights."""
         if self.path is None:
             return "float32"
         if self.path.suffix != ".gguf":
@@ -202,7 +202,7 @@ class StoredWeights:
 
     @cached_property
     def formats(self) -> Formats:
-        """Return the block format of each matrix that is stored in one."""
+        """The block format of each matrix that is stored in one."""
         if self.known_formats is not None:
             return self.known_formats
         return NOTHING_STORED if self.path is None else stored_formats(self.path, self.spec)
@@ -210,25 +210,25 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """The formats in which a backend holds a model's weights, and their bytes."""
+    """The formats in which a backend keeps a model's weights in memory, and their sizes."""
 
     parts: WeightParts
     dtype: str  # of most of them
     expands_weights: bool = False
-    """Some matrices stay quantised and are expanded, a piece at a time, for steps of many tokens."""
+    """Whether some matrices stay quantised and are expanded piecewise for steps of many tokens."""
 
 
 class BuildModel(Protocol):
     def __call__(
         self, config: EngineConfig, spec: ModelSpec, source: WeightSource, shard: Shard | None = None
     ) -> StagedModel:
-        """`shard`: what this rank has of the model, where there are several; spec and source are its own."""
+        """`shard`: this rank's part of the model, if there are several ranks; spec and source describe that part."""
         ...
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A set of kernels: which models it computes, and how one is built."""
+    """A set of kernels: which models it can compute, and how one is built."""
 
     name: BackendName
     title: str
@@ -236,30 +236,31 @@ class Backend:
     dtypes: tuple[str, ...]
     kv_dtypes: tuple[str, ...]
     quantizations: tuple[str, ...]
-    """What plain weights can be turned into while they are loaded."""
+    """The formats that unquantised weights can be converted to while they are loaded."""
     is_slow: bool
     uses_torch_threads: bool
-    """False: the kernels have threads of their own, and torch's would compete for the same cores."""
+    """False: the kernels have their own threads, and torch's would compete for the same cores."""
     kernel_limits: Callable[[ComputeRequest], str | None]
-    """Why the kernels can't compute this model; None when they can."""
+    """Why the kernels can't compute this model; None if they can."""
     default_kv_dtype: Callable[[ModelShape, str, str], str]
     """(model, compute dtype, quantization) → the default precision of the KV cache."""
     kept_weights: Callable[[StoredWeights, ComputeRequest], KeptWeights]
     build_model: BuildModel
     describe_kernels: Callable[[EngineConfig], str]
     rank_limits: Callable[[Device], str | None]
-    """Why several ranks can't compute a model on such devices with it; None when they can."""
+    """Why several ranks on such devices can't compute a model with it; None if they can."""
 
     def unsupported_reason(self, request: ComputeRequest) -> str | None:
-        """Why this backend can't do what is asked; None when it can."""
+        """Return why this backend can't compute the request; None if it can."""
         if request.device not in [device.name for device in self.devices]:
             return f"it computes on a {' or '.join(device.title for device in self.devices)}, not on {request.device}"
         if request.dtype not in self.dtypes:
-            return f"{request.dtype} for activations; {self.title} compute in {_either(self.dtypes)}"
+            return f"{self.title} do not support activations in {request.dtype}, only {_either(self.dtypes)}"
         if request.kv_dtype not in self.kv_dtypes:
-            return f"{request.kv_dtype} for the KV cache; {self.title} keep {_either(self.kv_dtypes)}"
+            return f"{self.title} do not support a KV cache in {request.kv_dtype}, only {_either(self.kv_dtypes)}"
         if request.quantization not in self.quantizations:
-            return f"quantization {request.quantization}; {self.title} know {_either(self.quantizations)}"
+            only = _either(self.quantizations)
+            return f"{self.title} do not support quantization {request.quantization}, only {only}"
         return self.kernel_limits(request)
 
 
@@ -268,7 +269,7 @@ def _either(names: tuple[str, ...]) -> str:
 
 
 def _needs_linux() -> str | None:
-    """Why there can't be several ranks here; None when there can."""
+    """Return why this system does not support several ranks; None if it does."""
     return None if sys.platform == "linux" else "ranks need Linux"
 
 
@@ -282,7 +283,8 @@ def _missing_package(request: ComputeRequest) -> str | None:
 
 
 def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeights:
-    """Quantised matrices stay as the file has them, except in plain float32 and where sums have one order only."""
+    """Return the kept weights: quantised matrices stay in the file's format, except for float32 and deterministic
+    sums, which expand them."""
     quantization = request.quantization
     is_expanded = request.deterministic or (quantization == "none" and request.dtype == "float32")
     formats = NOTHING_STORED if is_expanded else _kept_formats(stored, request.dtype)
@@ -294,8 +296,8 @@ def _kept_by_triton(stored: StoredWeights, request: ComputeRequest) -> KeptWeigh
 
 
 def _kept_formats(stored: StoredWeights, dtype: str) -> Formats:
-    """Return the formats of a file that may stay as they are: fp8 only if this GPU multiplies fp8, 4-bit floats and
-    codes of a table in 8 bits, or not at all, where it does not expand them fast"""
+    """Return the formats of a file that are kept: fp8 only if this GPU multiplies fp8; 4-bit floats and table codes
+    are widened to 8 bits, or not kept, if it can't expand them fast."""
     quants = {one.quant for one in stored.formats.values()}
     kept = stored.formats
     if "F8" in quants and not triton_kernels.has_fp8("cuda"):
@@ -318,7 +320,7 @@ def _gpu_rank_limits(_device: Device) -> str | None:
     import torch
 
     if torch.version.hip is not None:
-        return "ranks on AMD's GPUs are not supported: they exchange by CUDA's memory handles"
+        return "ranks on AMD GPUs are not supported: they exchange through CUDA memory handles"
     return _needs_linux()
 
 
@@ -344,14 +346,14 @@ TRITON = Backend(
 
 
 def _native_kv_dtype(spec: ModelShape, dtype: str, quantization: str) -> str:
-    """Native kernels compute in float32 but need not remember in it: beside weights that were rounded themselves, keys
-    and values of 11 bits are not seen in the answers, and half as many bytes are read."""
+    """Return the default KV precision of the native kernels, which compute in float32. For weights with less precision
+    than float32, float16 keys and values do not change answers visibly, and halve the bytes to read."""
     is_rounded = spec.dtype != "float32" or quantization != "none"
     return "float16" if is_rounded else dtype
 
 
 def _kept_by_native(stored: StoredWeights, request: ComputeRequest) -> KeptWeights:
-    """A file's own precision, or blocks of 8 bits where that is less."""
+    """Return the kept weights: in the file's precision, or in 8-bit blocks if that is requested and smaller."""
     in_blocks = weight_parts(stored.spec, "Q8_0", vector_dtype="float32")
     is_smaller = request.quantization == "int8" and in_blocks.total < stored.parts.total
     return KeptWeights(in_blocks, "int8") if is_smaller else KeptWeights(stored.parts, stored.dtype)
@@ -390,14 +392,14 @@ def _reference_limits(request: ComputeRequest) -> str | None:
     if request.rounds_latents:
         return ROUNDED_LATENTS
     if request.deterministic and find_device(request.device).batch_notes is not None:
-        return "torch's sums on a GPU change with the batch (deterministic)"
+        return "torch's sums on a GPU depend on the batch, so deterministic is not supported"
     if request.device != "cpu" and request.spec.recurrences:
-        return "recurrent layers, whose tables torch's ops read on the host: they run on a CPU only as yet"
+        return "torch's ops support recurrent layers only on a CPU: they read the layers' tables on the host"
     return _missing_package(request)
 
 
 def _kept_by_reference(stored: StoredWeights, request: ComputeRequest) -> KeptWeights:
-    """Everything is expanded to the compute dtype."""
+    """Return the kept weights: all expanded to the compute dtype."""
     return KeptWeights(gpu_weight_parts(stored.spec, int(DTYPE_BYTES[request.dtype])), request.dtype)
 
 
@@ -412,7 +414,7 @@ def _build_with_torch(
 
 def _torch_rank_limits(device: Device) -> str | None:
     if device is not CPU:
-        return "several GPUs exchange by Triton kernels"
+        return "ranks on GPUs exchange with Triton kernels"
     return _needs_linux()
 
 
@@ -433,11 +435,11 @@ REFERENCE = Backend(
     rank_limits=_torch_rank_limits,
 )
 
-BACKENDS = (TRITON, NATIVE, REFERENCE)  # in order of preference; the last one handles everything a ModelSpec can say
+BACKENDS = (TRITON, NATIVE, REFERENCE)  # in order of preference; the last one supports everything in a ModelSpec
 
 
 def default_kv_dtype(model: ModelShape, backend: Backend, dtype: str | None = None) -> str:
-    """The KV cache's default precision; `dtype`: what is computed in, by default the device's own choice."""
+    """Return the KV cache's default precision; `dtype`: the compute precision, by default the device's default."""
     return backend.default_kv_dtype(model, dtype or backend.devices[0].compute_dtype(model, False), "none")
 
 

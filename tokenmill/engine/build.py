@@ -1,4 +1,4 @@
-"""A core put together: the model on its device, the KV pool, scheduler and runner."""
+"""Assembling a core: the model on its device, the KV pool, scheduler and runner."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ log = logging.getLogger(__name__)
 
 MakeRunner = Callable[[KVStorage, Sampler, int, int], Runner]
 
-
-STEP_LIMITS_S = {"cpu": 0.1, "cuda": 0.05}
+STEP_LIMITS_S = {"cpu": 0.1, "cuda": 0.05}  # default limits of a step that computes prompts while others decode
 
 
 def build_core(
@@ -69,10 +68,9 @@ def build_core(
     fork_rank: ForkRank | None = None,
     block_address: str = "",
 ) -> EngineCore:
-    """Load a model and build the core that serves it. `while_compiling` is called while a start waits for compilers, if
-    it does; `when_rank_dies` by another thread, where there are several ranks and one ends; `fork_rank`: makes
-    ranks copies of this process. `block_address`: the socket at which other cores may ask for its KV blocks; empty:
-    none."""
+    """Load a model and build the core that serves it. `while_compiling` is called while kernels are compiled, if any
+    are. `when_rank_dies` is called from another thread if one of several ranks ends. `fork_rank`: starts ranks as
+    copies of this process. `block_address`: the socket at which other cores can fetch its KV blocks; empty: none."""
     if is_scripted(config.model.model):
         return build_scripted_core(config, model_path, block_address)
     started = time.monotonic()
@@ -90,12 +88,12 @@ def build_core(
         )
     if fast_start:
         prestart_products(config)
-    # The pool comes last: what loading needs for a moment may lie where the pool will.
-    with advice_where_memory_ends("the weights do not fit", "quantization"):
+    # The pool is allocated last: temporary memory of loading can be reused for it.
+    with out_of_memory_hint("the weights do not fit", "quantization"):
         source = open_source(config, model_path, spec)
         model = resolved.backend.build_model(config, spec, source)
-    torch.cuda.empty_cache()  # does nothing where no GPU is in use
-    with advice_where_memory_ends("the KV cache does not fit beside the weights", "memory_fraction"):
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    with out_of_memory_hint("the KV cache does not fit beside the weights", "memory_fraction"):
         storage = kv_storage(config, spec)
     core = assemble(
         config,
@@ -109,7 +107,7 @@ def build_core(
         block_address=block_address,
     )
     run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
-    return described(core, resolved, started)
+    return with_final_info(core, resolved, started)
 
 
 def build_ranked_core(
@@ -122,8 +120,8 @@ def build_ranked_core(
     while_compiling: Callable[[], None],
     block_address: str,
 ) -> EngineCore:
-    """A core whose model several ranks compute: this process has the first one's part."""
-    from tokenmill.engine.ranked_blocks import ranked_records  # one rank needs nothing of these
+    """Build a core whose model is computed by several ranks; this process is rank 0."""
+    from tokenmill.engine.ranked_blocks import ranked_records  # imported only if there are several ranks
     from tokenmill.engine.ranks import Ranks, load_part
 
     config = resolved.config
@@ -151,11 +149,11 @@ def build_ranked_core(
         )
         run_largest_step(core.runner, config.scheduler.num_tokens, resolved.workspace.step, while_compiling)
         unless_built.pop_all()
-    return described(core, resolved, started)
+    return with_final_info(core, resolved, started)
 
 
-def described(core: EngineCore, resolved: Resolved, started: float) -> EngineCore:
-    """The core with what its info tells of its choices and its start."""
+def with_final_info(core: EngineCore, resolved: Resolved, started: float) -> EngineCore:
+    """Complete the core's info with the reasons of its settings and its load time."""
     config = resolved.config
     core.info = msgspec.structs.replace(
         core.info,
@@ -176,8 +174,8 @@ def adapter_store(
     slot_values: int,
     elsewhere: Set[str] = frozenset(),
 ) -> AdapterStore | None:
-    """The adapters that the config names, and room for more; None where the model has no slots for any. `elsewhere`:
-    matrices that other ranks have, and this one has not."""
+    """Return the store with the adapters that the config names; None if the model has no adapter slots. `elsewhere`:
+    names of matrices that only other ranks have."""
     slots = model.adapter_slots
     if not config.model.adapter_slots or slots is None:
         return None
@@ -193,7 +191,8 @@ def adapter_store(
 
 
 def base_weights(source: WeightSource) -> BaseWeight:
-    """The values of a model's matrices, by our names without ".weight"; of one expert by its number behind it."""
+    """Return a function that looks up a model's matrix by its internal name without ".weight"; a number after the name
+    selects one expert."""
 
     def weight(name: str) -> torch.Tensor:
         stem, _, last = name.rpartition(".")
@@ -205,7 +204,7 @@ def base_weights(source: WeightSource) -> BaseWeight:
 
 
 def build_scripted_core(config: EngineConfig, script_path: Path, block_address: str = "") -> EngineCore:
-    """Build the core of a scripted model; everything but the model is as usual."""
+    """Build the core of a scripted model; everything except the model is the same as for other models."""
     from tokenmill.engine.frontend import eos_ids, spec_and_tokenizer
     from tokenmill.runner.script_runner import ScriptModel, ScriptRunner
 
@@ -234,28 +233,28 @@ def build_scripted_core(config: EngineConfig, script_path: Path, block_address: 
 
 
 def warn_slow_backend(asked: EngineConfig, resolved: Resolved) -> None:
-    """Log that a slow backend serves because the fast ones can't, unless it was asked for."""
+    """Log that a slow backend is used because the fast ones can't compute the model, unless it was selected."""
     if resolved.backend.is_slow and asked.ops.backend == "auto":
         reason = "; ".join(resolved.refusals)
         log.warning("%s; computing with torch instead, many times slower and with more memory", reason)
 
 
 def run_largest_step(runner: Runner, num_tokens: int, step_bytes: int, while_compiling: Callable[[], None]) -> None:
-    with advice_where_memory_ends("the largest step does not fit beside the weights and the KV cache", "token_budget"):
+    with out_of_memory_hint("the largest step does not fit beside the weights and the KV cache", "token_budget"):
         runner.run_largest_step(num_tokens, step_bytes, while_compiling)
 
 
 @contextmanager
-def advice_where_memory_ends(problem: str, param: str) -> Iterator[None]:
-    """Turn a GPU's lack of memory at start into an error with advice. The memory was counted beforehand, so most likely
-    another process has taken some since."""
+def out_of_memory_hint(problem: str, param: str) -> Iterator[None]:
+    """Turn an out-of-memory error during the start into an error with a hint. The memory was counted beforehand, so
+    most likely another process has allocated some since."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise InvalidConfig(
             f"{problem} into the GPU's memory",
             param=param,
-            hint="end what else runs there, or lower memory_fraction, max_running or token_budget",
+            hint="end other programs on the GPU, or lower memory_fraction, max_running or token_budget",
         ) from error
 
 
@@ -272,13 +271,13 @@ def assemble(
     block_address: str = "",
     make_records: MakeRecords | None = None,
 ) -> EngineCore:
-    """Put scheduler and runner over a model that is loaded already (a real one or a scripted one).
+    """Build scheduler and runner for a loaded model (a real one or a scripted one).
 
-    `load_vocabulary` is called when the first request with a grammar arrives: the core needs text for nothing else.
-    `load_draft` is called where the config asks for a draft model, `load_head` where it asks for the model's own head
-    that predicts further tokens. `make_runner`: by default the device's. `digest`:
-    of all that blocks depend on, asked where they are kept beside the pool. `block_address`: the socket at which other
-    cores may ask for them; empty: none. `make_records`: how blocks are copied, by default those of `storage`.
+    `load_vocabulary` is called for the first request with a grammar: the core needs text for nothing else.
+    `load_draft` is called if the config selects a draft model, `load_head` if it selects the model's own head that
+    predicts further tokens. `make_runner`: by default the device's. `digest`: returns the digest of everything that
+    blocks depend on; called if blocks are stored outside the pool. `block_address`: the socket at which other cores can
+    fetch blocks; empty: none. `make_records`: makes the accessor that copies blocks, by default the one of `storage`.
     """
     assert config.model.max_context is not None
     max_rows = config.scheduler.num_rows
@@ -320,7 +319,8 @@ def assemble(
 
 
 def kv_cache(config: EngineConfig, storage: KVStorage) -> KVCache:
-    """The bookkeeping of a pool; of all ranks' pools where each keeps the contexts of some sequences."""
+    """Return the bookkeeping of a KV pool, or, with data-parallel attention, of the pools of all ranks, each with the
+    contexts of some sequences."""
     if config.parallel.dp_attention:
         return PartedKVCache(
             num_parts=config.parallel.tp,
@@ -343,14 +343,14 @@ def kv_cache(config: EngineConfig, storage: KVStorage) -> KVCache:
 
 
 def step_limit_s(scheduler: SchedulerConfig, device: str) -> float | None:
-    """Return how long a step may take that computes prompts while other sequences decode."""
+    """Return the time limit of a step that computes prompts while other sequences decode; None: no limit."""
     if scheduler.step_ms is None:
         return read_service_level(scheduler.slo).tpot_s or STEP_LIMITS_S[device]
     return scheduler.step_ms / 1000 or None
 
 
 def load_vocabulary_of(config: EngineConfig, model_path: Path) -> Vocabulary:
-    # Text is needed for grammars only, and a start is to be quick.
+    # Imported here to keep the start short: a core needs text only for grammars.
     from tokenmill.engine.frontend import spec_and_tokenizer
 
     spec, tokenizer = spec_and_tokenizer(config, model_path)
@@ -358,8 +358,8 @@ def load_vocabulary_of(config: EngineConfig, model_path: Path) -> Vocabulary:
 
 
 def vocabulary_of(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer, *, is_own: bool = False) -> Vocabulary:
-    """The vocabulary for grammars. Markers of thoughts and calls are apart from text: no string may hold them.
-    `is_own`: nothing else uses the tokenizer."""
+    """Return the vocabulary for grammars. The markers of reasoning and tool calls are not text: no string may contain
+    them. `is_own`: nothing else uses the tokenizer."""
     from tokenmill.engine.frontend import eos_ids
     from tokenmill.engine.tool_use import SpeechFinder
 

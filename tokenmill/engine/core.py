@@ -1,21 +1,21 @@
-"""The engine without text: requests of token ids go in, steps run, token ids come out.
+"""The engine core, which handles token ids only: requests go in, steps run, tokens come out.
 
-A step reads as a sentence: launch what can be planned; collect the oldest, advance the grammars, apply. A device that
-works asynchronously has `depth` steps in flight: the next one is launched before this one is collected, so it computes
-while the host applies, outputs and plans. This queue is the only place where steps overlap.
+One call of `step` launches what can be planned, collects the oldest step in flight, advances the grammars and applies
+the result. An asynchronous device has up to `depth` steps in flight: the next step is launched before the current one
+is collected, so the device computes while the host applies results and plans. Steps overlap only in this queue.
 
     host     launch 1  launch 2  collect 1  apply 1  launch 3  collect 2  apply 2  launch 4 ...
     device   [ step 1 ......... ][ step 2 .................. ][ step 3 ................. ][ step 4 ...
 
-Rows with grammars take part: what they may draw in step 2 depends on what they drew in step 1, but their forward pass
-does not. Such a step is given its masks as soon as the one before it is applied, and draws then; what is launched
-behind it feeds what it draws:
+Rows with grammars overlap too: the tokens they may sample in step 2 depend on those sampled in step 1, but their
+forward pass does not. Such a step gets its masks as soon as the previous step is applied, and samples then; the step
+launched after it takes the sampled tokens as inputs:
 
     host     launch 2  collect 1  apply 1  masks 2 ─► draw 2  launch 3  collect 2  apply 2  masks 3 ─► draw 3 ...
     device   [ step 2: forward .................. ][ draw 2 ][ step 3: forward ...................... ][ draw 3 ]
 
-Everything a request can do wrong ends in an output for that request alone: where a step fails as a whole, its requests
-are tried again in parts until the one is found (`scheduler/suspects.py`).
+A failure caused by one request becomes an error output of that request alone: if a whole step fails, its requests are
+retried in smaller groups until the culprit is found (`scheduler/suspects.py`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tokenmill.guided.compile import Compiler
 from tokenmill.guided.grammars import Grammars
 from tokenmill.guided.masks import StepMasks
 from tokenmill.guided.vocabulary import Vocabulary
-from tokenmill.kv.blocks import BlockNews
+from tokenmill.kv.blocks import BlockEvents
 from tokenmill.observe.buckets import STEP_TOKENS
 from tokenmill.scheduler import Scheduler
-from tokenmill.types import KVNews, Request, RowInit, SequenceOutput, StepPlan, StepResult
+from tokenmill.types import KVCacheEvents, Request, RowInit, SequenceOutput, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from tokenmill.kv.traffic import BlockTraffic
@@ -50,52 +50,53 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_FAILED_IN_A_ROW = 3
-IDLE_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for an adapter before it reads its mailbox
-FETCH_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for blocks before it reads its mailbox
-GRAMMAR_PATIENCE_S = 0.005  # how long an otherwise idle engine waits for a grammar before it reads its mailbox
+MAX_CONSECUTIVE_FAILURES = 3  # requests ended by failed steps, without a successful step in between
+# How long an otherwise idle engine waits for an adapter, for blocks or for a grammar before it reads its mailbox:
+ADAPTER_WAIT_S = 0.005
+FETCH_WAIT_S = 0.005
+GRAMMAR_WAIT_S = 0.005
 
 
 class Runner(Protocol):
-    """Computes steps. Plans are launched in order, and collected in the same order."""
+    """Computes steps. Plans are launched in order, and their results are collected in the same order."""
 
-    depth: int  # steps that it gains from having in flight
-    adapters: Mapping[str, Adapter]  # by digest: those that plans may load
+    depth: int  # steps to keep in flight
+    adapters: Mapping[str, Adapter]  # adapters that plans may load, by digest
 
     def continues(self, new: RowInit) -> bool:
-        """Tell whether a row can feed the token that it drew last before the host has seen it."""
+        """Tell whether a row can take its newly sampled token as input before the host has seen that token."""
         ...
 
     def launch(self, plan: StepPlan) -> int:
-        """Start a step; the ticket that its result is collected with."""
+        """Start a step and return the ticket to collect its result with."""
         ...
 
     def draw(self, ticket: int, masks: StepMasks) -> None:
-        """Let a step draw that has rows with grammars: `masks` are the tokens that these may draw. Called once for such
-        a step, before the next one is launched, and before it is collected."""
+        """Sample the tokens of a step that has rows with grammars; `masks`: the tokens that these rows may sample.
+        Called once for such a step, before the next one is launched and before this one is collected."""
         ...
 
     def collect(self, ticket: int) -> StepResult:
-        """Wait for a step."""
+        """Wait for a step and return its result."""
         ...
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
-        """Take all the memory that steps will ever take, before the first request. `while_compiling` is called while
-        kernels are compiled, if any are."""
+        """Run a step of the largest size, so that all memory a step can need is allocated before the first request.
+        `while_compiling` is called while kernels are compiled, if any are."""
         ...
 
     def next_idle_task(self) -> bool:
-        """Do a moment's work that later steps would have to do themselves; False when nothing is left of it."""
+        """Run one short piece of work that later steps would otherwise have to do; return False if none is left."""
         ...
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that was launched, or why it could not be."""
+    """A launched step, or the exception that launching it raised."""
 
     plan: StepPlan
     ticket: int | Exception
-    lacks_masks: bool  # rows with grammars have not drawn yet
+    lacks_masks: bool  # its rows with grammars have not sampled yet
 
 
 class EngineCore:
@@ -109,8 +110,8 @@ class EngineCore:
         adapters: AdapterStore | None = None,
         traffic: BlockTraffic | None = None,
     ) -> None:
-        """`grammars`: None where there is no tokenizer, and so nothing that could be constrained. `adapters`: None
-        where the model can't have any. `traffic`: None where blocks are kept in the pool alone."""
+        """`grammars`: None for a model without a tokenizer, whose output can't be constrained. `adapters`: None for a
+        model that can't have any. `traffic`: None if KV blocks are kept in the device pool only."""
         self.info = info
         self.adapters = adapters or no_adapters()
         self._grammars = grammars or Grammars(Compiler(no_vocabulary), 1, 1)
@@ -120,13 +121,13 @@ class EngineCore:
         self._clock = clock
         self._in_flight: deque[InFlight] = deque()
         self._refusals: list[SequenceOutput] = []
-        self._news: BlockNews | None = None
+        self._news: BlockEvents | None = None
         self._num_steps = 0
         self._num_failed_steps = 0
         self._busy_s = 0.0
         self._step_counts = [0] * (len(STEP_TOKENS) + 1)
         self._step_tokens = 0
-        self._failed_in_a_row = 0  # requests to which a failed step was put down
+        self._num_consecutive_failures = 0
 
     @property
     def runner(self) -> Runner:
@@ -134,24 +135,24 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a step has something to do; steps in flight are collected even when their requests are over."""
+        """Tell whether a step has something to do. Steps in flight are collected even if their requests have ended."""
         has_waiting = self._grammars.num_waiting > 0 or self.adapters.is_loading
         return bool(self._refusals) or has_waiting or self._scheduler.has_work
 
     def prepare(self, request: Request) -> None:
-        """Compile a request's grammar now rather than while others run; raise InvalidRequest where it is wrong."""
+        """Compile a request's grammar now instead of in the background; raise InvalidRequest if it is invalid."""
         self._grammars.prepare(request)
 
     def run_idle_task(self) -> bool:
-        """Prepare something while there is no work; False when nothing is left to prepare."""
+        """Run one task that prepares for later steps; return False if none is left."""
         return self._runner.next_idle_task()
 
     def prepare_grammars(self) -> None:
-        """Load beside everything else what the first grammar will need: seconds of work for a large vocabulary."""
+        """Start loading in the background what the first grammar needs: seconds of work for a large vocabulary."""
         self._grammars.load_vocabulary()
 
     def add(self, request: Request) -> None:
-        """Take a request; one that can't be served gets an error output at the next step."""
+        """Accept a request; one that can't be served gets an error output from the next step."""
         if request.params.guided is None or self._grammars.is_ready(request):
             self._schedule(request)
         else:
@@ -169,8 +170,8 @@ class EngineCore:
         self._refusals.append(refusal(request.request_id, error))
 
     def finish_loading(self) -> list[LoadedAdapter | FailedAdapter]:
-        """Adapters that threads have read, or could not; an otherwise idle engine waits a moment for them."""
-        return self.adapters.finish_loading(0.0 if self._scheduler.has_work else IDLE_PATIENCE_S)
+        """Return the adapters that background threads have read or failed to read; an idle engine waits briefly."""
+        return self.adapters.finish_loading(0.0 if self._scheduler.has_work else ADAPTER_WAIT_S)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         if index is None:
@@ -180,15 +181,15 @@ class EngineCore:
             self._scheduler.abort_sequence(request_id, index)
 
     def watch_blocks(self) -> None:
-        """Begin to tell which blocks are in the prefix cache."""
+        """Start recording which blocks are in the prefix cache."""
         self._news = self._scheduler.watch_blocks()
 
-    def pop_news(self) -> KVNews | None:
-        """Return the changes of the prefix cache since the last call, if they are being watched."""
+    def pop_cache_events(self) -> KVCacheEvents | None:
+        """Return the changes of the prefix cache since the last call, or None if they are not recorded."""
         return None if self._news is None else self._news.pop()
 
     def step(self) -> list[SequenceOutput]:
-        """Launch what can be planned, collect the oldest step in flight, and return what it brought."""
+        """Launch what can be planned, collect the oldest step in flight, and return its outputs."""
         started = self._clock()
         if self._grammars.are_in_use:
             self._schedule_compiled()
@@ -198,9 +199,9 @@ class EngineCore:
             oldest = self._in_flight.popleft()
             outputs += self._collect(oldest)
         elif self._grammars.num_waiting:
-            self._grammars.wait(GRAMMAR_PATIENCE_S)
+            self._grammars.wait(GRAMMAR_WAIT_S)
         elif self._scheduler.is_fetching:
-            self._scheduler.wait_for_blocks(FETCH_PATIENCE_S)
+            self._scheduler.wait_for_blocks(FETCH_WAIT_S)
         if self.adapters.has_retired:
             self.adapters.forget_unused(self._scheduler.uses_adapter)
         self._num_steps += 1
@@ -208,8 +209,8 @@ class EngineCore:
         return outputs
 
     def _launch(self) -> None:
-        """Fill the queue."""
-        while len(self._in_flight) < self._runner.depth and self._may_follow():
+        """Plan and launch steps until `depth` of them are in flight."""
+        while len(self._in_flight) < self._runner.depth and self._can_launch_next():
             plan = self._scheduler.plan()
             if plan is None:
                 return
@@ -217,9 +218,9 @@ class EngineCore:
             lacks_masks = self._grammars.constrain(plan)
             self._in_flight.append(InFlight(plan, attempt(self._runner.launch, plan), lacks_masks))
 
-    def _may_follow(self) -> bool:
-        """Tell whether a step may be launched behind those in flight: not behind one that could not be launched, nor
-        behind one that has not drawn all its tokens, since it may feed them."""
+    def _can_launch_next(self) -> bool:
+        """Tell whether a step can be launched after those in flight: not if launching the newest failed, nor while it
+        has not sampled all its tokens, since the next step may take them as inputs."""
         if not self._in_flight:
             return True
         newest = self._in_flight[-1]
@@ -228,7 +229,7 @@ class EngineCore:
         return not newest.lacks_masks and isinstance(newest.ticket, int)
 
     def _draw(self, step: InFlight) -> None:
-        """Let the rows with grammars of the oldest step in flight draw: all before it are applied."""
+        """Sample the rows with grammars of the oldest step in flight; all steps before it are applied."""
         step.lacks_masks = False
         if isinstance(step.ticket, int):
             drawn = attempt(self._runner.draw, step.ticket, self._grammars.masks(step.plan))
@@ -237,22 +238,22 @@ class EngineCore:
                 step.ticket = drawn
 
     def _collect(self, step: InFlight) -> list[SequenceOutput]:
-        """Wait for a step and apply it. Of one that raises, steps behind it are collected and void."""
+        """Wait for a step and apply its result. If it raised, the steps after it are collected and discarded."""
         if step.lacks_masks:
             self._draw(step)
         plan, ticket = step.plan, step.ticket
         result = ticket if isinstance(ticket, Exception) else attempt(self._runner.collect, ticket)
         if isinstance(result, Exception):
             return self._fail(plan, result)
-        self._failed_in_a_row = 0
+        self._num_consecutive_failures = 0
         num_tokens = plan.num_tokens
         self._step_counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
         self._step_tokens += num_tokens
         return self._scheduler.apply(self._grammars.advance(plan, result))
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
-        """End the request that made a step fail; until it is found, those of the step are tried in parts. An engine
-        that keeps failing is not survivable."""
+        """Handle a failed step: end the request that caused it, or, while that is unknown, retry the step's requests
+        in smaller groups. Raise the error after `MAX_CONSECUTIVE_FAILURES`."""
         if isinstance(error, PeerDied):
             raise error
         self._num_failed_steps += 1
@@ -261,16 +262,16 @@ class EngineCore:
             if isinstance(behind.ticket, int):
                 attempt(self._runner.collect, behind.ticket)
         outputs = self._scheduler.apply_failure(f"the step could not be computed: {error}")
-        self._failed_in_a_row += bool(outputs)
-        if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+        self._num_consecutive_failures += bool(outputs)
+        if self._num_consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
             raise error
         ended = len({output.request_id for output in outputs})
-        outcome = f"{ended} requests end with an error" if ended else "its requests are tried again in parts"
+        outcome = f"{ended} requests end with an error" if ended else "its requests are retried in smaller groups"
         log.error("a step with %d rows failed: %s", len(plan.rows), outcome, exc_info=error)
         return outputs
 
     def _schedule_compiled(self) -> None:
-        """Hand on requests whose grammars are compiled; let go of grammars whose requests are over."""
+        """Schedule requests whose grammars are compiled; release the grammars of requests that have ended."""
         for request, error in self._grammars.pop_compiled():
             if error is None:
                 self._schedule(request)
@@ -279,7 +280,7 @@ class EngineCore:
         self._grammars.release(self._scheduler.has)
 
     def close(self) -> None:
-        """Finish what goes on beside the steps: blocks that are being saved."""
+        """Finish background work: blocks that are being saved."""
         if self._traffic is not None:
             self._traffic.close()
 
@@ -312,7 +313,7 @@ class EngineCore:
 
 
 def attempt(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T | Exception:
-    """Do the runner's part of a step; what it raises is why the step failed."""
+    """Call a runner's method; return the exception if it raises one."""
     try:
         return work(*args, **named)
     except Exception as error:

@@ -1,10 +1,10 @@
-"""Clients of an engine core, in a thread or in a process. A front knows only the protocol `CoreClient`.
+"""Clients of an engine core, in a thread or in a process. A front depends only on the protocol `CoreClient`.
 
     ThreadCoreClient     the core runs in a thread of this process (tests, notebooks)
-    ProcessCoreClient    the core runs in a process of its own (serving), behind unix sockets that only this user can
+    ProcessCoreClient    the core runs in a separate process (serving), behind unix sockets that only this user can
                          reach:  front ══(two zmq pipes, msgpack)══ child (`core_main.py`)
 
-Nothing is pickled. The front learns of a child's death from its exit, not from silence.
+Nothing is pickled. The front detects a child's death by its exit, not by a timeout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, Start, ToCore
 from tokenmill.errors import TokenmillError
 
-LAST_MESSAGES_S = 0.1  # that a pipe must be quiet for to be read to its end, where its end is not seen
+DRAINED_AFTER_S = 0.1  # a dead child's pipe that stays quiet for this long is considered read to its end
 PIPE_CHECK_S = 0.005
 
 Receive = Callable[[FromCore], None]
@@ -41,17 +41,17 @@ _from_core = msgspec.msgpack.Decoder(FromCore)
 
 class CoreClient(Protocol):
     async def start(self, receive: Receive) -> None:
-        """Begin loading; `receive` is called on the event loop's thread with Ready, then Outputs, or Failed."""
+        """Start loading; `receive` is called on the event loop's thread with Ready, then Outputs, or with Failed."""
         ...
 
     def send(self, message: ToCore) -> None: ...
 
     def silent_s(self) -> float:
-        """Seconds since the last sign of life of a core that is ready; 0 where it can't be known."""
+        """Return the seconds since the last message or heartbeat of a ready core; 0 if this is not measured."""
         ...
 
     def kill(self) -> None:
-        """End a core that gives no sign of life; `receive` is told as of any death."""
+        """Kill a core that does not respond; `receive` gets `Failed`, as after any death."""
         ...
 
     async def close(self) -> None: ...
@@ -77,10 +77,10 @@ class ThreadCoreClient:
         self._inbox.put(message)
 
     def silent_s(self) -> float:
-        return 0.0  # a thread of this process is not stopped alone
+        return 0.0  # a thread does not stop alone: this process would be stopped with it
 
     def kill(self) -> None:
-        raise AssertionError("a thread is never given up")
+        raise AssertionError("a thread cannot be killed")
 
     async def close(self) -> None:
         self._inbox.put(Shutdown())
@@ -104,10 +104,10 @@ class QueueMailbox:
         self._inbox = inbox
         self.send = deliver
 
-    def take(self, patience_s: float | None) -> list[ToCore]:
+    def receive(self, timeout_s: float | None) -> list[ToCore]:
         messages: list[ToCore] = []
         try:
-            messages.append(self._inbox.get(timeout=patience_s))
+            messages.append(self._inbox.get(timeout=timeout_s))
             while True:
                 messages.append(self._inbox.get_nowait())
         except queue.Empty:
@@ -116,25 +116,25 @@ class QueueMailbox:
 
 class ProcessCoreClient:
     def __init__(self, config: EngineConfig, model_path: Path, child: CoreProcess | None = None) -> None:
-        """`child`: a core's process that waits for its start message already; by default one is started."""
+        """`child`: a core process that is already waiting for its start message; by default one is started."""
         self._start = Start(config, str(model_path))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            # Two pipes, since sending on a socket that the event loop watches can swallow its wake-up.
+            # Two pipes, because sending on a socket that the event loop watches can consume its wake-up.
             self._outbox = self._context.socket(zmq.PUSH)
             self._inbox = self._context.socket(zmq.PULL)
             self._pipe_ends: zmq.Socket[bytes] = self._inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        except zmq.ZMQError as problem:  # no descriptors are left
+        except zmq.ZMQError as problem:  # no file descriptors are left
             self._context.destroy(linger=0)
             raise OSError(problem.errno, problem.strerror) from None
         self._child = child
         self._watching: asyncio.Task[None] | None = None
         self._num_received = 0
-        self._heard_s = time.monotonic()
+        self._last_received_s = time.monotonic()
         self._is_closing = False
 
     async def start(self, receive: Receive) -> None:
-        self._child = self._child or own_core_process(self._start.config)
+        self._child = self._child or start_core_process(self._start.config)
         folder = self._child.folder
         for pipe, addresses in (
             (self._outbox, (to_core(folder),)),
@@ -144,7 +144,7 @@ class ProcessCoreClient:
             pipe.set_hwm(0)
             pipe.setsockopt(zmq.RECONNECT_IVL, 10)
             for address in addresses:
-                pipe.connect(address)  # the side that connects may send before the other one is there
+                pipe.connect(address)  # the connecting side may send before the other side has bound its socket
         self.send(self._start)
         asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._drain_socket, receive)
         self._drain_socket(receive)  # the event loop is notified of changes only
@@ -154,16 +154,16 @@ class ProcessCoreClient:
         self.send_encoded(_encoder.encode(message))
 
     def send_encoded(self, data: bytes) -> None:
-        # Without a high-water mark this never blocks; what a dead child leaves unread is dropped with the pipe.
-        if not self._context.closed:  # tasks that are cancelled at a loop's end still abort their requests
+        # Without a high-water mark this never blocks; messages that a dead child leaves unread are dropped on close.
+        if not self._context.closed:  # tasks cancelled when the event loop ends still abort their requests
             self._outbox.send(data, zmq.DONTWAIT)
 
     def silent_s(self) -> float:
-        return time.monotonic() - self._heard_s
+        return time.monotonic() - self._last_received_s
 
     def kill(self) -> None:
         if self._child is not None:
-            self._child.end_at_once()
+            self._child.send_kill()
 
     async def close(self) -> None:
         self._is_closing = True
@@ -186,28 +186,28 @@ class ProcessCoreClient:
             self._context.term()
 
     def _drain_socket(self, receive: Receive) -> None:
-        """Receive all that lies in the pipe. (zmq's own sockets for asyncio take twice as long, for every step.)"""
+        """Receive all messages in the pipe. (zmq's asyncio sockets take twice as long per step.)"""
         while True:
             try:
                 data = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._num_received += 1
-            self._heard_s = time.monotonic()
-            self._hand_on(data, receive)
+            self._last_received_s = time.monotonic()
+            self._dispatch(data, receive)
 
-    def _hand_on(self, data: bytes, receive: Receive) -> None:
+    def _dispatch(self, data: bytes, receive: Receive) -> None:
         message = _from_core.decode(data)
         if not isinstance(message, Beat):
             receive(message)
 
     async def _watch(self, receive: Receive) -> None:
-        """Report the child's end after its last messages, which may still lie in the pipe: they say why."""
+        """Report the child's exit, after reading its last messages from the pipe: they may say why it ended."""
         assert self._child is not None
         try:
             ending = await asyncio.to_thread(self._child.wait)
         except asyncio.CancelledError:
-            if not self._is_closing:  # the loop ends unclosed; it would wait for that thread as long as the child lives
+            if not self._is_closing:  # the event loop ends without `close`; its thread would wait for the child's exit
                 self._child.kill()
                 self._close_pipes()
             raise
@@ -216,10 +216,10 @@ class ProcessCoreClient:
             receive(Failed(f"the engine process ended with {ending}"))
 
     async def _read_last_messages(self, receive: Receive) -> None:
-        """Read all that a dead child has sent. The end of its pipe is seen after the last message; where it was never
-        opened, the pipe stays quiet."""
+        """Read all messages that a dead child has sent: up to its disconnect, or, if it never connected, until the
+        pipe has been quiet for `DRAINED_AFTER_S`."""
         while not self._is_closing:
-            num_before, quiet_until_s = self._num_received, time.monotonic() + LAST_MESSAGES_S
+            num_before, quiet_until_s = self._num_received, time.monotonic() + DRAINED_AFTER_S
             while not self._is_closing and time.monotonic() < quiet_until_s:
                 if self._has_pipe_ended():
                     self._drain_socket(receive)
@@ -237,6 +237,6 @@ class ProcessCoreClient:
         return False
 
 
-def own_core_process(config: EngineConfig, environment: Mapping[str, str] = MappingProxyType({})) -> CoreProcess:
-    """Start a core's process, which is its own: it starts fast unless the config says otherwise."""
+def start_core_process(config: EngineConfig, environment: Mapping[str, str] = MappingProxyType({})) -> CoreProcess:
+    """Start a core process for this config, with the start-up optimisations unless the config turns them off."""
     return CoreProcess(fast_start=config.ops.fast_start is not False, environment=environment)

@@ -1,7 +1,7 @@
-"""The program of a core's process: `python -m tokenmill.engine.core_main FOLDER PARENT [--no-fast-start]`.
+"""The program of a core process: `python -m tokenmill.engine.core_main FOLDER PARENT [--no-fast-start]`.
 
-It ends when its parent tells it to, or is gone; not on SIGTERM, which a service manager sends to all processes of a
-service: the front then finishes what runs, and needs its core for that.
+The process ends when its parent sends Shutdown or has ended. It ignores SIGTERM, which a service manager sends to all
+processes of a service: the front then finishes running requests, and needs its core for that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tokenmill.engine.core_process import PLAIN_START, STOP_SIGNAL, beats_from_core, block_socket, from_core, to_core
+from tokenmill.engine.core_process import NO_FAST_START, STOP_SIGNAL, beats_from_core, block_socket, from_core, to_core
 from tokenmill.engine.heartbeat import Heartbeat
 from tokenmill.engine.loop import run_loop
 from tokenmill.engine.messages import Beat, Failed, FromCore, Shutdown, Start, ToCore
@@ -28,14 +28,14 @@ from tokenmill.engine.startup.torch_import import torch_import
 from tokenmill.errors import TokenmillError
 
 ORPHAN_CHECK_MS = 1000
-SWITCH_INTERVAL_S = 0.0005  # a step waits so long for Python's lock while another thread moves blocks
+SWITCH_INTERVAL_S = 0.0005  # how long a step waits for the GIL while another thread moves blocks
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core = msgspec.msgpack.Decoder(ToCore)
 
 
 class SocketMailbox:
-    """The child's end of the pipes. While it waits it checks now and then whether its parent still lives."""
+    """The child's end of the pipes. While it waits, it checks every second whether its parent is still alive."""
 
     def __init__(self, folder: str, parent_pid: int) -> None:
         self._inbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
@@ -46,20 +46,20 @@ class SocketMailbox:
             pipe.set_hwm(0)
             pipe.bind(address)
         self._parent_pid = parent_pid
-        self._num_takes = 0
+        self._num_receives = 0
         self._is_waiting = False
-        self.heartbeat = Heartbeat(self._beat, lambda: -1 if self._is_waiting else self._num_takes)
+        self.heartbeat = Heartbeat(self._beat, lambda: -1 if self._is_waiting else self._num_receives)
 
-    def take(self, patience_s: float | None) -> list[ToCore]:
-        self._num_takes += 1
+    def receive(self, timeout_s: float | None) -> list[ToCore]:
+        self._num_receives += 1
         self._is_waiting = True
         try:
-            return self._take(patience_s)
+            return self._receive(timeout_s)
         finally:
             self._is_waiting = False
 
-    def _take(self, patience_s: float | None) -> list[ToCore]:
-        ends_s = math.inf if patience_s is None else time.monotonic() + patience_s
+    def _receive(self, timeout_s: float | None) -> list[ToCore]:
+        ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._inbox.poll(int(min(ORPHAN_CHECK_MS, max(0.0, (ends_s - time.monotonic()) * 1e3)))):
             if os.getppid() != self._parent_pid:
                 return [Shutdown()]
@@ -71,7 +71,7 @@ class SocketMailbox:
         return messages
 
     def send(self, message: FromCore) -> None:
-        """Send to the parent. A pipe that is not read would block for ever: without a parent the process ends."""
+        """Send to the parent. A pipe that nobody reads would block forever, so the process exits without a parent."""
         data = _encoder.encode(message)
         while True:
             try:
@@ -103,17 +103,17 @@ def main() -> int:
     except zmq.ZMQError:
         if os.path.isdir(folder):
             raise
-        return 0  # the parent has ended already, and its folder with it
+        return 0  # the parent has ended and removed its folder
     try:
         return _serve(mailbox, folder, fast_start=is_fast_start())
     finally:
         mailbox.close()
-        if os.getppid() != parent_pid:  # it was killed, so it can't remove its folder
+        if os.getppid() != parent_pid:  # the parent was killed, so it could not remove its folder
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_fast_start() -> bool:
-    return PLAIN_START not in sys.argv[3:]
+    return NO_FAST_START not in sys.argv[3:]
 
 
 def _serve(mailbox: SocketMailbox, folder: str, *, fast_start: bool) -> int:
@@ -122,8 +122,8 @@ def _serve(mailbox: SocketMailbox, folder: str, *, fast_start: bool) -> int:
     from tokenmill.observe.log import configure_logging
 
     configure_logging()
-    start = mailbox.take(None)[0]
-    if not isinstance(start, Start):  # the parent went away before it said anything
+    start = mailbox.receive(None)[0]
+    if not isinstance(start, Start):  # the parent ended before it sent anything
         return 0
     try:
         with gc_paused(fast_start=fast_start):
@@ -151,4 +151,4 @@ if __name__ == "__main__":
         sys.exit(exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # nothing is left to do, and torch would take half a second to take itself down
+    os._exit(exit_code)  # skip interpreter shutdown: torch takes half a second to tear down

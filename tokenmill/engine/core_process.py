@@ -1,8 +1,8 @@
-"""The core's process, as its parent sees it: started, asked to stop, killed.
+"""The parent's handle of a core process: start it, stop it, kill it.
 
-Starting it needs none of the engine's imports, so a command that knows that it will need a core starts one first and
-imports and reads afterwards: the child's longest wait, importing torch, then runs beside all that. The child
-(`core_main.py`) waits for its `Start` message.
+Starting the process needs none of the engine's imports, so a command that will need a core starts one first and then
+imports modules and reads files: the slowest part of the child's start, importing torch, runs at the same time. The
+child (`core_main.py`) waits for its `Start` message.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 EXIT_TIMEOUT_S = 3.0
-STOP_SIGNAL = signal.SIGUSR1  # from a parent to a child that does not read its messages; SIGTERM comes from others too
-MAX_SOCKET_PATH = 70  # bytes: the folder's own name and the socket's take 29 more
-SECRETS = ("TOKENMILL_API_KEY", "TOKENMILL_CLUSTER_KEY")  # the front's: a core knows no keys
+STOP_SIGNAL = signal.SIGUSR1  # parent to a child that does not read messages; SIGTERM may come from other senders
+MAX_SOCKET_PATH = 70  # bytes; the names of the folder and the socket take 29 more
+SECRETS = (
+    "TOKENMILL_API_KEY",
+    "TOKENMILL_CLUSTER_KEY",
+)  # only the front needs them: removed from the core's environment
 FOLDER_PREFIX = "tokenmill-"
 LOCK = "owner"
-YOUNG_S = 60.0  # a folder of this age may be one whose owner is about to lock it
-PLAIN_START = "--no-fast-start"  # the child's last argument, where it is not to start fast
+UNLOCKED_GRACE_S = 60.0  # the owner of a younger folder may not have locked it yet
+NO_FAST_START = "--no-fast-start"  # the child's last argument, to turn the start-up optimisations off
 
 
 class CoreProcess:
@@ -36,20 +39,20 @@ class CoreProcess:
         fast_start: bool = True,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`program`: what Python runs; its arguments are the folder of its sockets and its parent's pid. `fast_start`:
-        whether the child may use start-up tricks (`engine/startup`). `environment`: variables besides this
+        """`program`: what Python runs; its arguments are the socket folder and the parent's pid. `fast_start`: whether
+        the child may use the start-up optimisations (`engine/startup`). `environment`: variables in addition to this
         process's."""
-        # Where its sockets lie; of mode 0700.
-        place = socket_path(tempfile.gettempdir())
-        remove_abandoned(place)
-        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=place, ignore_cleanup_errors=True)
+        parent_folder = socket_path(tempfile.gettempdir())
+        remove_abandoned(parent_folder)
+        # The folder of the child's sockets, with mode 0700.
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=parent_folder, ignore_cleanup_errors=True)
         self._lock: int | None = None
-        switch = [] if fast_start else [PLAIN_START]
+        switch = [] if fast_start else [NO_FAST_START]
         try:
-            self._lock = hold(self._folder.name)
-            # A group of its own: Ctrl-C in a terminal reaches the front only, which then drains.
+            self._lock = lock_folder(self._folder.name)
+            # A separate process group: Ctrl-C in a terminal reaches the front only, which then drains.
             self._process = subprocess.Popen(
-                [*own_python(), *program, self._folder.name, str(os.getpid()), *switch],
+                [*python_command(), *program, self._folder.name, str(os.getpid()), *switch],
                 env={**{name: value for name, value in os.environ.items() if name not in SECRETS}, **environment},
                 stdin=subprocess.DEVNULL,
                 process_group=0,
@@ -76,12 +79,12 @@ class CoreProcess:
         return os.waitid(os.P_PID, self.process_id, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self) -> str:
-        """Wait until it has ended; how, in words."""
+        """Wait until the process has ended; return its exit code or signal as text."""
         return describe_exit(self._process.wait())
 
     def stop(self, *, is_responsive: bool = True) -> None:
-        """Wait a moment for a process that was told to stop, then signal it, then kill it. One that still loads does
-        not read its messages (`is_responsive`): it is signalled at once."""
+        """Wait `EXIT_TIMEOUT_S` for a process that was sent Shutdown, then signal it, then kill it. A process that is
+        still loading does not read its messages (`is_responsive` is False), so it is signalled immediately."""
         if not is_responsive:
             self._process.send_signal(STOP_SIGNAL)
         for number in (STOP_SIGNAL, signal.SIGKILL):
@@ -94,56 +97,56 @@ class CoreProcess:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        self._folder.cleanup()  # if it can't be removed now, the next start of a core removes it, since it has no lock
-        lock, self._lock = self._lock, None  # two threads may stop it: the number must not be closed twice
+        self._folder.cleanup()  # if this fails, the next start of a core removes the unlocked folder
+        lock, self._lock = self._lock, None  # two threads may call `stop`: the descriptor must not be closed twice
         if lock is not None:
             os.close(lock)
 
-    def end_at_once(self) -> None:
-        """Kill a process that does not react; who waits for it learns of its end."""
+    def send_kill(self) -> None:
+        """Send SIGKILL to a process that does not respond; whoever is in `wait` gets the exit."""
         self._process.kill()
 
     def kill(self) -> None:
-        """End a process that was never told anything and has nothing to finish."""
+        """Kill a process that has not received a message, so has nothing to finish, and clean up after it."""
         self._process.kill()
         self._process.wait()
         self._clean_up()
 
 
-def own_python() -> list[str]:
-    """The Python that runs parts of this package. It imports nothing from the current folder, which may hold a model
-    from anywhere, unless the package itself is found there."""
+def python_command() -> list[str]:
+    """Return the command that runs this Python for a child process of this package. It imports nothing from the
+    current folder, which may hold an untrusted model, unless the package itself is there."""
     root = os.path.realpath(__file__)
     for _ in ("core_process.py", "engine", "tokenmill"):
         root = os.path.dirname(root)
     try:
         is_here = os.getcwd() == root
-    except OSError:  # the folder is gone
+    except OSError:  # the current folder was removed
         is_here = False
     return [sys.executable] if is_here else [sys.executable, "-P"]
 
 
-def hold(folder: str) -> int:
-    """Lock a folder for as long as this process lives; the descriptor of the lock."""
+def lock_folder(folder: str) -> int:
+    """Lock a folder for the lifetime of this process; return the descriptor of the lock."""
     lock = os.open(os.path.join(folder, LOCK), os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return lock
 
 
-def remove_abandoned(place: str) -> None:
-    """Remove the folders of this user's processes that were killed together with their cores."""
-    for name in os.listdir(place):
-        folder = os.path.join(place, name)
+def remove_abandoned(parent_folder: str) -> None:
+    """Remove the socket folders of this user's processes that were killed together with their cores."""
+    for name in os.listdir(parent_folder):
+        folder = os.path.join(parent_folder, name)
         if not name.startswith(FOLDER_PREFIX) or not _is_abandoned(folder):
             continue
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_abandoned(folder: str) -> bool:
-    """Tell whether the owner of a folder is gone: nothing holds its lock. One without a lock is left alone."""
+    """Tell whether the owner of a folder has ended: its lock file exists and nothing holds the lock."""
     try:
         found = os.lstat(folder)
-        if found.st_uid != os.getuid() or time.time() - found.st_mtime < YOUNG_S:
+        if found.st_uid != os.getuid() or time.time() - found.st_mtime < UNLOCKED_GRACE_S:
             return False
         lock = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -158,13 +161,13 @@ def _is_abandoned(folder: str) -> bool:
 
 
 def socket_path(usual: str) -> str:
-    """Return a short enough path for a socket: it may have about a hundred bytes, and some machines keep temporary
-    files in deeper folders."""
+    """Return a folder for sockets with a short path: a socket's path is limited to about 100 bytes, and some machines
+    have a longer temporary folder."""
     return usual if len(os.fsencode(usual)) <= MAX_SOCKET_PATH else "/tmp"
 
 
 def to_core(folder: str) -> str:
-    """The address of messages to the core."""
+    """Return the address of messages to the core."""
     return f"ipc://{folder}/to-core"
 
 
@@ -173,12 +176,12 @@ def from_core(folder: str) -> str:
 
 
 def beats_from_core(folder: str) -> str:
-    """The address of the core's heartbeat, which a thread of its own sends."""
+    """Return the address of the core's heartbeat, which a separate thread sends."""
     return f"ipc://{folder}/beats"
 
 
 def block_socket(folder: str) -> str:
-    """The socket at which a core gives blocks of its KV cache to other cores."""
+    """Return the path of the socket at which a core serves blocks of its KV cache to other cores."""
     return f"{folder}/blocks"
 
 

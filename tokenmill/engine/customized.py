@@ -1,4 +1,5 @@
-"""A conversation with a created model: the one it was made from is asked, with the created model's own words first."""
+"""Requests to a model made with `tokenmill create`: sent to its base model, with the created model's own system prompt,
+first messages, template and adapter."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from tokenmill.config import EngineConfig
 from tokenmill.store.layout import Customization
 from tokenmill.types import ChatRequest, Message
 
-CREATED = "created/"  # what the names of created models' adapters begin with: they are not models of their own
+CREATED = "created/"  # prefix of the adapter names of created models, which are not listed as models
 
 
 def own_adapter(custom: Customization) -> str | None:
-    """Return the name under which engines know a created model's adapter; None: it has none."""
+    """Return the name of a created model's adapter in the engine; None if it has none."""
     return f"{CREATED}{sha256(custom.adapter.encode()).hexdigest()[:12]}" if custom.adapter else None
 
 
 def with_own_adapter(config: EngineConfig, custom: Customization | None) -> EngineConfig:
-    """The config of an engine for a created model: its adapter is loaded with the model."""
+    """Return the engine config for a created model, which loads its adapter with the model."""
     name = None if custom is None else own_adapter(custom)
     if custom is None or name is None:
         return config
@@ -29,7 +30,8 @@ def with_own_adapter(config: EngineConfig, custom: Customization | None) -> Engi
 
 
 def customized(request: ChatRequest, custom: Customization) -> ChatRequest:
-    """The request with a created model's first messages and template, and its system prompt unless it has its own."""
+    """Return the request with the created model's first messages and template, and with its system prompt unless the
+    request has one."""
     first = [Message(role=role, content=content) for role, content in custom.messages]
     if custom.system and request.messages and request.messages[0].role != "system":
         first.insert(0, Message(role="system", content=custom.system))

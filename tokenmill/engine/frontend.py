@@ -1,4 +1,4 @@
-"""A model as every front holds it, besides its core: the spec, the tokenizer, names and limits. No torch."""
+"""The front's part of a model: spec, tokenizer, names and limits. Does not import torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModelFrontend:
 
     @property
     def speech(self) -> Speech | None:
-        """Return the format in which the model writes thoughts and tool calls, by its own chat template."""
+        """The format in which the model writes reasoning and tool calls, detected from its own chat template."""
         return self.speeches.of(None)
 
     @property
@@ -69,13 +69,15 @@ class ModelFrontend:
 
     @cached_property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Return the sampling parameters that a request gets where it sets none: arguments of `SamplingParams`."""
+        """The model's own sampling parameters, as arguments of `SamplingParams`, for requests that set none."""
         if not self.config.model.sampling_defaults or is_scripted(self.config.model.model):
             return {}
         return sampling_defaults(self.config.model.model, self.model_path)
 
-    def output_processor(self, asked: ChatRequest | PromptRequest | EmbedRequest, request: Request) -> OutputProcessor:
-        params = None if isinstance(asked, EmbedRequest) else asked.params
+    def output_processor(
+        self, client_request: ChatRequest | PromptRequest | EmbedRequest, request: Request
+    ) -> OutputProcessor:
+        params = None if isinstance(client_request, EmbedRequest) else client_request.params
         keep_best = params.n if params is not None and params.best_of is not None else None
         wants_logprobs = params is not None and params.logprobs is not None
         return OutputProcessor(
@@ -83,12 +85,13 @@ class ModelFrontend:
             self.tokenizer,
             keep_best=keep_best,
             wants_logprobs=wants_logprobs,
-            make_reader=self._make_reader(asked, request) if isinstance(asked, ChatRequest) else None,
+            make_reader=self._make_reader(client_request, request) if isinstance(client_request, ChatRequest) else None,
         )
 
-    def _make_reader(self, asked: ChatRequest, request: Request) -> MakeReader | None:
-        """Make the reader of an answer's thoughts and calls; None: answers are plain text."""
-        speech, tools = self.speeches.of(asked.chat_template), callable_tools(asked)
+    def _make_reader(self, client_request: ChatRequest, request: Request) -> MakeReader | None:
+        """Return the factory of the reader that splits an answer into text, reasoning and tool calls; None: answers
+        are plain text."""
+        speech, tools = self.speeches.of(client_request.chat_template), callable_tools(client_request)
         if speech is None or self.tokenizer is None or not (tools or speech.thinking):
             return None
         start = answer_start(speech, self.tokenizer, request.prompt_token_ids)
@@ -114,13 +117,13 @@ class ModelFrontend:
 
 
 class ModelText:
-    """Text ↔ token ids of one model: what needs its tokenizer and chat template, but none of its weights."""
+    """Conversion between text and token ids for one model: needs its tokenizer and chat template, not its weights."""
 
     def __init__(self, input_processor: InputProcessor) -> None:
         self._input_processor = input_processor
 
     def tokenize(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Return the token ids of a text; `parse_special`: control tokens in it become tokens, not characters."""
+        """Return the token ids of a text; `parse_special`: control tokens written in it become those tokens."""
         tokenizer = self._input_processor.tokenizer
         return tokenizer.encode(text, add_special_tokens=add_special_tokens, parse_special=parse_special)
 
@@ -129,15 +132,15 @@ class ModelText:
         return self._input_processor.chat_ids(request)
 
     def chat_text(self, request: ChatRequest) -> str:
-        """Return a conversation in the model's chat template."""
+        """Return the text of a conversation in the model's chat template."""
         return self._input_processor.chat_text(request)
 
     def detokenize(self, ids: list[int]) -> str:
-        """Return the text of token ids, special ones included."""
+        """Return the text of token ids, including special tokens."""
         return self._input_processor.tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_bytes(self, ids: list[int]) -> list[bytes]:
-        """Return the bytes of each token on its own, with its leading space."""
+        """Return the bytes of each token separately, including its leading space."""
         tokenizer = self._input_processor.tokenizer
         return [tokenizer.token_bytes(token_id) for token_id in ids]
 
@@ -156,7 +159,7 @@ def load_frontend(config: EngineConfig) -> ModelFrontend:
 
 
 def spec_and_tokenizer(config: EngineConfig, path: Path) -> tuple[ModelSpec, Tokenizer | None]:
-    """Read a model's spec and its tokenizer, with the chat template that the config asks for."""
+    """Read a model's spec and its tokenizer, with the chat template from the config if it names one."""
     if not is_scripted(config.model.model):
         return read_spec(path), _with_template(tokenizer_of(path), config.model.chat_template)
     script = read_script(path)
@@ -168,7 +171,7 @@ def spec_and_tokenizer(config: EngineConfig, path: Path) -> tuple[ModelSpec, Tok
 
 
 def script_tokenizer(script: Script) -> Tokenizer:
-    """The tokenizer of the model that a script names, or bytes."""
+    """Return the tokenizer that a script names, or a tokenizer of bytes."""
     if script.tokenizer_source is None:
         return script.byte_tokenizer()
     if not script.tokenizer_source.exists():
@@ -191,15 +194,15 @@ def _with_template(tokenizer: Tokenizer | None, file: str | None) -> Tokenizer |
 
 
 def eos_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return all ids that end an answer: the model's and the tokenizer's (they differ for some chat models), as far as
-    the model can sample them."""
+    """Return all ids that end an answer: the model's and the tokenizer's (they differ for some chat models), except ids
+    that the model can't sample."""
     from_tokenizer = tokenizer.eos_token_ids if tokenizer else ()
     named = dict.fromkeys((*spec.eos_token_ids, *from_tokenizer))
     return tuple(token_id for token_id in named if 0 <= token_id < spec.vocab_size)
 
 
 def tokenizer_of(path: Path) -> Tokenizer | None:
-    """Load the model's tokenizer; None for a bare config: such a model (random weights) takes token ids only."""
+    """Load the model's tokenizer; None for a bare config: such a model (random weights) accepts only token ids."""
     if path.suffix == ".gguf":
         return tokenizer_from_gguf(read_gguf(path).metadata)
     folder = path if path.is_dir() else path.parent

@@ -1,8 +1,8 @@
-"""The heartbeat of a core's process: a thread that tells the front, once a second, that the core goes on.
+"""The heartbeat of a core process: a thread that reports to the front, once a second, that the core makes progress.
 
-A process that was stopped or hangs in a call that keeps Python's lock sends nothing. Nor does one whose loop is stuck:
-it stands in the same step as a second ago, and the process has used no processor time since. A step of many seconds
-does use some, so it is not taken for a stall however long it lasts.
+A process that was stopped, or hangs in a call that holds the GIL, sends nothing. Neither does a process whose loop is
+stuck: it is in the same step as a second ago and has used no processor time since. A long step does use processor time,
+so it never counts as a stall.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 BEAT_S = 1.0
-LEAST_CPU_S = 0.005  # in a beat's time: more than this thread itself takes
+MIN_CPU_S = 0.005  # per interval: more than this thread itself uses
 
 
 class Heartbeat:
@@ -21,13 +21,13 @@ class Heartbeat:
     def __init__(
         self,
         send: Callable[[], None],
-        num_turns: Callable[[], int],
+        num_iterations: Callable[[], int],
         cpu_s: Callable[[], float] = time.process_time,
         interval_s: float = BEAT_S,
     ) -> None:
-        """`num_turns`: how often the loop has taken its mail; -1 while it waits for mail."""
+        """`num_iterations`: returns how often the loop has read its mailbox; -1 while it waits for messages."""
         self._send = send
-        self._num_turns = num_turns
+        self._num_iterations = num_iterations
         self._cpu_s = cpu_s
         self._interval_s = interval_s
         self._ends = threading.Event()
@@ -42,9 +42,9 @@ class Heartbeat:
             self._thread.join()
 
     def _run(self) -> None:
-        turns, cpu_s = self._num_turns(), self._cpu_s()
+        iterations, cpu_s = self._num_iterations(), self._cpu_s()
         while not self._ends.wait(self._interval_s):
-            turns_before, turns = turns, self._num_turns()
+            iterations_before, iterations = iterations, self._num_iterations()
             cpu_before_s, cpu_s = cpu_s, self._cpu_s()
-            if turns == -1 or turns != turns_before or cpu_s - cpu_before_s > LEAST_CPU_S:
+            if iterations == -1 or iterations != iterations_before or cpu_s - cpu_before_s > MIN_CPU_S:
                 self._send()

@@ -1,10 +1,10 @@
 """Turns a client's request into an engine request: chat template, token ids, resolved limits, checks.
 
-Everything that can be wrong with a request is found here, before it is queued, and named. An `InputProcessor` may be
-used from several threads at once (see `text_workers.py`).
+An invalid request is refused here, before it is queued, with an error that names the parameter. An `InputProcessor` may
+be used from several threads at the same time (see `text_workers.py`).
 
-The last part says how long a prompt may be, and whether and how a request continues past the end of the context. The
-shift itself is in `scheduler/request.py`.
+`Shifting` decides whether a request may continue past the end of the context by dropping old tokens; the shift itself
+is in `scheduler/request.py`.
 """
 
 from __future__ import annotations
@@ -70,27 +70,27 @@ log = logging.getLogger(__name__)
 
 ClientRequest = ChatRequest | PromptRequest | EmbedRequest
 
-MAX_SHIFTED_PROMPT = 1 << 16  # tokens; most of them are only looked at to be forgotten
-MAX_CHARACTERS_PER_TOKEN = 64  # more text than this per token of context cannot fit
+MAX_SHIFTED_PROMPT = 1 << 16  # tokens; those that the shift drops are not computed
+MAX_CHARACTERS_PER_TOKEN = 64  # more text than this per token of context is assumed not to fit
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request as the client asked it and as the engine computes it."""
+    """A client's request and the engine request made from it."""
 
-    asked: ClientRequest
+    client_request: ClientRequest
     request: Request
 
 
 @dataclass(frozen=True)
 class Shifting:
-    """The default for requests that don't say whether and how the context shifts."""
+    """The default context shift, for requests that don't set it."""
 
     is_on: bool
     keep: int
 
-    def asked_for(self, params: SamplingParams, context: int) -> ContextShift | None:
-        """Return the context shift of a request; None: its answer ends with the context, as beams always do."""
+    def for_params(self, params: SamplingParams, context: int) -> ContextShift | None:
+        """Return the context shift of a request; None if its answer ends with the context, as with beam search."""
         is_on = self.is_on and params.beam is None if params.context_shift is None else params.context_shift
         if not is_on:
             if params.context_keep is not None:
@@ -121,10 +121,10 @@ class InputProcessor:
         speeches: SpeechFinder | None = None,
         literal_content: bool = True,
     ) -> None:
-        """`speeches`: how the model writes thoughts and tool calls. `literal_content`: what spells a control token in a
-        message is text."""
+        """`speeches`: finds the format in which the model writes reasoning and tool calls. `literal_content`: control
+        tokens written out in a message are treated as text."""
         self.max_context = max_context
-        self.adapters: Mapping[str, str] = {}  # names of those that are loaded, and their digests
+        self.adapters: Mapping[str, str] = {}  # digests of the loaded adapters, by name
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
@@ -133,9 +133,9 @@ class InputProcessor:
         self._has_warned = False
         self._literal_content = literal_content
         try:
-            _ = self._template  # compiled now, so that no conversation waits for it
+            _ = self._template  # compile it now rather than for the first conversation
         except ModelError as problem:
-            log.warning("%s; conversations are refused, plain prompts are not", problem)
+            log.warning("%s; conversations are refused, only plain prompts are accepted", problem)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -149,7 +149,7 @@ class InputProcessor:
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """The variables that the model's chat template reads, apart from those that every conversation sets."""
+        """The variables that the model's chat template reads, except those that are set for every conversation."""
         return frozenset() if self._template is None else frozenset(self._template.variables) - RESERVED_VARIABLES
 
     @cached_property
@@ -160,69 +160,83 @@ class InputProcessor:
     def _words(self) -> TokenSearch:
         return TokenSearch(self.tokenizer, self._vocab_size)
 
-    def process(self, asked: ClientRequest) -> Request:
+    def process(self, client_request: ClientRequest) -> Request:
         """Render, tokenise and check a request."""
-        require_unicode("request_id", asked.request_id)
-        require_unicode("cache_salt", asked.cache_salt)
-        if isinstance(asked, EmbedRequest):
-            return self._process_embedding(asked)
-        prompt_ids = self.prompt_ids(asked)
-        shift = self._shifting.asked_for(asked.params, self.max_context)
-        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
-        self._require_fit(prompt_ids, param, shift, has_answer=asked.params.max_tokens != 0)
-        params = asked.params if isinstance(asked, PromptRequest) else self._chat_params(asked, prompt_ids)
-        if params.guided is not None and params.guided is asked.params.guided and params.thinking_budget is not None:
-            problem = "thinking_budget does not combine with a schema or grammar, which allows no think section here"
+        require_unicode("request_id", client_request.request_id)
+        require_unicode("cache_salt", client_request.cache_salt)
+        if isinstance(client_request, EmbedRequest):
+            return self._process_embedding(client_request)
+        prompt_ids = self.prompt_ids(client_request)
+        shift = self._shifting.for_params(client_request.params, self.max_context)
+        param = "messages" if isinstance(client_request, ChatRequest) else "prompt"
+        self._require_fit(prompt_ids, param, shift, has_answer=client_request.params.max_tokens != 0)
+        params = (
+            client_request.params
+            if isinstance(client_request, PromptRequest)
+            else self._chat_params(client_request, prompt_ids)
+        )
+        if (
+            params.guided is not None
+            and params.guided is client_request.params.guided
+            and params.thinking_budget is not None
+        ):
+            problem = "thinking_budget can't be combined with a schema or grammar here, which allows no think section"
             raise InvalidRequest(problem, param="thinking_budget")
         params = self._settle(params)
         tokenized = self._tokenized(params, prompt_ids)
         return Request(
-            request_id=asked.request_id or new_id(),
+            request_id=client_request.request_id or new_id(),
             prompt_token_ids=prompt_ids,
             params=params,
-            eos_token_ids=self._ends_of(asked),
+            eos_token_ids=self._end_ids(client_request),
             max_tokens=self._longest_answer(prompt_ids, params, shift),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            priority=asked.priority,
+            priority=client_request.priority,
             arrival_s=time.monotonic(),
-            cache_salt=asked.cache_salt,
-            tenant=asked.tenant,
+            cache_salt=client_request.cache_salt,
+            tenant=client_request.tenant,
             shift=shift,
             tokenized=tokenized,
-            adapter=self._adapter(asked.adapter),
+            adapter=self._adapter(client_request.adapter),
         )
 
     def _adapter(self, name: str | None) -> str:
-        """The digest of an adapter that a request names."""
+        """Return the digest of the adapter that a request names."""
         if name is None:
             return ""
         if name not in self.adapters:
-            have = ", ".join(self.adapters) or "none"
-            raise UnknownModel(f"the adapter {name[:200]!r} is not loaded", param="adapter", hint=f"loaded: {have}")
+            loaded = ", ".join(self.adapters) or "none"
+            raise UnknownModel(f"the adapter {name[:200]!r} is not loaded", param="adapter", hint=f"loaded: {loaded}")
         return self.adapters[name]
 
-    def _ends_of(self, asked: ChatRequest | PromptRequest) -> list[int]:
-        """Return all ids that end the answer; fill-in-the-middle also ends where the model begins another file."""
-        if isinstance(asked, ChatRequest) or asked.suffix is None:
+    def _end_ids(self, client_request: ChatRequest | PromptRequest) -> list[int]:
+        """Return all ids that end the answer; a fill-in-the-middle answer also ends where the model starts another
+        file."""
+        if isinstance(client_request, ChatRequest) or client_request.suffix is None:
             return self._eos_token_ids
         return list(dict.fromkeys((*self._eos_token_ids, *self._fim_tokens().stop_ids)))
 
-    def prompt_ids(self, asked: ChatRequest | PromptRequest) -> list[int]:
-        if isinstance(asked, ChatRequest):
-            return self.chat_ids(asked)
-        if asked.suffix is None:
-            return self._ids_of(asked.prompt, add_special_tokens=asked.add_special_tokens)
-        if not isinstance(asked.prompt, str):
-            self._require_known(asked.prompt, "prompt")
+    def prompt_ids(self, client_request: ChatRequest | PromptRequest) -> list[int]:
+        if isinstance(client_request, ChatRequest):
+            return self.chat_ids(client_request)
+        if client_request.suffix is None:
+            return self._ids_of(client_request.prompt, add_special_tokens=client_request.add_special_tokens)
+        if not isinstance(client_request.prompt, str):
+            self._require_known(client_request.prompt, "prompt")
         fim = self._fim_tokens()
-        return fim.prompt_ids(asked.prompt, asked.suffix, asked.files, with_bos=asked.add_special_tokens)
+        return fim.prompt_ids(
+            client_request.prompt,
+            client_request.suffix,
+            client_request.files,
+            with_bos=client_request.add_special_tokens,
+        )
 
     def _fim_tokens(self) -> FimTokens:
         if self._fim is None:
             raise InvalidRequest(
                 "this model can't fill in the middle: its tokenizer has no tokens for that",
                 param="suffix",
-                hint="models for code have, such as Qwen2.5-Coder",
+                hint="use a model for code that has them, such as Qwen2.5-Coder",
             )
         return self._fim
 
@@ -230,45 +244,45 @@ class InputProcessor:
     def _fim(self) -> FimTokens | None:
         return find_fim_tokens(self.tokenizer)
 
-    def chat_text(self, asked: ChatRequest) -> str:
-        """A conversation in the model's chat template."""
-        return self._rendered(asked).text
+    def chat_text(self, chat: ChatRequest) -> str:
+        """Return the text of a conversation in the model's chat template."""
+        return self._rendered(chat).text
 
     @cached_property
     def _literal(self) -> LiteralContents:
         return LiteralContents(self.tokenizer)
 
-    def _rendered(self, asked: ChatRequest) -> MarkedText:
-        if not asked.messages:
+    def _rendered(self, chat: ChatRequest) -> MarkedText:
+        if not chat.messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         if self._template is None:
             raise no_tokenizer()
         self._warn_of_plain_layout()
-        check_tools(asked)
-        speech, tools = self._speeches.of(asked.chat_template), shown_tools(asked)
+        check_tools(chat)
+        speech, tools = self._speeches.of(chat.chat_template), shown_tools(chat)
         marks = ("", "")
         if self._literal_content:
             allowed = () if speech is None else tuple(speech.control.values())
-            messages, marks = self._literal.mark(asked.messages, allowed)
-            asked = msgspec.structs.replace(asked, messages=messages) if any(marks) else asked
-        messages = history(asked, speech)
+            messages, marks = self._literal.mark(chat.messages, allowed)
+            chat = msgspec.structs.replace(chat, messages=messages) if any(marks) else chat
+        messages = history(chat, speech)
         if tools and (speech is None or speech.calls is None):
-            raise InvalidRequest("this model calls no tools", param="tools", hint="see --tool-format")
+            raise InvalidRequest("this model can't call tools", param="tools", hint="see --tool-format")
         if tools and speech is not None and not speech.describes_tools:
             messages, tools = with_described_tools(messages, tools, speech), []
-        template = self._template if asked.chat_template is None else self._given_template(asked.chat_template)
+        template = self._template if chat.chat_template is None else self._given_template(chat.chat_template)
         text = template.render(
             messages_for_template(messages),
             tools=tools_for_template(tools),
-            add_generation_prompt=asked.add_generation_prompt and not asked.continues_last,
-            extra={**self._effort_variables(asked.reasoning), **asked.template_args},
+            add_generation_prompt=chat.add_generation_prompt and not chat.continues_last,
+            extra={**self._effort_variables(chat.reasoning), **chat.template_args},
         )
-        text = up_to_last(text, asked.messages[-1]) if asked.continues_last else text
+        text = up_to_last(text, chat.messages[-1]) if chat.continues_last else text
         return unmarked(text, marks)
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether conversations are laid out as plain text, because the model has no chat template."""
+        """True if conversations are formatted as plain text, because the model has no chat template."""
         return self._template is not None and self._template.source == PLAIN
 
     def _warn_of_plain_layout(self) -> None:
@@ -276,44 +290,44 @@ class InputProcessor:
             self._has_warned = True
             layout = "plain text (User: … Assistant:)" if self._is_plain else "ChatML"
             log.warning(
-                "this model has no chat template and may know no conversations: they are laid out as %s; "
-                "--chat-template FILE gives it a template",
+                "this model has no chat template and may not be trained for conversations: they are formatted as %s; "
+                "--chat-template FILE sets a template",
                 layout,
             )
 
     def _given_template(self, source: str) -> ChatTemplate:
-        """The template that a request brings; one that does not compile is the client's error."""
+        """Compile the template of a request; if that fails, it is the client's error."""
         try:
             return ChatTemplate(source, self.tokenizer.special_tokens)
         except ModelError as problem:
             raise InvalidRequest(problem.message, param="template") from problem
 
     def _effort_variables(self, reasoning: Reasoning) -> dict[str, Any]:
-        """Variables of the template that stand for the reasoning settings of a request."""
+        """Return the template variables that express the reasoning settings of a request."""
         if reasoning == Reasoning() or self._effort is None:
             return {}
         return self._effort.values(reasoning, thinking_budget(reasoning))
 
-    def _chat_params(self, asked: ChatRequest, prompt_ids: list[int]) -> SamplingParams:
-        """The parameters of a conversation, with a grammar for its tools and a thinking budget where it needs them."""
-        speech = self._speeches.of(asked.chat_template)
-        if asked.chat_template is None and self._is_plain and len(asked.params.stop) < MAX_STOP_STRINGS:
-            stops = [*asked.params.stop, PLAIN_TURN]
-            asked = msgspec.structs.replace(asked, params=msgspec.structs.replace(asked.params, stop=stops))
-        if speech is None or not (speech.thinking or asked.tools):
-            return asked.params
+    def _chat_params(self, chat: ChatRequest, prompt_ids: list[int]) -> SamplingParams:
+        """Return the parameters of a conversation, with a grammar for its tools and a thinking budget if needed."""
+        speech = self._speeches.of(chat.chat_template)
+        if chat.chat_template is None and self._is_plain and len(chat.params.stop) < MAX_STOP_STRINGS:
+            stops = [*chat.params.stop, PLAIN_TURN]
+            chat = msgspec.structs.replace(chat, params=msgspec.structs.replace(chat.params, stop=stops))
+        if speech is None or not (speech.thinking or chat.tools):
+            return chat.params
         start = answer_start(speech, self.tokenizer, prompt_ids)
-        return settle_grammar(asked, settle_thinking(asked, asked.params, speech, start), speech, start)
+        return settle_grammar(chat, settle_thinking(chat, chat.params, speech, start), speech, start)
 
-    def chat_ids(self, asked: ChatRequest) -> list[int]:
-        """The token ids of a conversation. A template that writes the begin token itself does not get a second one."""
-        rendered = self._rendered(asked)
+    def chat_ids(self, chat: ChatRequest) -> list[int]:
+        """Return the token ids of a conversation. If the template writes the BOS token, no second one is added."""
+        rendered = self._rendered(chat)
         text = rendered.text
-        # A server checks the length of the messages; what a template adds, reasoning and tool calls are not in that.
+        # A server checks the length of the messages, without the template's text, reasoning and tool calls.
         require_plausible_length(len(text), longest_prompt(self.max_context), "messages")
         bos = self.tokenizer.special_tokens.get("bos_token")
         adds_bos = not (bos and text.startswith(bos))
-        return self._extended(rendered, asked.extends) or self._encoded(rendered, add_special_tokens=adds_bos)
+        return self._extended(rendered, chat.extends) or self._encoded(rendered, add_special_tokens=adds_bos)
 
     def _encoded(self, rendered: MarkedText, *, add_special_tokens: bool) -> list[int]:
         if rendered.spans:
@@ -321,13 +335,13 @@ class InputProcessor:
         return self.tokenizer.encode(rendered.text, add_special_tokens=add_special_tokens)
 
     def _extended(self, rendered: MarkedText, known: TokenPrefix | None) -> list[int] | None:
-        """The ids of an earlier turn and those of the text that follows it; None where the text is another one, or
-        where no added token stands between the two, so that a token could reach from one into the other."""
+        """Return the token ids of an earlier turn followed by those of the text after it. None if the text does not
+        begin with that turn, or if no added token separates the two, so that one token could span both."""
         if known is None or text_digest(rendered.text[: known.num_characters]) != known.digest:
             return None
         ids, start = known.token_ids, known.num_characters
         last = self.tokenizer.token_text(ids[-1])
-        if self.tokenizer.added_tokens.get(last) == ids[-1]:  # it is tokenised again, with the text after it
+        if self.tokenizer.added_tokens.get(last) == ids[-1]:  # tokenise it again together with the text after it
             ids, start = ids[:-1], start - len(last)
         rest = MarkedText(
             rendered.text[start:], [(first - start, end - start) for first, end in rendered.spans if end > start]
@@ -335,17 +349,6 @@ class InputProcessor:
         if not rest.text.startswith(tuple(self.tokenizer.added_tokens)) or any(first < 1 for first, _ in rest.spans):
             return None
         return [*ids, *self._encoded(rest, add_special_tokens=False)]
-
-    @staticmethod
-    def _prompt_params(asked: PromptRequest) -> SamplingParams:
-        if asked.params.guided is not None and asked.params.thinking_budget is not None:
-            raise InvalidRequest(
-                "thinking_budget does not combine with a schema or grammar for a plain prompt, which allows no think "
-                "section",
-                param="thinking_budget",
-                hint="send a conversation",
-            )
-        return asked.params
 
     def _ids_of(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -370,7 +373,7 @@ class InputProcessor:
         return params
 
     def _tokenized(self, params: SamplingParams, prompt_ids: list[int]) -> TokenizedParams:
-        """The token ids of those parameters that users write as text."""
+        """Return the token ids of the parameters that users write as text."""
         tokenized = TokenizedParams()
         if params.dry_multiplier > 0.0:
             breakers = DRY_BREAKERS if params.dry_sequence_breakers is None else params.dry_sequence_breakers
@@ -392,16 +395,17 @@ class InputProcessor:
     def _marker_ids(self, marker: str) -> list[int]:
         ids = self.tokenizer.encode(marker, add_special_tokens=False)
         if not ids:
-            raise InvalidRequest(f"this model's tokenizer makes nothing of {marker[:40]!r}", param="thinking_markers")
+            problem = f"this model's tokenizer encodes {marker[:40]!r} to no tokens"
+            raise InvalidRequest(problem, param="thinking_markers")
         return ids
 
     def _template_markers(self) -> tuple[str, str]:
         speech = self._speeches.of(None)
         if speech is None or speech.thinking is None or not speech.thinking.opener:
             raise InvalidRequest(
-                "this model's chat template knows no think sections",
+                "this model's chat template has no think sections",
                 param="thinking_budget",
-                hint="say with thinking_markers what opens and closes one",
+                hint="set thinking_markers to the texts that open and close one",
             )
         return speech.thinking.opener.strip(), speech.thinking.closer.strip()
 
@@ -416,12 +420,11 @@ class InputProcessor:
                 )
 
     def _require_fit(self, prompt_ids: list[int], param: str, shift: ContextShift | None, *, has_answer: bool) -> None:
-        """Refuse a prompt that is too long. One that is only scored, without an answer, may take the whole context."""
+        """Refuse a prompt that is too long. A prompt without an answer (scoring) may fill the whole context."""
         longest = longest_prompt(self.max_context)
         if shift is not None and len(prompt_ids) > longest:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt_ids)} tokens; even where the context shifts it must not have more than "
-                f"{longest}",
+                f"the prompt has {len(prompt_ids)} tokens; with a shifting context at most {longest} are allowed",
                 param=param,
                 hint="leave out the oldest messages",
                 num_tokens=len(prompt_ids),
@@ -431,37 +434,37 @@ class InputProcessor:
             raise ContextLengthExceeded(
                 f"the prompt has {len(prompt_ids)} tokens; with an answer it must fit in {self.max_context}",
                 param=param,
-                hint="shorten the prompt, or let the context shift (context_shift)",
+                hint="shorten the prompt, or turn context_shift on",
                 num_tokens=len(prompt_ids),
                 limit=self.max_context - has_answer,
             )
 
     def _longest_answer(self, prompt_ids: list[int], params: SamplingParams, shift: ContextShift | None) -> int:
-        """Return the most tokens an answer may have: to the end of the context, or, where that shifts, what was asked
-        for or the length of a context."""
+        """Return the most tokens an answer may have: up to the end of the context, or, if the context shifts,
+        `max_tokens` (by default the length of a context)."""
         if shift is not None:
             return self.max_context if params.max_tokens is None else params.max_tokens
         room = self.max_context - len(prompt_ids)
         return room if params.max_tokens is None else min(room, params.max_tokens)
 
-    def _process_embedding(self, asked: EmbedRequest) -> Request:
-        prompt_ids = self._ids_of(asked.prompt, add_special_tokens=True)
+    def _process_embedding(self, client_request: EmbedRequest) -> Request:
+        prompt_ids = self._ids_of(client_request.prompt, add_special_tokens=True)
         if len(prompt_ids) > self.max_context:
             raise ContextLengthExceeded(
                 f"the input has {len(prompt_ids)} tokens; at most {self.max_context} fit", param="input"
             )
         return Request(
-            request_id=asked.request_id or new_id(),
+            request_id=client_request.request_id or new_id(),
             prompt_token_ids=prompt_ids,
             params=SamplingParams(max_tokens=0),
             max_tokens=0,
             seed=0,
-            priority=asked.priority,
+            priority=client_request.priority,
             arrival_s=time.monotonic(),
-            cache_salt=asked.cache_salt,
-            tenant=asked.tenant,
-            pooling=asked.pooling or Pooling(),
-            adapter=self._adapter(asked.adapter),
+            cache_salt=client_request.cache_salt,
+            tenant=client_request.tenant,
+            pooling=client_request.pooling or Pooling(),
+            adapter=self._adapter(client_request.adapter),
         )
 
 
@@ -472,7 +475,7 @@ def text_digest(text: str) -> bytes:
 
 def no_tokenizer() -> InvalidRequest:
     return InvalidRequest(
-        "this model has no tokenizer, so it takes token ids only", hint="give the prompt as a list of ids"
+        "this model has no tokenizer, so it accepts only token ids", hint="send the prompt as a list of token ids"
     )
 
 
@@ -480,19 +483,19 @@ def no_tokenizer() -> InvalidRequest:
 
 
 def longest_prompt(context: int) -> int:
-    """The longest prompt where the context shifts: bounded because reading it takes time."""
+    """Return the longest prompt allowed with a shifting context: bounded because tokenising it takes time."""
     return max(context, MAX_SHIFTED_PROMPT)
 
 
 def prompt_limit(params: SamplingParams, max_context: int, *, shifts_context: bool) -> int:
-    """Return the most tokens that a prompt with these parameters may have; `shifts_context`: the default for parameters
-    that don't say."""
+    """Return the most tokens that a prompt with these parameters may have; `shifts_context`: the default of
+    `context_shift`."""
     shifts = shifts_context if params.context_shift is None else params.context_shift
     return longest_prompt(max_context) if shifts and params.beam is None else max_context
 
 
 def require_plausible_length(num_characters: int, longest: int, param: str) -> None:
-    """Refuse text that cannot fit before it is tokenised, which takes seconds for megabytes."""
+    """Refuse text that is certainly too long before tokenising it, which takes seconds for megabytes."""
     if num_characters > longest * MAX_CHARACTERS_PER_TOKEN:
         raise ContextLengthExceeded(
             f"a prompt of {num_characters} characters does not fit in {longest} tokens",

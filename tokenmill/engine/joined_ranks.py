@@ -1,4 +1,4 @@
-"""Ranks on other machines: those of later stages, which join their core over TCP.
+"""Pipeline stages on other machines, which join their core over TCP.
 
     core, stage 0: listens ◄── hello ───  tokenmill host --join tcp://core:8200
                            ── invite ──►  starts the other ranks of its stage, which say hello with the stage's ticket
@@ -6,8 +6,8 @@
                            ── start ──►   connects to the one in its place of the stage behind
                            ═══ plans ═══►  stage 1 ══► stage 2 ══► ... ══► core
 
-Who connects proves that it has the group's key (TOKENMILL_RANK_KEY), and so does who listens; what follows is not
-encrypted: ranks must be on a private network. A machine that goes silent is given up after seconds.
+Both sides of a connection prove that they have the group's key (TOKENMILL_RANK_KEY). The data is not encrypted, so
+ranks must be on a private network. A machine that stops responding is treated as lost after `TCP_TIMEOUT_MS`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ log = get_log("ranks")
 
 KEY_VARIABLE = "TOKENMILL_RANK_KEY"
 MIN_KEY_BYTES = 16
-JOIN_S = 120.0  # until all ranks are there
+JOIN_S = 120.0  # until all ranks have joined
 HANDSHAKE_S = 10.0
-SILENCE_S = 5  # without an answer of the other machine
+TCP_TIMEOUT_MS = 5000  # without an acknowledgement of the other machine
 MAX_MESSAGE = 1 << 10  # bytes of a hello
-RANK, STREAM = b"rank", b"stream"  # what a connection is for
+RANK, STREAM = b"rank", b"stream"  # kinds of connections
 
 
 class RankHello(msgspec.Struct, frozen=True):
-    """A rank's first word to its core: one of an invited stage, or the first of a machine that is to be a stage."""
+    """A rank's first message to its core: from a rank of an invited stage, or from the first rank of a new machine."""
 
     ticket: str = ""  # of its stage; empty: of a machine that has just joined
-    place: int = 0  # among the ranks of the stage
+    place: int = 0  # index among the ranks of the stage
 
 
 class StageInvite(msgspec.Struct, frozen=True):
-    """The core's answer to a machine: the stage that it is, and how its ranks find each other."""
+    """The core's reply to a new machine: the ticket of its stage, and how the ranks of the stage meet."""
 
     ticket: str
     num_ranks: int
@@ -58,7 +58,7 @@ class StageInvite(msgspec.Struct, frozen=True):
 
 
 class RankPort(msgspec.Struct, frozen=True):
-    """Where the rank of the stage before may connect, on the machine that this one comes from."""
+    """The port of a rank's machine at which the same rank of the previous stage can connect."""
 
     port: int
 
@@ -75,34 +75,36 @@ def group_key() -> bytes:
     key = os.environ.get(KEY_VARIABLE, "").encode()
     if len(key) < MIN_KEY_BYTES:
         hint = f"set {KEY_VARIABLE} to the same {MIN_KEY_BYTES} characters or more on all machines"
-        raise InvalidConfig("ranks of other machines join with a key, and there is none", param="stages_at", hint=hint)
+        problem = "ranks on other machines need a key, and none is set"
+        raise InvalidConfig(problem, param="stages_at", hint=hint)
     return key
 
 
 def split_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidConfig(f"{text!r} is no HOST:PORT", param="stages_at")
+        raise InvalidConfig(f"{text!r} is not HOST:PORT", param="stages_at")
     return host.strip("[]"), int(port)
 
 
 class RankListener:
-    """A port at which others connect, each for one thing."""
+    """A listening port that accepts authenticated connections of two kinds, RANK and STREAM."""
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
         self._key = key
         try:
             self._socket = socket.create_server((host, port), backlog=64)
         except OSError as error:
-            raise InvalidConfig(f"{host}:{port} can't be listened at: {error.strerror}", param="stages_at") from None
+            raise InvalidConfig(f"can't listen on {host}:{port}: {error.strerror}", param="stages_at") from None
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, kind: bytes, until_s: float) -> tuple[Connection, str]:
-        """The next connection of this kind, and the machine that it comes from; those without the key are refused."""
+        """Return the next connection of this kind and the address of its machine; refuse connections without the
+        key."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._socket.settimeout(left_s)
             try:
-                accepted, place = self._socket.accept()
+                accepted, address = self._socket.accept()
             except TimeoutError:
                 break
             connection = _connection(accepted)
@@ -110,21 +112,21 @@ class RankListener:
                 if connection.poll(HANDSHAKE_S) and connection.recv_bytes(64) == kind:
                     deliver_challenge(connection, self._key)
                     answer_challenge(connection, self._key)
-                    return connection, str(place[0])
+                    return connection, str(address[0])
             connection.close()
-        raise PeerDied(f"no {kind.decode()} has come to port {self.port} within {JOIN_S:.0f} s")
+        raise PeerDied(f"no {kind.decode()} has connected to port {self.port} within {JOIN_S:.0f} s")
 
     def close(self) -> None:
         self._socket.close()
 
 
 def accept_stages(listener: RankListener, mesh: Mesh, file_bytes: int, until_s: float) -> dict[int, JoinedRank]:
-    """Wait until a machine has come for each stage behind the first, and has started its ranks; these by number."""
+    """Wait until a machine has joined for each later stage and has started its ranks; return them by rank."""
     found: dict[int, JoinedRank] = {}
     stages: dict[str, int] = {}  # by ticket
     while len(found) < mesh.size - mesh.tp:
         connection, machine = listener.accept(RANK, until_s)
-        hello = _told(connection, RankHello)
+        hello = _receive(connection, RankHello)
         if not hello.ticket and len(stages) < mesh.pp - 1:
             ticket = secrets.token_hex(16)
             stages[ticket] = len(stages) + 1
@@ -132,10 +134,10 @@ def accept_stages(listener: RankListener, mesh: Mesh, file_bytes: int, until_s: 
             hello = RankHello(ticket)
         rank = stages.get(hello.ticket, mesh.pp) * mesh.tp + hello.place
         is_expected = rank < mesh.size and rank not in found and 0 <= hello.place < mesh.tp
-        if not is_expected:  # a machine too many, or a rank of a group that has ended
+        if not is_expected:  # a surplus machine, or a rank of a group that has ended
             connection.close()
             continue
-        found[rank] = JoinedRank(connection, (machine, _told(connection, RankPort).port))
+        found[rank] = JoinedRank(connection, (machine, _receive(connection, RankPort).port))
         log.info("rank %d of %d has joined from %s", rank, mesh.size, machine)
     return found
 
@@ -143,25 +145,25 @@ def accept_stages(listener: RankListener, mesh: Mesh, file_bytes: int, until_s: 
 _Message = TypeVar("_Message", RankHello, RankPort, StageInvite)
 
 
-def _told(connection: Connection, kind: type[_Message]) -> _Message:
+def _receive(connection: Connection, kind: type[_Message]) -> _Message:
     try:
         return msgspec.msgpack.decode(connection.recv_bytes(MAX_MESSAGE), type=kind)
     except (OSError, EOFError, msgspec.DecodeError) as error:
         raise PeerDied(f"a rank ended before it had joined: {error}") from None
 
 
-def say_hello(leader: Connection, hello: RankHello) -> StageInvite | None:
-    """Tell the core that a rank is there; its answer to the first one of a machine."""
+def send_hello(leader: Connection, hello: RankHello) -> StageInvite | None:
+    """Send a rank's hello to the core; return its invitation to the first rank of a machine, None to others."""
     leader.send_bytes(msgspec.msgpack.encode(hello))
-    return None if hello.ticket else _told(leader, StageInvite)
+    return None if hello.ticket else _receive(leader, StageInvite)
 
 
-def say_port(leader: Connection, port: int) -> None:
+def send_port(leader: Connection, port: int) -> None:
     leader.send_bytes(msgspec.msgpack.encode(RankPort(port)))
 
 
 def connect(host: str, port: int, kind: bytes, key: bytes, until_s: float) -> Connection:
-    """Connect to a listener, which may open a little later."""
+    """Connect to a listener; retry until `until_s`, since it may start listening later."""
     while True:
         try:
             connection = _connection(socket.create_connection((host, port), timeout=HANDSHAKE_S))
@@ -170,58 +172,60 @@ def connect(host: str, port: int, kind: bytes, key: bytes, until_s: float) -> Co
             deliver_challenge(connection, key)
             return connection
         except AuthenticationError:
-            raise InvalidConfig(f"{host}:{port} has another key", param="stages_at") from None
+            raise InvalidConfig(f"{host}:{port} has a different key", param="stages_at") from None
         except (OSError, EOFError) as error:
             if time.monotonic() >= until_s:
                 raise PeerDied(f"{host}:{port} can't be reached: {error}") from None
             threading.Event().wait(0.1)
 
 
-def _connection(found: socket.socket) -> Connection:
-    found.settimeout(None)
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000)):
+def _connection(sock: socket.socket) -> Connection:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": TCP_TIMEOUT_MS}
+    for name, value in options.items():
         if hasattr(socket, name):
-            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return Connection(found.detach())
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return Connection(sock.detach())
 
 
-def when_closed(connection: Connection, tell: Callable[[], None]) -> None:
-    """Call `tell` in a thread once the other end of a connection is gone; nothing is read from it."""
-    watching = select.poll()
-    watching.register(connection.fileno(), select.POLLRDHUP)
+def call_when_closed(connection: Connection, callback: Callable[[], None]) -> None:
+    """Call `callback` in a thread once the other end of a connection is closed; nothing is read from it."""
+    poller = select.poll()
+    poller.register(connection.fileno(), select.POLLRDHUP)
 
     def watch() -> None:
         with suppress(OSError, ValueError):
-            watching.poll()
-        tell()
+            poller.poll()
+        callback()
 
     threading.Thread(target=watch, name="rank-connection", daemon=True).start()
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection that a thread watches: closing alone would wait for that thread."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as found:
-        found.shutdown(socket.SHUT_RDWR)
+    """Shut down a connection that a thread polls: closing it alone would not end the connection before that thread."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def ring_ends(
     listener: RankListener, host: str, port: int, key: bytes, until_s: float
 ) -> tuple[Connection, Connection]:
-    """Open the two connections of a rank in the ring of stages: the stage before connects here, this one connects to
-    the next stage at `host` and `port`. Both at the same time, or the ranks of the ring would wait for each other."""
-    came: list[Connection] = []
+    """Open the two connections of a rank in the ring of stages: accept one from the previous stage, and connect to the
+    next stage at `host` and `port`. Both at the same time, otherwise the ranks of the ring would wait for each
+    other."""
+    accepted: list[Connection] = []
 
     def accept() -> None:
         with suppress(PeerDied, OSError):
-            came.append(listener.accept(STREAM, until_s)[0])
+            accepted.append(listener.accept(STREAM, until_s)[0])
 
     accepting = threading.Thread(target=accept, name="stage-before", daemon=True)
     accepting.start()
     behind = connect(host, port, STREAM, key, until_s)
     accepting.join()
-    if not came:
+    if not accepted:
         behind.close()
-        raise PeerDied("the stage before this one has not connected")
-    return came[0], behind
+        raise PeerDied("the previous stage has not connected")
+    return accepted[0], behind

@@ -1,7 +1,7 @@
-"""Setup of a core's KV tiers from its settings, and the digest of everything that blocks depend on.
+"""Setup of a core's KV tiers from its settings, and the digest of everything that a block's bytes depend on.
 
-Blocks may be used by any core that would compute the same bytes. Everything they depend on is in the digest: the
-weights, the precisions, the kernels, the layout of a block. Tokens, tenant and adapter are in a block's own name.
+A block may be used by any core that would compute the same bytes. The digest covers the weights, the precisions, the
+kernels and the block layout. Tokens, tenant and adapter are covered by the block's own hash.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ GB = 1_000_000_000
 DEFAULT_DISK_GB = 16.0
 
 
-BlocksDigest = Callable[[bool], bytes]  # for a folder of this machine?
+BlocksDigest = Callable[[bool], bytes]  # (whether it is for a folder on this machine) → digest
 MakeRecords = Callable[[], BlockRecords]
 
 
 def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_for_disk: bool) -> bytes:
-    """A digest of all that the bytes of a block depend on beside its name. The config is resolved. `is_for_disk`:
-    blocks outlive their engine, whose weights may be changed in place; between machines the times of files say
-    nothing."""
+    """Return the digest of everything that a block's bytes depend on besides its hash. `config`: resolved.
+    `is_for_disk`: include the identity of the weight files, because blocks on disk outlive the engine and the files may
+    be changed in place; between machines file times can't be compared."""
     model, cache, ops = config.model, config.cache, config.ops
     files: list[object] = [model.seed]
     if is_scripted(model.model):
@@ -56,9 +56,11 @@ def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_fo
     elif ops.device == "cuda":
         kernels = (torch.__version__, torch.cuda.get_device_name())
     assert model.max_context is not None
-    # Some turn keys differently in a longer context; its length alone changes nothing.
+    # Some RoPE variants depend on the length of the context; only the resulting frequencies matter.
     ropes = [rope_frequencies(rope, model.max_context).tolist() for rope in spec.ropes]
-    num_parts = 1 if ops.backend == "cpu" else config.parallel.tp  # native kernels compute the same bits on any number
+    num_parts = (
+        1 if ops.backend == "cpu" else config.parallel.tp
+    )  # native kernels: the same bits on any number of ranks
     facts = (
         *(VERSION, spec, files, kernels, ropes, model.dtype, model.quantization),
         *(cache.block_size, cache.kv_dtype, ops.device, ops.backend, ops.activation_bits, ops.deterministic, num_parts),
@@ -67,12 +69,12 @@ def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_fo
 
 
 def may_move_blocks(config: EngineConfig, spec: ModelSpec, address: str) -> bool:
-    """Tell whether the blocks of a model's ranks are kept elsewhere, or given to other cores."""
-    from tokenmill.engine.ranked_blocks import ranked_block_limits  # one rank needs nothing of it
+    """Tell whether the blocks of a model on several ranks are stored in tiers or served to other cores."""
+    from tokenmill.engine.ranked_blocks import ranked_block_limits  # imported only if there are several ranks
 
     cache = config.cache
-    is_asked = bool(cache.kv_disk or cache.kv_disk_gb or (address and cache.prefix_caching))
-    return is_asked and ranked_block_limits(config.parallel, spec, config.ops.device) is None
+    is_configured = bool(cache.kv_disk or cache.kv_disk_gb or (address and cache.prefix_caching))
+    return is_configured and ranked_block_limits(config.parallel, spec, config.ops.device) is None
 
 
 def block_traffic(
@@ -83,13 +85,13 @@ def block_traffic(
     address: str,
     make_own_records: MakeRecords | None = None,
 ) -> BlockTraffic | None:
-    """Make the object that moves a core's blocks from and to tiers; None where there are none. `address`: the socket at
-    which other cores may ask for them; empty: none. `make_own_records`: how blocks are copied, by default those of
-    `storage`."""
+    """Make the object that moves a core's blocks to and from tiers; None if there are no tiers. `address`: the socket
+    at which other cores can fetch blocks; empty: none. `make_own_records`: makes the accessor that copies blocks, by
+    default the one of `storage`."""
     settings, regions = config.cache, [rule.region for rule in cache.rules]
-    digest = functools.cache(digest)  # read from files, so not before it is needed
+    digest = functools.cache(digest)  # reads files, so it is computed on first use
 
-    # The stream of the thread that launches steps, which is this one; those that copy have others.
+    # The CUDA stream of this thread, which launches steps; threads that copy blocks use other streams.
     steps = torch.cuda.current_stream(storage.device) if storage.device.type == "cuda" else None
 
     def make_records() -> BlockRecords:

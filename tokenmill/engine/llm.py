@@ -1,6 +1,6 @@
-"""The offline front: prompts in, answers out, in the same order or as they come, with a progress bar.
+"""The offline front: prompts in, answers out, in input order or as they finish, with a progress bar.
 
-The same core as in serving, in this process, stepped by the thread that waits for the answers.
+It uses the same core as serving, in this process; the thread that waits for answers runs the steps.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tokenmill.config.adapters import require_adapter_name
 from tokenmill.config.by_name import engine_config, settings_signature
 from tokenmill.config.setting_types import EngineSettings
 from tokenmill.engine.argument_checks import (
-    AskedRows,
     Conversation,
     ParamsGiven,
     Prompt,
+    RequestRows,
     conversations_in,
     messages_from,
     no_attribute,
@@ -71,7 +71,7 @@ from tokenmill.types import (
 )
 
 log = get_log("engine")
-Receive = Callable[[SequenceOutput, Sequence[Arrived], bool], None]  # ..., whether the request is over
+Receive = Callable[[SequenceOutput, Sequence[Arrived], bool], None]  # (output, its events, whether the request ended)
 
 
 class LoraRequest(Protocol):
@@ -84,34 +84,35 @@ class LoraRequest(Protocol):
     def lora_path(self) -> str: ...
 
 
-Adapters = str | Sequence[str | None] | None  # the name of one for all rows, or one (or none) for each
+Adapters = str | Sequence[str | None] | None  # one adapter name for all rows, or one (or None) for each row
 
 
 def without_step_limit(config: EngineConfig) -> EngineConfig:
-    """Return the config without a limit on a step's time: a program that waits for whole answers has no streams to hold
-    up."""
+    """Return the config without a limit on the step time, unless one is set: that limit protects streams, and an
+    offline program waits for whole answers."""
     if config.scheduler.step_ms is not None or config.scheduler.slo is not None:
         return config
     return replace(config, scheduler=replace(config.scheduler, step_ms=0.0))
 
 
 class LLM:
-    """A model in this process: prompts in, answers out, many at a time.
+    """A model in this process that answers many prompts at a time.
 
         llm = LLM("smollm2:135m", max_context=2048)
         answers = llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0, max_tokens=16))
         print(answers[0].outputs[0].text)
 
     The model is a short name, the path of a GGUF file or model directory, or a Hugging Face id; it is
-    fetched if need be. Threads may share an `LLM`: their calls take turns, streams step by step.
+    downloaded if necessary. Threads may share an `LLM`: their calls run one after the other, their streams
+    alternate step by step.
     """
 
     __signature__ = settings_signature()
 
     def __init__(self, model: str | Path | EngineConfig = "smollm2:135m", **settings: Unpack[EngineSettings]) -> None:
-        """Load a model. Settings are those of `tokenmill run --help` by name: `max_context=2048`, `threads=2` ..."""
+        """Load a model. The settings are the flags of `tokenmill run --help`: `max_context=2048`, `threads=2` ..."""
         self.config = without_step_limit(engine_config(model, settings))
-        fast_start = bool(self.config.ops.fast_start)  # this process is the program's: only where it asks
+        fast_start = bool(self.config.ops.fast_start)  # off by default: the process belongs to the calling program
         with preload_libraries(fast_start=fast_start):
             self._frontend: ModelFrontend = load_frontend(self.config)
         with gc_paused(fast_start=fast_start):
@@ -120,11 +121,11 @@ class LLM:
         self._note_adapters()
         self._lock = threading.RLock()  # held by the thread that steps the core
         self._output_processors: dict[str, OutputProcessor] = {}  # of running requests
-        self._receivers: dict[str, Receive] = {}  # by request: who gets what a step brings it
+        self._receivers: dict[str, Receive] = {}  # callbacks for the outputs of each request
 
     def _load_core(self, *, fast_start: bool) -> EngineCore:
         with torch_import(fast_start=fast_start, device=self.config.ops.device):
-            from tokenmill.engine.build import build_core  # torch, and with it most of a start's time
+            from tokenmill.engine.build import build_core  # imports torch, which takes most of the start
         try:
             return build_core(
                 self._frontend.config,
@@ -133,21 +134,21 @@ class LLM:
                 while_compiling=import_meta_kernels,
             )
         finally:
-            import_meta_kernels()  # what a fast import has left out
+            import_meta_kernels()  # which a fast import skips
 
-    if not TYPE_CHECKING:  # which knows all that there is
+    if not TYPE_CHECKING:  # a type checker knows all attributes
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(name)
 
     @property
     def core(self) -> EngineCore:
-        """The engine core; `core.info` says what was chosen and why."""
+        """The engine core; `core.info` has the resolved settings and the reasons for them."""
         return self._core
 
     @property
     def frontend(self) -> ModelFrontend:
-        """The text side of the model: tokenizer, chat template, name."""
+        """The front's part of the model: tokenizer, chat template, name."""
         return self._frontend
 
     # ── whole answers ──────────────────────────────────────────────────────────────────────────────────
@@ -163,20 +164,22 @@ class LLM:
         sampling_params: ParamsGiven = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt, a string or a list of token ids; answers come in the order of the prompts.
+        """Continue each prompt, a string or a list of token ids; the answers are in the order of the prompts.
 
-        `params` are for all of them, or one each; so is `adapter`, the name of one that is loaded. `lora_request` is
-        vLLM's way to say so: an object with `lora_name` and `lora_path`, which is loaded if need be; `sampling_params`
-        and `use_tqdm` are its names for `params` and `progress`.
+        `params` apply to all prompts, or are one for each; so is `adapter`, the name of a loaded adapter. vLLM's names
+        work too: `lora_request`, an object with `lora_name` and `lora_path` (loaded if necessary), `sampling_params`
+        for `params` and `use_tqdm` for `progress`.
 
-        A wrong prompt raises where it is the only one; among several it is an answer whose `error` says why, and whose
-        `number` says which, as for a request that fails. Ctrl-C raises `Interrupted`, a KeyboardInterrupt with the
-        finished answers in its `outputs`.
+        An invalid prompt raises if it is the only one; among several, its answer has an `error` with the reason and a
+        `number` with the prompt's index, as for a request that fails. Ctrl-C raises `Interrupted`, a KeyboardInterrupt
+        with the finished answers in its `outputs`.
         """
         params = one_of_two(params, sampling_params)
         shows_progress = progress if use_tqdm is None else use_tqdm
-        ask = with_adapter(ask_prompt, self._adapter_of(adapter, lora_request))
-        return self._answer(AskedRows(prompts_in(prompts), self._or_defaults(params), ask), progress=shows_progress)
+        make_request = with_adapter(prompt_request, self._adapter_of(adapter, lora_request))
+        return self._answer(
+            RequestRows(prompts_in(prompts), self._or_defaults(params), make_request), progress=shows_progress
+        )
 
     def chat(
         self,
@@ -195,39 +198,42 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         **template_args: Any,
     ) -> list[RequestOutput]:
-        """The next turn of a conversation, or of each of several; a message is a dict with `role` and `content`.
+        """Answer a conversation, or each of several; a message is a dict with `role` and `content`.
 
-        `tools` are functions that the model may call, as OpenAI's clients write them; an answer has its calls in
-        `tool_calls` and what the model thought in `reasoning`. `template_args` are variables of the model's chat
-        template: `enable_thinking=False`; vLLM's `chat_template_kwargs` are the same. Adapters, wrong conversations,
-        Ctrl-C and vLLM's other names are as in `generate`.
+        `tools` are functions that the model may call, in OpenAI's format; an answer has its calls in `tool_calls` and
+        the model's reasoning in `reasoning`. `template_args` are variables of the model's chat template, such as
+        `enable_thinking=False`; vLLM's `chat_template_kwargs` are the same. Adapters, invalid conversations, Ctrl-C and
+        vLLM's other names work as in `generate`.
         """
         params = one_of_two(params, sampling_params)
         shows_progress = progress if use_tqdm is None else use_tqdm
         template_args = self._template_args({**(chat_template_kwargs or {}), **template_args})
-        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
-        ask = with_adapter(ask, self._adapter_of(adapter, lora_request))
+        make_request = chat_request_maker(tools, tool_choice, parallel_tool_calls, reasoning_effort, template_args)
+        make_request = with_adapter(make_request, self._adapter_of(adapter, lora_request))
         return self._answer(
-            AskedRows(conversations_in(messages), self._or_defaults(params), ask), progress=shows_progress
+            RequestRows(conversations_in(messages), self._or_defaults(params), make_request), progress=shows_progress
         )
 
     def embed(
         self, prompts: Prompt | Iterable[Prompt], *, pooling: Pooling | None = None, adapter: Adapters = None
     ) -> list[EmbeddingOutput]:
-        """Return a vector of length one for each prompt: the mean over its tokens unless `pooling` says otherwise."""
-        given: Any = pooling
-        if given is not None and not isinstance(given, Pooling):
-            raise InvalidRequest(f"pooling must be a Pooling, got {given!r}", param="pooling", hint='Pooling("last")')
+        """Return a unit vector for each prompt: by default the mean over its tokens; see `pooling`."""
+        unchecked: Any = pooling
+        if unchecked is not None and not isinstance(unchecked, Pooling):
+            problem = f"pooling must be a Pooling, got {unchecked!r}"
+            raise InvalidRequest(problem, param="pooling", hint='Pooling("last")')
 
-        def ask(prompt: Any, params: SamplingParams) -> EmbedRequest:
+        def make_request(prompt: Any, params: SamplingParams) -> EmbedRequest:
             return EmbedRequest(prompt=prompt_from(prompt), pooling=pooling)
 
-        run = OfflineRun(AskedRows(prompts_in(prompts), None, with_adapter(ask, adapter)), self._core.info.max_running)
+        run = OfflineRun(
+            RequestRows(prompts_in(prompts), None, with_adapter(make_request, adapter)), self._core.info.max_running
+        )
         with self._lock, relaxed_gc(), closing(self._rows(run)) as rows:
             vectors = {row.number: row.embedding() for row in rows}
         return [vectors[number] for number in sorted(vectors)]
 
-    # ── answers as they come ───────────────────────────────────────────────────────────────────────────
+    # ── streaming ──────────────────────────────────────────────────────────────────────────────────────
 
     def generate_iter(
         self,
@@ -239,12 +245,14 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Continue each prompt of an iterable of any length, and yield each answer once it is finished.
 
-        Prompts are read as there is room for them, so memory stays level. Answers come in the order in which they end;
-        `number` says which prompt one belongs to, counted from 0. A wrong prompt, and a request that fails, is an
-        answer with an `error`. Leaving the iterator, or Ctrl-C, ends what is under way.
+        A bounded number of prompts is read ahead, so memory use does not grow. Answers are in the order in which they
+        finish; `number` is the index of an answer's prompt, from 0. An invalid prompt, and a request that fails, yields
+        an answer with an `error`. Leaving the iterator, or Ctrl-C, aborts the running requests.
         """
-        ask = with_adapter(ask_prompt, adapter)
-        return self._answer_iter(AskedRows(prompts_in(prompts), self._or_defaults(params), ask), progress=progress)
+        make_request = with_adapter(prompt_request, adapter)
+        return self._answer_iter(
+            RequestRows(prompts_in(prompts), self._or_defaults(params), make_request), progress=progress
+        )
 
     def chat_iter(
         self,
@@ -259,18 +267,20 @@ class LLM:
         progress: bool = True,
         **template_args: Any,
     ) -> Iterator[RequestOutput]:
-        """The next turn of each conversation of an iterable of any length; else as `generate_iter` and `chat`."""
-        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args))
-        ask = with_adapter(ask, adapter)
+        """Answer each conversation of an iterable of any length; otherwise like `generate_iter` and `chat`."""
+        make_request = chat_request_maker(
+            tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args)
+        )
+        make_request = with_adapter(make_request, adapter)
         return self._answer_iter(
-            AskedRows(conversations_in(conversations), self._or_defaults(params), ask), progress=progress
+            RequestRows(conversations_in(conversations), self._or_defaults(params), make_request), progress=progress
         )
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Event]:
-        """Continue one prompt, in pieces as they come. Leaving the iterator early ends the request."""
-        return self._stream(with_adapter(ask_prompt, adapter)(prompt, params_from(self._or_defaults(params))))
+        """Continue one prompt and yield the text as it is generated. Leaving the iterator early aborts the request."""
+        return self._stream(with_adapter(prompt_request, adapter)(prompt, params_from(self._or_defaults(params))))
 
     def stream_chat(
         self,
@@ -284,19 +294,21 @@ class LLM:
         adapter: str | None = None,
         **template_args: Any,
     ) -> Iterator[Event]:
-        """The next turn of one conversation, in pieces as they come; thoughts and calls are in their `parts`."""
-        ask = ask_chat(tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args))
-        return self._stream(with_adapter(ask, adapter)(messages, params_from(self._or_defaults(params))))
+        """Answer one conversation and yield the text as it is generated; reasoning and calls are in `parts`."""
+        make_request = chat_request_maker(
+            tools, tool_choice, parallel_tool_calls, reasoning_effort, self._template_args(template_args)
+        )
+        return self._stream(with_adapter(make_request, adapter)(messages, params_from(self._or_defaults(params))))
 
     # ── adapters ───────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def adapters(self) -> list[LoadedAdapter]:
-        """Return the loaded adapters."""
+        """The loaded adapters."""
         return self._core.adapters.loaded
 
     def load_adapter(self, name: str, path: str | Path) -> LoadedAdapter:
-        """Load an adapter; one of the same name is replaced for requests that come from then on."""
+        """Load an adapter; for later requests it replaces one of the same name."""
         require_adapter_name(name)
         with self._lock:
             loaded = self._core.adapters.load(name, Path(path).expanduser())
@@ -304,7 +316,7 @@ class LLM:
         return loaded
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter's name; requests that run with it go on."""
+        """Remove an adapter's name; running requests keep using the adapter."""
         with self._lock:
             if all(one.name != name for one in self.adapters):
                 raise UnknownModel(f"the adapter {name!r} is not loaded", param="adapter")
@@ -318,7 +330,9 @@ class LLM:
         if request is None:
             return adapter
         if adapter is not None:
-            raise InvalidRequest("adapter and lora_request say the same thing", param="lora_request")
+            raise InvalidRequest(
+                "adapter and lora_request are the same setting: give one of them", param="lora_request"
+            )
         name, path = request.lora_name, Path(request.lora_path).expanduser()
         if all((one.name, one.path) != (name, str(path)) for one in self.adapters):
             self.load_adapter(name, path)
@@ -332,63 +346,63 @@ class LLM:
             self._core.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The params of a call that gives none: the model's own (see `sampling_defaults` in the settings)."""
+        """Return the params used by calls without any: the model's own (see the setting `sampling_defaults`)."""
         return SamplingParams(**self._frontend.sampling_defaults)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode` and `decode`."""
         return self._input_processor.tokenizer
 
-    # ── inside ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── implementation ─────────────────────────────────────────────────────────────────────────────────
 
     def _or_defaults(self, params: ParamsGiven) -> ParamsGiven:
         return self.get_default_sampling_params() if params is None else params
 
-    def _template_args(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Keywords of `chat`, which are variables of the chat template: one that it never reads is refused."""
-        read = self._input_processor.template_variables
-        for name in template_args_from(given):
-            if name not in read:
-                hint = f"it reads {', '.join(sorted(read))}" if read else "it reads none"
+    def _template_args(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Check the keywords of `chat` that are variables of the chat template; refuse one that it never reads."""
+        known = self._input_processor.template_variables
+        for name in template_args_from(keywords):
+            if name not in known:
+                hint = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
                 raise InvalidRequest(f"the chat template of this model has no variable {name!r}", param=name, hint=hint)
-        return given
+        return keywords
 
-    def _answer(self, asked: AskedRows, *, progress: bool) -> list[RequestOutput]:
-        """Return all answers in order. A refused request raises, if it is the only one."""
+    def _answer(self, rows: RequestRows, *, progress: bool) -> list[RequestOutput]:
+        """Return all answers in order. If the only request is refused, raise its error."""
         outputs: dict[int, RequestOutput] = {}
-        raises = asked.total == 1
-        with self._lock, relaxed_gc(), progress_over(asked.total, enabled=progress) as report:
-            run = OfflineRun(asked, self._core.info.max_running, report)
+        raises = rows.total == 1
+        with self._lock, relaxed_gc(), progress_over(rows.total, enabled=progress) as report:
+            run = OfflineRun(rows, self._core.info.max_running, report)
             try:
-                with closing(self._rows(run, prepares=raises)) as rows:
-                    for row in rows:
+                with closing(self._rows(run, prepares=raises)) as finished:
+                    for row in finished:
                         if raises and row.error is not None and row.request is None:
                             raise row.error
                         outputs[row.number] = row.output()
             except KeyboardInterrupt:
                 outputs |= {row.number: row.output(INTERRUPTED) for row in run.under_way.values()}
                 raise Interrupted(in_order(outputs)) from None
-        warn_of_failures(outputs)
+        warn_about_failures(outputs)
         return in_order(outputs)
 
-    def _answer_iter(self, asked: AskedRows, *, progress: bool) -> Iterator[RequestOutput]:
+    def _answer_iter(self, rows: RequestRows, *, progress: bool) -> Iterator[RequestOutput]:
         with (
-            progress_over(asked.total, enabled=progress) as report,
-            closing(self._rows(OfflineRun(asked, self._core.info.max_running, report))) as rows,
+            progress_over(rows.total, enabled=progress) as report,
+            closing(self._rows(OfflineRun(rows, self._core.info.max_running, report))) as finished,
         ):
-            for row in rows:
+            for row in finished:
                 yield row.output()
 
     def _rows(self, run: OfflineRun, *, prepares: bool = False) -> Generator[OfflineRow, None, None]:
-        """Step the core until all rows have ended. Leaving the iterator, or an exception on the way, aborts the rest.
+        """Step the core until all rows have ended; abort the rest if the iterator is left or raises.
 
-        `prepares`: grammars are compiled before their requests are taken, so that a wrong one is refused.
+        `prepares`: compile grammars before requests are added, so that a request with an invalid one is refused.
         """
         try:
             while not run.is_over:
-                read = run.read()  # the program's own code runs here, without the lock
+                rows = run.read()  # may run the caller's code, so without the lock
                 with self._lock, interrupt_noted() as interrupt:
-                    for row in read:
+                    for row in rows:
                         self._begin(run, row, prepares)
                     if run.under_way:
                         self._step()
@@ -400,18 +414,20 @@ class LLM:
                     self._abort(request_id)
 
     def _begin(self, run: OfflineRun, row: OfflineRow, prepares: bool) -> None:
-        assert row.asked is not None
+        assert row.client_request is not None
         try:
-            request = self._processed(row.asked) if prepares else self._input_processor.process(row.asked)
+            request = (
+                self._processed(row.client_request) if prepares else self._input_processor.process(row.client_request)
+            )
         except TokenmillError as error:
             row.error = error
             run.end(row)
         else:
             run.begin(row, request)
-            self._add(row.asked, request, run.receive)
+            self._add(row.client_request, request, run.receive)
 
     def _step(self) -> None:
-        """Run one step; each request's receiver gets what it brought."""
+        """Run one step and pass the outputs to their requests' receivers."""
         for output in self._core.step():
             arrived = self._deliver(output)
             receive = self._receivers.get(output.request_id)
@@ -421,10 +437,10 @@ class LLM:
             if receive is not None:
                 receive(output, arrived, is_over)
 
-    def _stream(self, asked: ChatRequest | PromptRequest) -> Iterator[Event]:
+    def _stream(self, client_request: ChatRequest | PromptRequest) -> Iterator[Event]:
         unread: deque[Arrived] = deque()
         with self._lock:
-            request = self._submit(asked, lambda output, arrived, is_over: unread.extend(arrived))
+            request = self._submit(client_request, lambda output, arrived, is_over: unread.extend(arrived))
         try:
             while unread or request.request_id in self._output_processors:
                 if not unread:
@@ -438,23 +454,23 @@ class LLM:
                 self._abort(request.request_id)
 
     def _step_for(self, request_id: str, unread: deque[Arrived]) -> None:
-        """Run one step, unless another thread's step brought this stream something while this one waited."""
+        """Run one step, unless another thread's step produced events for this stream while this thread waited."""
         with self._lock:
             if not unread and request_id in self._output_processors:
                 self._step()
 
-    def _processed(self, asked: ClientRequest) -> Request:
-        request = self._input_processor.process(asked)
+    def _processed(self, client_request: ClientRequest) -> Request:
+        request = self._input_processor.process(client_request)
         self._core.prepare(request)
         return request
 
-    def _submit(self, asked: ClientRequest, receive: Receive | None = None) -> Request:
-        request = self._processed(asked)
-        self._add(asked, request, receive)
+    def _submit(self, client_request: ClientRequest, receive: Receive | None = None) -> Request:
+        request = self._processed(client_request)
+        self._add(client_request, request, receive)
         return request
 
-    def _add(self, asked: ClientRequest, request: Request, receive: Receive | None) -> None:
-        self._output_processors[request.request_id] = self._frontend.output_processor(asked, request)
+    def _add(self, client_request: ClientRequest, request: Request, receive: Receive | None) -> None:
+        self._output_processors[request.request_id] = self._frontend.output_processor(client_request, request)
         if receive is not None:
             self._receivers[request.request_id] = receive
         self._core.add(request)
@@ -479,18 +495,18 @@ class LLM:
             self._core.abort(request_id)
 
 
-def ask_prompt(prompt: Any, params: SamplingParams) -> PromptRequest:
+def prompt_request(prompt: Any, params: SamplingParams) -> PromptRequest:
     return PromptRequest(prompt=prompt_from(prompt), params=params)
 
 
-def ask_chat(
+def chat_request_maker(
     tools: Sequence[Tool | dict[str, Any]] | None,
     tool_choice: ToolChoice | str | dict[str, Any],
     parallel_tool_calls: bool,
     reasoning_effort: str | None,
     template_args: dict[str, Any],
 ) -> Callable[[Any, SamplingParams], ChatRequest]:
-    """Return a function that makes a request of a conversation, with everything else equal for all of them."""
+    """Return a function that makes a request from a conversation, with all other settings the same."""
     first = ChatRequest(
         messages=[],
         tools=tools_from(tools),
@@ -505,7 +521,7 @@ def in_order(outputs: dict[int, RequestOutput]) -> list[RequestOutput]:
     return [outputs[number] for number in sorted(outputs)]
 
 
-def warn_of_failures(outputs: dict[int, RequestOutput]) -> None:
+def warn_about_failures(outputs: dict[int, RequestOutput]) -> None:
     failed = [output for output in in_order(outputs) if output.error is not None]
     if failed:
         first = failed[0]

@@ -1,8 +1,8 @@
-"""The core's loop: take messages from the front, step while there is work, send what came out.
+"""The core's loop: handle the front's messages, step while there is work, send the outputs.
 
-It knows a `Mailbox` and nothing of threads or sockets. Without work it runs idle tasks, one at a time, which later
-steps would have to do themselves; when none is left it blocks until a message arrives. An idle task may take most of a
-second, so they begin after a quiet moment: not between two requests of one client, nor before the first.
+The loop depends on a `Mailbox`, not on threads or sockets. Without work it runs idle tasks, one at a time, which later
+steps would otherwise have to do; when none is left it blocks until a message arrives. An idle task may take most of a
+second, so idle tasks start after `QUIET_S` without work: not between two requests of one client.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from tokenmill.engine.status import FailedAdapter, LoadedAdapter
 
 log = logging.getLogger(__name__)
 
-QUIET_S = 0.2  # without mail or work
+QUIET_S = 0.2  # without a message or work, before idle tasks start
 
 
 class Mailbox(Protocol):
-    def take(self, patience_s: float | None) -> list[ToCore]:
-        """Return the messages that have arrived; if none has, wait `patience_s` for one, None: for ever."""
+    def receive(self, timeout_s: float | None) -> list[ToCore]:
+        """Return the messages that have arrived; if none has, wait up to `timeout_s` for one (None: no limit)."""
         ...
 
     def send(self, message: FromCore) -> None: ...
 
 
 def run_loop(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None] = lambda: None) -> None:
-    """Serve until told to stop. The one place where any failure of the engine ends up. `when_prepared` is called once
-    when idle tasks have been done and none is left."""
+    """Serve until the front sends Shutdown. An exception of the engine is caught here and reported as `Failed`.
+    `when_prepared` is called once, after the last idle task."""
     try:
         mailbox.send(Ready(core.info))
         _serve(core, mailbox, when_prepared)
@@ -55,21 +55,21 @@ def run_loop(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], Non
 
 def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]) -> None:
     was_busy = is_prepared = has_idle_tasks = False
-    patience_s: float | None = QUIET_S
+    timeout_s: float | None = QUIET_S
     while True:
-        messages = mailbox.take(0.0 if core.has_work else patience_s)
+        messages = mailbox.receive(0.0 if core.has_work else timeout_s)
         for message in messages:
             if isinstance(message, Shutdown):
                 return core.close()
             handle_message(core, message)
         busy = core.has_work
         if busy or messages:
-            patience_s = QUIET_S
+            timeout_s = QUIET_S
         elif core.run_idle_task():
-            patience_s, has_idle_tasks = 0.0, True
+            timeout_s, has_idle_tasks = 0.0, True
         else:
-            patience_s = None
-        if patience_s is None and not is_prepared:
+            timeout_s = None
+        if timeout_s is None and not is_prepared:
             is_prepared = True
             core.prepare_grammars()
             if has_idle_tasks:
@@ -78,14 +78,14 @@ def _serve(core: EngineCore, mailbox: Mailbox, when_prepared: Callable[[], None]
         for adapter in core.finish_loading() if core.adapters.is_loading else ():
             loaded = adapter if isinstance(adapter, LoadedAdapter) else None
             mailbox.send(AdapterRead(loaded, adapter if isinstance(adapter, FailedAdapter) else None))
-        # An idle engine says so once: gauges must not keep the last busy moment.
+        # Send the statistics once more when the engine becomes idle: gauges must not keep their last busy values.
         if outputs or busy != was_busy or not busy:
-            mailbox.send(Outputs(outputs, core.stats(), core.pop_news()))
+            mailbox.send(Outputs(outputs, core.stats(), core.pop_cache_events()))
         was_busy = busy
 
 
 def handle_message(core: EngineCore, message: ToCore) -> None:
-    """Do what the front asks; its last message is the loop's own business."""
+    """Apply one message of the front, except `Shutdown`, which the loop handles itself."""
     match message:
         case Submit(request):
             core.add(request)

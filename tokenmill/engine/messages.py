@@ -1,4 +1,4 @@
-"""Messages between a front and its core: tagged msgspec structs, the same over a queue and over a socket."""
+"""Messages between a front and its core: tagged msgspec structs, sent through a queue or a socket."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 from tokenmill.config import EngineConfig
 from tokenmill.engine.status import CoreInfo, EngineStats, FailedAdapter, LoadedAdapter
-from tokenmill.types import KVNews, Request, SequenceOutput
+from tokenmill.types import KVCacheEvents, Request, SequenceOutput
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message to a core process: load this model."""
+    """The first message to a core process: the model to load."""
 
     config: EngineConfig
     model_path: str
@@ -21,14 +21,14 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Forget a request, or only one of its sequences (its stop string was found)."""
+    """End a request, or only one of its sequences (whose stop string was found)."""
 
     request_id: str
     index: int | None = None
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Read an adapter; `AdapterRead` answers."""
+    """Load an adapter; the core replies with `AdapterRead`."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class WatchBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Tell from now on, beside the outputs, which blocks are in the prefix cache; begin with all of them."""
+    """Report the blocks in the prefix cache with the outputs from now on: first all of them, then changes."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     outputs: list[SequenceOutput]
     stats: EngineStats
-    news: KVNews | None = None
+    cache_events: KVCacheEvents | None = None
 
 
 class AdapterRead(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +64,7 @@ class AdapterRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The core cannot go on (or could not start)."""
+    """The core stopped with an error, or could not start."""
 
     message: str
     hint: str | None = None
@@ -72,7 +72,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life of the core (`heartbeat.py`)."""
+    """The core's heartbeat (`heartbeat.py`)."""
 
 
 ToCore = Start | Submit | Abort | LoadAdapter | UnloadAdapter | WatchBlocks | Shutdown

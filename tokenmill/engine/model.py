@@ -1,7 +1,7 @@
-"""Loads a model's files onto its device, and allocates the tensors of its KV pool.
+"""Loading a model's files onto its device, and allocating its KV pool.
 
-A backend's row (`backends.py`) picks which of the two models here is built: `Decoder`, which calls a table of ops layer
-by layer, or `NativeDecoder`, whose step is one call of the compiled CPU kernels.
+The backend's row (`backends.py`) selects which of two models is built: `Decoder`, which calls a table of ops layer by
+layer, or `NativeDecoder`, whose step is one call of the compiled CPU kernels.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from tokenmill.weights.source import CheckpointWeights, WeightSource, open_mtp_h
 
 
 def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSource:
-    """The model's weights: those of its files, checked for completeness, or random ones."""
-    if config.model.load_format == "dummy":  # drawn where they are used, in the precision they are used in
+    """Open the model's weights: those of its files, checked for completeness, or random ones."""
+    if config.model.load_format == "dummy":  # generated on the device, in the compute precision
         dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
         stored = dummy_formats(stored_formats(path, spec))
         return dummy_weights(spec, seed=config.model.seed, dtype=dtype, device=device, stored=stored)
-    wanted, found = config.model.load_format, locate(path).format
-    if wanted not in ("auto", found):
-        raise InvalidConfig(f"load_format {wanted} was asked for, but {path} holds {found}", param="load_format")
+    expected, found = config.model.load_format, locate(path).format
+    if expected not in ("auto", found):
+        raise InvalidConfig(f"load_format is {expected}, but {path} is {found}", param="load_format")
     source = open_weights(path, spec)
     source.check()
     return source
@@ -57,7 +57,7 @@ def open_source(config: EngineConfig, path: Path, spec: ModelSpec) -> WeightSour
 def build_decoder(
     config: EngineConfig, spec: ModelSpec, source: WeightSource, ops: Ops, shard: Shard | None = None
 ) -> Decoder:
-    """A model that computes layer by layer with a table of ops; `shard`: what this rank has of it."""
+    """Build a model that computes layer by layer with a table of ops; `shard`: this rank's part of it."""
     dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
     model = config.model
     expert_rank = named_expert_rank(model, spec) if is_chosen("gpu_expert_adapters") else 0
@@ -103,7 +103,7 @@ def _native_decoder(
 
 
 def build_mtp_head(config: EngineConfig, spec: ModelSpec, path: Path, model: Model) -> MtpHead:
-    """The head of a model that predicts one more token, beside the model itself, whose embedding and head it uses."""
+    """Build the model's head that predicts one more token; it uses the model's embedding and output matrix."""
     source, head = open_mtp_head(path, spec), mtp_head(spec)
     layer: StagedModel
     if isinstance(model, Decoder):
@@ -116,7 +116,7 @@ def build_mtp_head(config: EngineConfig, spec: ModelSpec, path: Path, model: Mod
 
 
 def shared_window(shard: Shard | None) -> Any:
-    """The window over which native kernels of several ranks exchange; None for one rank."""
+    """Return the memory window through which native kernels of several ranks exchange; None for one rank."""
     if shard is None or shard.group.size == 1:
         return None
     assert isinstance(shard.group, SharedGroup), "see `resolve_parallel`"
@@ -124,7 +124,7 @@ def shared_window(shard: Shard | None) -> Any:
 
 
 def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
-    """Weights that an earlier start has packed; an empty cache where that is switched off or not worth it."""
+    """Open the cache of weights packed by an earlier start; an empty one if it is turned off or not worthwhile."""
     rows = source.recipe if isinstance(source, RankWeights) else ""
     source = source.source if isinstance(source, RankWeights) else source
     if not config.model.packed_cache or not isinstance(source, CheckpointWeights):
@@ -138,8 +138,8 @@ def packed_cache(config: EngineConfig, source: WeightSource) -> PackedCache:
 def kv_storage(
     config: EngineConfig, spec: ModelSpec, layers: range | None = None, memory: PoolMemory | None = None
 ) -> KVStorage:
-    """The KV pool of a resolved config; `layers`: of those only, where others are computed elsewhere. `memory`: where
-    it lies, if another process maps it too."""
+    """Allocate the KV pool of a resolved config. `layers`: only these layers, if other ranks compute the rest.
+    `memory`: the memory to use, if another process maps it too."""
     cache, device = config.cache, torch.device(config.ops.device)
     assert cache.num_blocks is not None
     layout = KVLayout.from_spec(spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
@@ -153,7 +153,7 @@ def kv_storage(
 
 
 def one_block_storage(config: EngineConfig, spec: ModelSpec) -> KVStorage:
-    """A pool of the whole model with its null block alone: it says how a block is laid out."""
+    """Allocate a pool of the whole model with only the null block: it defines the layout of a block."""
     layout = KVLayout.from_spec(spec, CacheDtypes(config.cache.kv_dtype, config.model.dtype))
     number = int(layout.is_recurrent)
     device = torch.device(config.ops.device)

@@ -1,10 +1,10 @@
-"""Many requests of one program: rows are read while there is room for them, and answered as they end.
+"""The rows of an offline call: a window of running requests over an iterable of any length.
 
-    iterable of rows ─► at most `window` requests under way ─► steps ─► answered rows, each with its number
+    iterable of rows ─► at most `window` running requests ─► steps ─► finished rows, each with its number
 
-Memory holds the window, however many rows there are. A row that can't be asked, or that fails, is an answered row with
-an error: the others do not notice. Ctrl-C is heard between two steps, so that no step is left half done. How far the
-work is, a bar shows on a terminal, and a line every few seconds in a log elsewhere.
+Memory use depends on the window, not on the number of rows. A row that is invalid or fails becomes a finished row with
+an error and does not affect the others. Ctrl-C takes effect between two steps, so that no step is interrupted. Progress
+is shown as a bar on a terminal, otherwise as a log line every few seconds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 log = get_log("engine")
 
-ADDED_PER_STEP = 128  # requests: 20 ms of work, so that the first step begins soon
-READING_S = 0.02  # a slow iterable does not keep the rows under way waiting for longer
+MAX_ADDED_PER_STEP = 128  # requests: 20 ms of work, so that the first step starts soon
+MAX_READ_S = 0.02  # how long reading a slow iterable may delay the running requests
 MIN_WINDOW = 64
 INTERRUPTED = "interrupted before it was finished"
-LINE_EVERY_S = 5.0  # in a log
+LOG_INTERVAL_S = 5.0
 
 Arrived = Event | TokenmillError
 
@@ -44,8 +44,8 @@ class OfflineRow:
     """One row of a call: its request and its result so far."""
 
     number: int
-    asked: ClientRequest | None  # None: the row could not be understood
-    request: Request | None = None  # None: it was refused before it ran
+    client_request: ClientRequest | None  # None: the row is invalid
+    request: Request | None = None  # None: the request was refused before it ran
     folds: list[EventFold] = field(default_factory=list)
     error: TokenmillError | None = None
 
@@ -56,18 +56,18 @@ class OfflineRow:
             self.folds[arrived.index].add(arrived)
 
     def output(self, error: str | None = None) -> RequestOutput:
-        """The row as `LLM.generate` returns it; one that failed keeps the text it had."""
+        """Return the row's result for `LLM.generate`; a failed row keeps its text so far."""
         error = self.error.message if self.error is not None else error
         if self.request is None:
             return RequestOutput(
-                "", prompt_text(self.asked), [], [CompletionOutput(0)], error=error, number=self.number
+                "", prompt_text(self.client_request), [], [CompletionOutput(0)], error=error, number=self.number
             )
-        output = request_output(self.request, prompt_text(self.asked), self.folds, error)
+        output = request_output(self.request, prompt_text(self.client_request), self.folds, error)
         output.number = self.number
         return output
 
     def embedding(self) -> EmbeddingOutput:
-        """The row as `LLM.embed` returns it."""
+        """Return the row's result for `LLM.embed`."""
         if self.error is not None:
             self.error.message = f"prompt {self.number}: {self.error.message}"
             raise self.error
@@ -77,17 +77,21 @@ class OfflineRow:
         )
 
 
-def prompt_text(asked: ClientRequest | None) -> str | None:
-    return asked.prompt if isinstance(asked, PromptRequest) and isinstance(asked.prompt, str) else None
+def prompt_text(client_request: ClientRequest | None) -> str | None:
+    return (
+        client_request.prompt
+        if isinstance(client_request, PromptRequest) and isinstance(client_request.prompt, str)
+        else None
+    )
 
 
 class OfflineRun:
-    """The rows of one call: those under way, and those that ended and were not handed out yet."""
+    """The rows of one call: those running, and those that ended and were not returned yet."""
 
     def __init__(
         self, rows: Iterable[ClientRequest | TokenmillError], max_running: int, report: Report | None = None
     ) -> None:
-        """`rows`: what to ask, or why a row can't be asked. `max_running`: sequences that are computed together."""
+        """`rows`: the requests, or the errors of invalid rows. `max_running`: the most sequences in one step."""
         self.under_way: dict[str, OfflineRow] = {}
         self._rows = enumerate(rows)
         self._has_more = True
@@ -102,22 +106,28 @@ class OfflineRun:
         return not (self._has_more or self.under_way or self._ended)
 
     def read(self) -> list[OfflineRow]:
-        """Read the next rows, as many as there is room for."""
-        room = min(self._window - len(self.under_way), ADDED_PER_STEP)
-        until = time.monotonic() + READING_S
+        """Read the next rows, as many as fit into the window."""
+        num_free = min(self._window - len(self.under_way), MAX_ADDED_PER_STEP)
+        until_s = time.monotonic() + MAX_READ_S
         found: list[OfflineRow] = []
-        while self._has_more and len(found) < room and (time.monotonic() < until or not (found or self.under_way)):
-            number, asked = next(self._rows, (-1, None))
-            if asked is None:
+        while (
+            self._has_more and len(found) < num_free and (time.monotonic() < until_s or not (found or self.under_way))
+        ):
+            number, client_request = next(self._rows, (-1, None))
+            if client_request is None:
                 self._has_more = False
-            elif isinstance(asked, TokenmillError):
-                self.end(OfflineRow(number, None, error=asked))
+            elif isinstance(client_request, TokenmillError):
+                self.end(OfflineRow(number, None, error=client_request))
             else:
-                found.append(OfflineRow(number, asked))
+                found.append(OfflineRow(number, client_request))
         return found
 
     def begin(self, row: OfflineRow, request: Request) -> None:
-        num_choices = 1 if row.asked is None or isinstance(row.asked, EmbedRequest) else row.asked.params.n
+        num_choices = (
+            1
+            if row.client_request is None or isinstance(row.client_request, EmbedRequest)
+            else row.client_request.params.n
+        )
         row.request = request
         row.folds = [EventFold() for _ in range(num_choices)]
         self.under_way[request.request_id] = row
@@ -145,17 +155,17 @@ class OfflineRun:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C ended a call. `outputs` has what was read up to then, in order: rows that were finished, and others, whose
-    `error` says that they were not."""
+    """Ctrl-C ended a call. `outputs` has the rows read up to then, in order; the `error` of an unfinished row says that
+    it was interrupted."""
 
     def __init__(self, outputs: list[RequestOutput]) -> None:
         finished = sum(output.error != INTERRUPTED for output in outputs)
-        super().__init__(f"{finished} of {len(outputs)} rows were finished; they are in this exception's outputs")
+        super().__init__(f"{finished} of {len(outputs)} rows were finished: see this exception's outputs")
         self.outputs = outputs
 
 
 class NotedInterrupt:
-    """A press of Ctrl-C, remembered; a second one no longer waits for the end of a step."""
+    """Remembers that Ctrl-C was pressed; a second press interrupts the step."""
 
     def __init__(self) -> None:
         self.was_pressed = False
@@ -172,8 +182,8 @@ class NotedInterrupt:
 
 @contextmanager
 def interrupt_noted() -> Iterator[NotedInterrupt]:
-    """Inside, Ctrl-C is only noted. A program's own way to handle it is left alone, and so is a thread that gets no
-    signals."""
+    """Inside, Ctrl-C is only noted. Nothing is changed if the program has its own handler, or in another thread than
+    the main one, which gets no signals."""
     interrupt = NotedInterrupt()
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -202,30 +212,30 @@ def progress_over(
     total: int | None,
     *,
     enabled: bool,
-    patience_s: float = 1.0,
+    delay_s: float = 1.0,
     done_before: int = 0,
     write: Callable[[str], None] = log_line,
 ) -> Iterator[Report | None]:
-    """Show progress over `total` answers (None: not known), unless the work takes under a second. `done_before`: those
-    of an earlier run. `write`: where lines go if there is no terminal."""
+    """Show progress over `total` answers (None: not known), unless the work takes less than `delay_s`. `done_before`:
+    answers of an earlier run. `write`: gets the progress lines if there is no terminal."""
     if not enabled:
         yield None
         return
-    bar = LateBar(total, patience_s, done_before) if sys.stderr.isatty() else ProgressLines(total, write, done_before)
+    bar = DelayedBar(total, delay_s, done_before) if sys.stderr.isatty() else ProgressLines(total, write, done_before)
     try:
         yield bar.report
     finally:
         bar.close()
 
 
-class LateBar:
-    """A progress bar that appears only once the work has taken `patience_s`."""
+class DelayedBar:
+    """A progress bar that appears only once the work has taken `delay_s`."""
 
-    def __init__(self, total: int | None, patience_s: float, done_before: int = 0) -> None:
+    def __init__(self, total: int | None, delay_s: float, done_before: int = 0) -> None:
         self._total = total
         self._done_before = done_before
         self._started = time.monotonic()
-        self._patience_s = patience_s
+        self._delay_s = delay_s
         self._num_tokens = 0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -233,7 +243,7 @@ class LateBar:
     def report(self, *, done: int, failed: int, new_tokens: int) -> None:
         self._num_tokens += new_tokens
         elapsed = time.monotonic() - self._started
-        if elapsed < self._patience_s:
+        if elapsed < self._delay_s:
             return
         if self._bar is None:
             self._bar, self._task = shown_bar(self._total)
@@ -247,7 +257,7 @@ class LateBar:
 
 
 def shown_bar(total: int | None) -> tuple[Progress, TaskID]:
-    # most runs end before a bar is worth the import
+    # Imported here because most runs end before a bar is shown.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -265,7 +275,7 @@ def shown_bar(total: int | None) -> tuple[Progress, TaskID]:
 
 
 class ProgressLines:
-    """A line every few seconds."""
+    """A progress line every `LOG_INTERVAL_S`."""
 
     def __init__(self, total: int | None, write: Callable[[str], None], done_before: int = 0) -> None:
         self._of = "" if total is None else f" of {total:,}"
@@ -277,7 +287,7 @@ class ProgressLines:
     def report(self, *, done: int, failed: int, new_tokens: int) -> None:
         self._num_tokens += new_tokens
         now = time.monotonic()
-        if now - self._last_line < LINE_EVERY_S:
+        if now - self._last_line < LOG_INTERVAL_S:
             return
         self._last_line = now
         speed = self._num_tokens / (now - self._started)
@@ -285,4 +295,4 @@ class ProgressLines:
         self._write(f"answered {self._done_before + done:,}{self._of}{failures}, {speed:,.0f} tokens/s")
 
     def close(self) -> None:
-        """Nothing is left to write: who asked says what came of it."""
+        """Do nothing: the caller reports the result."""

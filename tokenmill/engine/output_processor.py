@@ -1,13 +1,13 @@
 """Turns token ids into events for clients: text that never splits a character, stop strings, usage.
 
-One `OutputProcessor` per request, one `ChoiceState` per sequence. The core knows nothing of text, so stop strings are
-found here; `pop_stopped` tells the caller which sequences the core should abort.
+There is one `OutputProcessor` per request and one `ChoiceState` per sequence. The core handles no text, so stop strings
+are found here; `pop_stopped` returns the sequences that the core should abort.
 
     tokens   ──► detokenise ──► hold back what may begin a stop string ──► Event
-    decoded:  [ emitted | held back ]      a token's logprobs go out with the event that completes its text
+    decoded:  [ emitted | held back ]      a token's logprobs are sent with the event that completes its text
 
-Where a model thinks or may call tools, an `AnswerReader` splits the text into parts first; stop strings are looked for
-in the visible text only, and a token's logprobs are those of visible text.
+If the model thinks or may call tools, an `AnswerReader` splits the text into parts first; stop strings are then matched
+in the visible text only, and logprobs are sent only for tokens of visible text.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ MakeReader = Callable[[IncrementalDetokenizer], AnswerReader]
 
 @dataclass
 class ChoiceState:
-    """The text of one sequence so far: what was decoded, what was sent, how it ended."""
+    """The state of one sequence's text: what was decoded, what was sent, whether it has ended."""
 
     detokenizer: IncrementalDetokenizer | None
     stops: Stops
     reader: AnswerReader | None = None
     token_ids: list[int] = field(default_factory=list)
-    num_sent: int = 0  # tokens handed out
+    num_sent: int = 0  # tokens sent in events
     num_decoded: int = 0  # characters decoded
-    num_emitted: int = 0  # characters handed out
-    unsent_infos: deque[tuple[int, TokenInfo]] = field(default_factory=deque)  # (end of its text, token)
+    num_emitted: int = 0  # characters sent in events
+    unsent_infos: deque[tuple[int, TokenInfo]] = field(default_factory=deque)  # (end of the token's text, token)
     cumulative_logprob: float = 0.0
     has_logprobs: bool = False
-    last: SequenceOutput | None = None  # the newest output: totals of drafts, and what mirostat goes on with
+    last: SequenceOutput | None = None  # the newest output: it has the totals of draft tokens and mirostat's state
     is_finished: bool = False
 
     @property
@@ -64,7 +64,7 @@ class ChoiceState:
     def num_accepted(self) -> int:
         return 0 if self.last is None else self.last.num_accepted
 
-    def given(self) -> SequenceProgress:
+    def progress(self) -> SequenceProgress:
         """Return what another engine needs to continue the sequence."""
         return SequenceProgress(
             token_ids=self.token_ids,
@@ -76,7 +76,7 @@ class ChoiceState:
 
 
 class OutputProcessor:
-    """Makes a request's events from what the core computes for it."""
+    """Makes the events of one request from the core's outputs."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class OutputProcessor:
         wants_logprobs: bool,
         make_reader: MakeReader | None = None,
     ) -> None:
-        """`keep_best`: hand out only so many sequences, the most likely ones, once all have ended (best_of).
-        `make_reader`: for answers with thoughts or calls in them; without it an answer is text."""
+        """`keep_best`: return only this many sequences, the most likely ones, once all have ended (best_of).
+        `make_reader`: for answers with reasoning or tool calls; without it an answer is plain text."""
         self.request_id = request.request_id
         self._request = request
         self._tokenizer = tokenizer
@@ -97,7 +97,7 @@ class OutputProcessor:
         self._make_reader = make_reader
         self._num_cached_tokens = 0
         self._queue_s = 0.0
-        self.device_s = 0.0  # that the engine has spent on it, as last reported
+        self.device_s = 0.0  # device time spent on the request, as last reported
         self._is_first = True  # the next event is the request's first
         self._stopped: list[int] = []
         self._has_stops = bool(request.params.stop or request.params.stop_regex)
@@ -114,21 +114,20 @@ class OutputProcessor:
         return sum(len(choice.token_ids) for choice in self._choices)
 
     def resumed_request(self) -> Request:
-        """Return the request with which another engine continues where this one has ended. Beams start again, because
-        none of their tokens were output. Prompt logprobs come with the first token of the first sequence, and only
-        once."""
+        """Return the request with which another core can continue. Beam search starts from the beginning, because none
+        of its tokens were output. Prompt logprobs are sent once, with the first token of the first sequence."""
         request, params = self._request, self._request.params
         if request.pooling is not None or params.beam is not None or self.num_completion_tokens == 0:
             return request
-        given = [choice.given() for choice in self._choices]
-        if given[0].token_ids and params.prompt_logprobs is not None:
+        outputs = [choice.progress() for choice in self._choices]
+        if outputs[0].token_ids and params.prompt_logprobs is not None:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
-        return msgspec.structs.replace(request, params=params, given=given)
+        return msgspec.structs.replace(request, params=params, progress=outputs)
 
     def process(self, output: SequenceOutput) -> list[Event]:
         """Return the events that an output completes; none while a character or a stop string is incomplete."""
         choice = self._choices[output.index]
-        if choice.is_finished:  # the core ran on a little before it heard of the stop string
+        if choice.is_finished:  # outputs computed before the core received the abort after a stop string
             return []
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         self._queue_s = self._queue_s or output.queue_s
@@ -143,7 +142,7 @@ class OutputProcessor:
         return self._best_choices() if self.is_finished else []
 
     def pop_stopped(self) -> list[int]:
-        """Return, once, the sequences that a stop string ended and that the core still computes."""
+        """Return the sequences that a stop string has ended since the last call and that the core still computes."""
         stopped, self._stopped = self._stopped, []
         return stopped
 
@@ -222,7 +221,8 @@ class OutputProcessor:
         return self._info(logprobs) if self._wants_logprobs else None
 
     def _shown(self, choice: ChoiceState, parts: list[Part]) -> tuple[list[Part], str | None]:
-        """Parts up to a stop string in their text. Text that was held back comes before a part that is no text."""
+        """Return the parts up to a stop string in their text. Text that was held back is emitted before a part that is
+        not text."""
         if not self._has_stops:
             return parts, None
         shown: list[Part] = []
@@ -238,7 +238,7 @@ class OutputProcessor:
         return shown, None
 
     def _decode_together(self, choice: ChoiceState, output: SequenceOutput) -> str:
-        """Decode all new tokens at once: without stop strings and logprobs it does not matter where a token ends."""
+        """Decode all new tokens in one call: token boundaries matter only for stop strings and logprobs."""
         ids = output.token_ids
         choice.token_ids += ids
         if choice.detokenizer is None:
@@ -270,7 +270,7 @@ class OutputProcessor:
         return choice.stops.push(decoded)
 
     def _flush(self, choice: ChoiceState) -> tuple[str, str | None]:
-        """Release what was held back: an unfinished character, or text that began like a stop string."""
+        """Return the text that was held back: an incomplete character, or the possible beginning of a stop string."""
         tail = choice.detokenizer.finish() if choice.detokenizer else ""
         emitted, _ = choice.stops.push(tail)
         return emitted + choice.stops.flush(), choice.stops.matched
@@ -284,13 +284,13 @@ class OutputProcessor:
         matched: str | None,
         parts: list[Part] | None = None,
     ) -> Event | None:
-        # Without a vocabulary there is no text to wait for: tokens go out as they come.
+        # Without a tokenizer there is no text to wait for: every token is sent immediately.
         is_awaited = not text and not parts and choice.detokenizer is not None
         if is_awaited and finish is None and output.prompt_logprobs is None:
             return None
         ids, choice.num_sent = choice.token_ids[choice.num_sent :], len(choice.token_ids)
         if not self._is_first and finish is None and not self._wants_logprobs and output.prompt_logprobs is None:
-            return Event(  # most by far
+            return Event(  # by far the most frequent case
                 request_id=self.request_id, index=output.index, text=text, parts=parts, token_ids=ids
             )
         is_first, self._is_first = self._is_first, False
@@ -311,7 +311,7 @@ class OutputProcessor:
         )
 
     def _released_infos(self, choice: ChoiceState, matched: str | None) -> list[TokenInfo]:
-        """Return the tokens whose text was sent; at the end, all that lie before a stop string."""
+        """Return the tokens whose text was sent; at the end of the answer, all tokens before a stop string."""
         infos = []
         while choice.unsent_infos:
             end, info = choice.unsent_infos[0]
@@ -363,10 +363,10 @@ class OutputProcessor:
 
 
 class PromptInfos(Sequence[TokenInfo | None]):
-    """The logprobs of a prompt as text, made when they are first read.
+    """The prompt logprobs with their tokens' text, decoded on first access.
 
-    A prompt of 8,192 tokens with 20 alternatives each takes a fifth of a second. A server reads it in the thread that
-    writes the reply, not on the event loop, where it would hold up all streams.
+    A prompt of 8,192 tokens with 20 alternatives each takes a fifth of a second. A server accesses them in the thread
+    that writes the reply, not on the event loop, where decoding would delay all streams.
     """
 
     def __init__(self, logprobs: list[TokenLogprobs], info_of: Callable[[TokenLogprobs], TokenInfo]) -> None:

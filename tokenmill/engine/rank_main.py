@@ -1,9 +1,9 @@
-"""The program of a rank's process: `python -m tokenmill.engine.rank_main DESCRIPTOR PARENT`, or a copy of its core's
-process (`fork_rank`), which has all libraries loaded already. On another machine: `... --join HOST:PORT PARENT`, which
+"""The program of a rank's process: `python -m tokenmill.engine.rank_main DESCRIPTOR PARENT`, or a forked copy of the
+core's process (`fork_rank`), which has loaded all libraries. On another machine: `... --join HOST:PORT PARENT`, which
 starts the other ranks of its stage: `... --join HOST:PORT PARENT TICKET PLACE DESCRIPTOR`.
 
-It loads its part of a model and follows rank 0 (`runner/ranked.py`); it ends when rank 0 closes the connection, or is
-gone. SIGUSR2 writes the stacks of its threads to standard error.
+The process loads its part of a model and executes the messages of rank 0 (`runner/ranked.py`); it ends when rank 0
+closes the connection or ends. SIGUSR2 writes the stacks of its threads to standard error.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ def main() -> int:
 
 
 def fork_rank(leader: Connection, descriptors: Collection[int]) -> int:
-    """Let a copy of this process be a rank; its id. The copy keeps these descriptors and the standard ones of all that
-    are open here. For processes whose other threads hold no locks that a rank needs: those of cores."""
+    """Fork this process to serve as a rank, and return the copy's id. Of all open descriptors, the copy keeps these and
+    the standard ones. Only for core processes: their other threads hold no locks that a rank needs."""
     core = os.getpid()
     if (pid := os.fork()) != 0:
         return pid
     try:
         os.setpgid(0, 0)
         end_with_core(core)
-        gc.enable()  # the core's start has paused it, and goes on in the core alone
+        gc.enable()  # it was paused for the core's start
         keep_only({0, 1, 2, leader.fileno(), *descriptors})
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         os._exit(serve_rank(leader, core))
-    finally:  # nothing of the core's own business may go on in the copy
+    finally:  # the copy must never return into the core's code
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
 
 
 def end_with_core(core: int) -> None:
-    """Let the system kill this copy when its core's first thread, which made it, has ended: sooner than a thread here
-    could find time to look."""
+    """Let the kernel kill this copy when the core's main thread, which forked it, ends: a thread here would notice
+    later."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != core:
         os._exit(1)
 
 
-def keep_only(wanted: Collection[int]) -> None:
-    """Close all descriptors but these."""
-    for before, descriptor in pairwise((-1, *sorted(wanted), os.sysconf("SC_OPEN_MAX"))):
+def keep_only(kept: Collection[int]) -> None:
+    """Close all file descriptors except these."""
+    for before, descriptor in pairwise((-1, *sorted(kept), os.sysconf("SC_OPEN_MAX"))):
         if descriptor > before + 1:  # an empty range from 0 on would close all of them
             os.closerange(before + 1, descriptor)
 
 
 def serve_joined_rank(address: str, parent_pid: int, ticket: str, place: int, descriptor: int) -> int:
-    """Be a rank of a stage of a pipeline whose core is on another machine. `ticket`: of the stage; without one this is
+    """Serve as a rank of a pipeline stage whose core is on another machine. `ticket`: of the stage; without one this is
     its first rank, which starts the others. `descriptor`: of the file that they share."""
     prepare_process(parent_pid)
     from tokenmill.engine.joined_ranks import (
@@ -88,26 +88,26 @@ def serve_joined_rank(address: str, parent_pid: int, ticket: str, place: int, de
         RANK,
         RankHello,
         RankListener,
+        call_when_closed,
         connect,
         group_key,
         ring_ends,
-        say_hello,
-        say_port,
+        send_hello,
+        send_port,
         split_address,
-        when_closed,
     )
 
     (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
     leader = connect(host, port, RANK, key, until_s)
-    when_closed(leader, lambda: os._exit(1))
-    invite = say_hello(leader, RankHello(ticket, place))
+    call_when_closed(leader, lambda: os._exit(1))
+    invite = send_hello(leader, RankHello(ticket, place))
     if invite is not None and invite.num_ranks > 1:
         descriptor = os.memfd_create("tokenmill-ranks", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, invite.file_bytes)
         for sibling in range(1, invite.num_ranks):
             start_sibling(address, invite.ticket, sibling, descriptor)
     listener = RankListener("", 0, key)
-    say_port(leader, listener.port)
+    send_port(leader, listener.port)
     from tokenmill.engine.ranks import RankStart, join_group, run_follower  # torch is imported while others join
     from tokenmill.parallel.stage_link import StageLink
 
@@ -121,10 +121,10 @@ def serve_joined_rank(address: str, parent_pid: int, ticket: str, place: int, de
 
 
 def start_sibling(address: str, ticket: str, place: int, descriptor: int) -> None:
-    """Start another rank of this stage, which ends with this one; and this one with it, so that the group ends."""
-    from tokenmill.engine.core_process import own_python
+    """Start another rank of this stage in a process. Each of the two ends with the other, so that the group ends."""
+    from tokenmill.engine.core_process import python_command
 
-    command = [*own_python(), "-m", "tokenmill.engine.rank_main", "--join", address, str(os.getpid())]
+    command = [*python_command(), "-m", "tokenmill.engine.rank_main", "--join", address, str(os.getpid())]
     process = subprocess.Popen(
         [*command, ticket, str(place), str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=[descriptor]
     )
@@ -137,16 +137,16 @@ def start_sibling(address: str, ticket: str, place: int, descriptor: int) -> Non
 
 
 def serve_rank(leader: Connection, parent_pid: int) -> int:
-    """Load what rank 0 says, and follow it until it closes the connection."""
+    """Load the part of the model that rank 0 assigns, and execute its messages until it closes the connection."""
     prepare_process(parent_pid)
-    from tokenmill.engine.ranks import RankStart, held_link, join_group, run_follower
+    from tokenmill.engine.ranks import RankStart, join_group, open_link, run_follower
 
     try:
         start = msgspec.msgpack.decode(leader.recv_bytes(), type=RankStart)
-    except EOFError:  # the parent went away before it said anything
+    except EOFError:  # the parent ended before it sent anything
         return 0
     set_up(start)
-    run_follower(start, join_group(start.config, start.rank, start.descriptor), held_link(start), leader)
+    run_follower(start, join_group(start.config, start.rank, start.descriptor), open_link(start), leader)
     return 0
 
 
@@ -154,7 +154,7 @@ def prepare_process(parent_pid: int) -> None:
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0's process decides when this one ends
-    faulthandler.register(signal.SIGUSR2)  # see STACK_SIGNAL of `ranks.py`, which is imported later
+    faulthandler.register(signal.SIGUSR2)  # `ranks.STACK_SIGNAL`; that module is imported later
     threading.Thread(target=end_with_parent, args=(parent_pid,), name="orphan", daemon=True).start()
     from tokenmill.observe.log import configure_logging
 
@@ -162,21 +162,21 @@ def prepare_process(parent_pid: int) -> None:
 
 
 def set_up(start: RankStart) -> None:
-    """Set up what a rank's process needs besides its part of the model."""
+    """Set the process name and torch's number of threads."""
     import torch
 
     from tokenmill.engine.backends import find_backend
 
     with suppress(OSError):
-        Path("/proc/self/comm").write_text(f"rank-{start.rank}")  # the name that `ps` and `top` show
+        Path("/proc/self/comm").write_text(f"rank-{start.rank}")  # shown by `ps` and `top`
     config = start.config
     assert config.ops.threads is not None
     torch.set_num_threads(config.ops.threads if find_backend(config.ops.backend).uses_torch_threads else 1)
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """End this process, whatever it waits for, once its parent is gone."""
-    with suppress(OSError):  # a system that can't wait for others' processes, or a parent that is gone already
+    """End this process, even while it waits, once its parent has ended."""
+    with suppress(OSError):  # the system has no pidfd, or the parent has already ended
         select.select([os.pidfd_open(parent_pid)], [], [])
     while os.getppid() == parent_pid:
         threading.Event().wait(ORPHAN_CHECK_S)
@@ -187,4 +187,4 @@ if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # torch would take half a second to take itself down
+    os._exit(exit_code)  # skip interpreter shutdown: torch takes half a second to tear down

@@ -1,14 +1,14 @@
-"""The ranks of a model on this host: started, loaded with their parts of it, watched, ended.
+"""The ranks of a model on this host: starting them, loading their parts of the model, watching and ending them.
 
     core's process ── rank 0: scheduler, sampler, its part of the model
       ├── rank 1: a process (`rank_main.py`) or a thread, its part of the model
       └── ...
 
-Ranks of one stage (`parallel/stages.py`) form a group that gathers; between stages there is a ring of connections for
-each place in a stage.
+The ranks of one stage (`parallel/stages.py`) form a group for collective operations; a ring of connections joins the
+ranks with the same position in each stage.
 
-A rank that ends or is stopped takes its group with it: all waits end with `PeerDied`, and the process that started the
-core is told at once (`when_rank_dies`). Ranks in processes end by themselves when their core is gone.
+If a rank ends or is stopped, its whole group ends: all waits raise `PeerDied`, and `when_rank_dies` is called
+immediately. Ranks in processes end by themselves when their core has ended.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from tokenmill.arch.tensors import tensors_of
 from tokenmill.arch.unproven import is_chosen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.backends import find_backend
-from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, own_python
+from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, python_command
 from tokenmill.engine.joined_ranks import (
     JOIN_S,
     RankListener,
     accept_stages,
+    call_when_closed,
     group_key,
     hang_up,
     ring_ends,
     split_address,
-    when_closed,
 )
 from tokenmill.engine.model import kv_storage, open_source
 from tokenmill.engine.resolve_ranks import gpu_of_each_rank
@@ -80,27 +80,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ForkRank = Callable[[Connection, Collection[int]], int]
-"""Let a copy of this process be the rank at the other end of a connection, with some descriptors; its id."""
+"""(connection, descriptors) → process id. Fork this process; the copy serves as a rank over the connection and keeps
+the descriptors."""
 
-STACK_SIGNAL = signal.SIGUSR2  # a rank's process then writes the stacks of its threads
-STACK_PATIENCE_S = 0.2
+STACK_SIGNAL = signal.SIGUSR2  # makes a rank's process write the stacks of its threads
+STACK_WAIT_S = 0.2
 STOPPED = "was stopped"
 FORKED_CHECK_S = 0.005
-STOPPED_PATIENCE_S = 0.5  # a debugger stops a process for a moment; a rank that stays stopped is lost
+STOPPED_GRACE_S = 0.5  # a debugger stops a process briefly; a rank stopped for longer counts as lost
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """First message to a rank: what it is, and what it loads."""
+    """The first message to a rank: its position, and what to load."""
 
     config: EngineConfig  # resolved
     model_path: str
     rank: int
-    descriptor: int = -1  # of a file without a name, by which ranks of a stage find each other or which they share
-    before: int = -1  # descriptors of the connections to the stages before and behind, where there are several
+    descriptor: int = -1  # of the anonymous file that the ranks of a stage share or meet through
+    before: int = -1  # descriptors of the connections to the previous and the next stage, if there are several
     behind: int = -1
-    behind_at: tuple[str, int] | None = None  # of a rank on another machine: where the next stage is; None: the core,
-    core_port: int = 0  # where it listens for this one; 0: where the rank has joined
-    pool: int = -1  # descriptor of the file that its part of the KV pool lies in, where the core maps it too
+    behind_at: tuple[str, int] | None = None  # for a rank on another machine: address of the next stage; None: the core
+    core_port: int = 0  # the core's port for this rank, if the next stage is the core; 0: the port that it joined at
+    pool: int = -1  # descriptor of the file with its part of the KV pool, if the core maps it too
 
     @property
     def mesh(self) -> Mesh:
@@ -111,8 +112,8 @@ class RankStart(msgspec.Struct, frozen=True):
         return self.descriptor, self.before, self.behind, self.pool
 
 
-def held_link(start: RankStart) -> StageLink | None:
-    """Open the link of a rank that is a process."""
+def open_link(start: RankStart) -> StageLink | None:
+    """Open the stage link of a rank that runs in a process; None if there is one stage."""
     if start.before < 0:
         return None
     is_first = start.mesh.stage(start.rank) == 0
@@ -121,12 +122,12 @@ def held_link(start: RankStart) -> StageLink | None:
 
 
 class RankReady(msgspec.Struct, frozen=True):
-    """A rank's first answer: it has loaded its part, or why it could not."""
+    """A rank's first reply: it has loaded its part of the model, or the error."""
 
     rank: int
     error: str | None = None
     hint: str | None = None
-    adapted: list[str] = []  # names of the matrices here that adapters may change
+    adapted: list[str] = []  # names of this rank's matrices that adapters may change
 
 
 # ── one rank ───────────────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +152,9 @@ class RankPart:
         return ModelRunner(self.model, self.storage, sampler, rows, context, part)
 
     def cuda_runner(self, sampler: Sampler) -> CudaRunner:
-        from tokenmill.runner.cuda_runner import CudaRunner  # needs Triton, which a machine without a GPU may not have
+        from tokenmill.runner.cuda_runner import (
+            CudaRunner,  # needs Triton, which may be missing on machines without a GPU
+        )
 
         config = self.config
         assert config.model.max_context is not None
@@ -163,7 +166,7 @@ class RankPart:
 
         config, model = self.config, self.model
         assert config.model.max_context is not None and self.link is not None
-        assert isinstance(model, Decoder), "what GPUs compute"
+        assert isinstance(model, Decoder), "the only model class for GPUs"
         rows, tokens = config.scheduler.num_rows, config.scheduler.num_tokens
         return StagedCudaRunner(model, self.storage, sampler, rows, config.model.max_context, self.link, tokens)
 
@@ -181,7 +184,7 @@ def load_part(
     link: StageLink | None,
     memory: PoolMemory | None = None,
 ) -> RankPart:
-    """Load one rank's part of a model, and allocate its part of the KV cache, in `memory` if the core maps it too."""
+    """Load one rank's part of a model and allocate its part of the KV pool, in `memory` if the core maps it too."""
     mesh = Mesh(config.parallel.tp, config.parallel.pp)
     layers = split_layers(spec, mesh.pp)[mesh.stage(rank)]
     parallel = config.parallel
@@ -195,25 +198,25 @@ def load_part(
     source = RankWeights(open_source(config, model_path, spec), cuts, layers)
     own = cut_spec(spec, group.size, group.rank, by_heads=by_heads)
     model = find_backend(config.ops.backend).build_model(config, own, source, Shard(group, cuts, layers))
-    torch.cuda.empty_cache()  # what loading needed for a moment may lie where the pool will; nothing without a GPU
+    torch.cuda.empty_cache()  # temporary memory of loading can be reused for the pool; does nothing without a GPU
     return RankPart(config, rank, layers, model, kv_storage(config, own, layers, memory), link)
 
 
 def has_sums(config: EngineConfig) -> bool:
-    """Tell whether ranks sum products, which takes half as many exchanges, and an order of additions that depends on
-    their number. What is planned for matrices that are quantised while they load, and for adapters, has them whole
-    along their columns."""
+    """Tell whether ranks sum partial products, which halves the number of exchanges, but makes the order of additions
+    depend on the number of ranks. Matrices quantised while loading, and adapters, need whole columns, so not with
+    them."""
     is_plain = config.model.quantization == "none" and not config.model.adapter_slots
     return config.parallel.link == "ipc" and not config.ops.deterministic and is_plain and is_chosen("gpu_sums")
 
 
 def names_in_blocks(spec: ModelSpec, model_path: Path) -> set[str]:
-    """The matrices of a checkpoint that are stored in blocks."""
+    """Return the names of a checkpoint's matrices that are stored in blocks."""
     return {name.removesuffix(".weight") for name in stored_formats(model_path, spec)}
 
 
 def read_loads(path: Path, spec: ModelSpec) -> dict[str, list[float]]:
-    """Tokens by expert, of each layer's router by name."""
+    """Read the expert loads of each layer: the tokens per expert, by the name of the layer's router."""
     sizes = {
         name.removesuffix(".weight"): tensor.shape[0]
         for name, tensor in tensors_of(spec).items()
@@ -222,7 +225,7 @@ def read_loads(path: Path, spec: ModelSpec) -> dict[str, list[float]]:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, list[float]])
     except (OSError, msgspec.DecodeError) as error:
-        raise InvalidConfig(f"{path} has no loads of experts: {error}", param="expert_loads") from None
+        raise InvalidConfig(f"{path} can't be read as expert loads: {error}", param="expert_loads") from None
     for name, loads in found.items():
         if sizes.get(name) != len(loads) or min(loads) < 0:
             raise InvalidConfig(f"{path}: {name} does not fit this model", param="expert_loads")
@@ -230,7 +233,7 @@ def read_loads(path: Path, spec: ModelSpec) -> dict[str, list[float]]:
 
 
 def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, leader: Connection) -> None:
-    """Load a part of the model and follow rank 0 until it closes the connection."""
+    """Load a part of the model and execute the messages of rank 0 until it closes the connection."""
     config, path = start.config, Path(start.model_path)
     try:
         memory = PoolMemory(start.pool, is_owner=True) if start.pool >= 0 else None
@@ -255,7 +258,7 @@ def run_follower(start: RankStart, group: RankGroup, link: StageLink | None, lea
 
 
 def _device_messages(part: RankPart, sampler: Sampler) -> Callable[[bytes], bytes | None]:
-    """What carries out the messages of rank 0 on a rank with a GPU."""
+    """Return the function that executes messages of rank 0 on a rank with a GPU."""
     if part.link is not None:
         from tokenmill.runner.staged_cuda import run_device_message
 
@@ -266,7 +269,7 @@ def _device_messages(part: RankPart, sampler: Sampler) -> Callable[[bytes], byte
 
 
 def _answer(leader: Connection, ready: RankReady) -> None:
-    with suppress(OSError):  # rank 0 is gone: the next read fails
+    with suppress(OSError):  # rank 0 has ended: the next read fails
         leader.send_bytes(msgspec.msgpack.encode(ready))
 
 
@@ -274,12 +277,12 @@ def _answer(leader: Connection, ready: RankReady) -> None:
 
 
 class ForkedProcess:
-    """A copy of this process, with what `Ranks` asks of a `subprocess.Popen`."""
+    """A forked copy of this process, with the methods of `subprocess.Popen` that `Ranks` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._has_ended = False
-        self._lock = threading.Lock()  # the id is another process's once it was waited for
+        self._lock = threading.Lock()  # once the process was waited for, its id may belong to another one
 
     def send_signal(self, number: int) -> None:
         with self._lock:
@@ -304,7 +307,7 @@ class ForkedProcess:
 
 
 class Ranks:
-    """Ranks 1 and up of one model, from their start to their end."""
+    """Starts, watches and ends ranks 1 and up of one model."""
 
     def __init__(
         self,
@@ -315,10 +318,10 @@ class Ranks:
         *,
         shares_pools: bool = False,
     ) -> None:
-        """Start them: they load beside rank 0, which is the caller's. `config`: resolved. `fork`: copies this process,
-        which is a core's; programs that opened a model themselves may have threads that forbid it. `shares_pools`: let
-        their parts of the KV pool lie in files, `pools`, that this process can map."""
-        self._fork = fork if config.ops.device == "cpu" else None  # no copy of a process may use its GPU
+        """Start the ranks; they load in parallel with rank 0, which the caller loads. `config`: resolved. `fork`: how
+        to start ranks as copies of a core process; None for other programs, whose threads may make forking unsafe.
+        `shares_pools`: put their parts of the KV pool in files, `pools`, that this process can map."""
+        self._fork = fork if config.ops.device == "cpu" else None  # a forked process can't use the GPU
         self.group: RankGroup
         self.link: StageLink | None = None
         self._config = config
@@ -330,7 +333,7 @@ class Ranks:
         self.pools: list[int] = []  # by rank, from rank 1 on
         mesh, link = Mesh(config.parallel.tp, config.parallel.pp), config.parallel.link
         if config.parallel.stages_at is not None:
-            self._let_join(config.parallel.stages_at, mesh, model_path)
+            self._wait_for_machines(config.parallel.stages_at, mesh, model_path)
             return
         ring = StageRing(mesh)
         self.pools = [pool_file() for _ in range(1, mesh.size)] if shares_pools else []
@@ -351,10 +354,11 @@ class Ranks:
             self.group = join_group(config, 0, self._descriptors[0] if self._descriptors else -1)
         self.link = ring.link(0, config, model_path)
         if link != "threads":
-            ring.close_others(0)  # only the ranks themselves hold them, so that a rank's end is its neighbours'
+            ring.close_others(0)  # only the ranks keep them open, so that neighbours notice a rank's end
 
-    def _let_join(self, address: str, mesh: Mesh, model_path: Path) -> None:
-        """Wait until other machines have come, and make the stages of them; the first one's ranks are here."""
+    def _wait_for_machines(self, address: str, mesh: Mesh, model_path: Path) -> None:
+        """Wait until other machines have joined, and start them as the later stages; the first stage's ranks are
+        here."""
         (host, port), key, until_s = split_address(address), group_key(), time.monotonic() + JOIN_S
         listeners = [RankListener(host, port if place == 0 else 0, key) for place in range(mesh.tp)]
         ends: list[tuple[Connection, Connection]] = []
@@ -379,7 +383,7 @@ class Ranks:
         self._descriptors = [shared_file(mesh.tp, self._config.parallel.link)] if mesh.tp > 1 else []
         for rank in range(1, mesh.tp):
             before, behind_rank = ends[rank]
-            with before, behind_rank:  # only the rank itself holds them, so that its end is its neighbours'
+            with before, behind_rank:  # only the rank keeps them open, so that neighbours notice its end
                 self._start_process(
                     RankStart(
                         self._config, str(model_path), rank, self._descriptors[0],
@@ -390,9 +394,9 @@ class Ranks:
         self.link = StageLink(*ends[0], reads_ahead=True)
         for rank, one in sorted(joined.items()):
             self._followers.append(one.connection)
-            when_closed(one.connection, partial(self._lose, rank, "is gone, or its machine"))
+            call_when_closed(one.connection, partial(self._end_group, rank, "or its machine has ended"))
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _end_group(self, rank: int, how: str) -> None:
         """End the group because a rank on another machine has ended."""
         if self._is_closed:
             return
@@ -419,7 +423,7 @@ class Ranks:
                 process = ForkedProcess(self._fork(theirs, descriptors))
             else:
                 process = subprocess.Popen(
-                    [*own_python(), "-m", "tokenmill.engine.rank_main", str(theirs.fileno()), str(os.getpid())],
+                    [*python_command(), "-m", "tokenmill.engine.rank_main", str(theirs.fileno()), str(os.getpid())],
                     env=rank_environment(start),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno(), *descriptors],
@@ -432,8 +436,8 @@ class Ranks:
         ).start()
 
     def wait_until_loaded(self) -> set[str]:
-        """Wait for all ranks; raise what kept one of them from loading its part. The matrices of theirs that adapters
-        may change."""
+        """Wait until all ranks have loaded their parts; raise the error of one that could not. Return the names of
+        their matrices that adapters may change."""
         adapted: set[str] = set()
         for follower in self._followers:
             try:
@@ -446,7 +450,7 @@ class Ranks:
         return adapted
 
     def make_runner(self, part: RankPart, sampler: Sampler) -> RankedRunner | PipelineRunner | MirroredRunner:
-        """The runner of all ranks, with rank 0's part of the model; they end with it."""
+        """Make the runner of all ranks, with rank 0's part of the model; the ranks end when it is freed."""
         parallel, followers = self._config.parallel, Followers(self._followers)
         runner: RankedRunner | PipelineRunner | MirroredRunner
         if self._config.ops.device == "cuda" and parallel.pp > 1:
@@ -506,16 +510,16 @@ class Ranks:
         self._when_rank_dies(f"rank {rank} {how}")
 
     def _log_stacks(self) -> None:
-        """Write the stacks of all ranks to standard error: of those that are stopped too, which go on for that."""
+        """Write the stacks of all ranks to standard error. Stopped ranks are continued so that they can do so."""
         faulthandler.dump_traceback()
         for process in self._processes:
             process.send_signal(STACK_SIGNAL)
             process.send_signal(signal.SIGCONT)
-        threading.Event().wait(STACK_PATIENCE_S)
+        threading.Event().wait(STACK_WAIT_S)
 
 
 def thread_groups(config: EngineConfig) -> Sequence[RankGroup]:
-    """A group of each rank of a stage, where ranks are threads; native kernels exchange within a step."""
+    """Make the groups of the ranks of one stage, if ranks are threads; native kernels exchange within a step."""
     size = config.parallel.tp
     if size == 1:
         return [SingleRank()]
@@ -541,27 +545,27 @@ def group_file_bytes(size: int, link: str) -> int:
 
 
 def join_group(config: EngineConfig, rank: int, descriptor: int) -> RankGroup:
-    """Join the group of a stage's ranks, as a process."""
-    place = rank % config.parallel.tp
+    """Join the group of a stage's ranks from a rank's process."""
+    stage_rank = rank % config.parallel.tp
     if config.parallel.tp == 1:
         return SingleRank()
     if config.parallel.link == "shared":
-        return SharedGroup.over_file(descriptor, place, config.parallel.tp)
+        return SharedGroup.over_file(descriptor, stage_rank, config.parallel.tp)
     if config.parallel.link == "ipc":
         from tokenmill.parallel.device import DeviceGroup  # needs Triton
 
         shared = Counter((config.parallel.rank_gpus or "").split(","))
         return DeviceGroup.over_file(
-            descriptor, place, config.parallel.tp, torch.device("cuda"), ranks_of_device=max(shared.values())
+            descriptor, stage_rank, config.parallel.tp, torch.device("cuda"), ranks_of_device=max(shared.values())
         )
-    from tokenmill.parallel.gloo import GlooGroup  # a second's import that others do without
+    from tokenmill.parallel.gloo import GlooGroup  # imported only for gloo: it takes a second
 
-    return GlooGroup(place, config.parallel.tp, Path(f"/proc/self/fd/{descriptor}"))
+    return GlooGroup(stage_rank, config.parallel.tp, Path(f"/proc/self/fd/{descriptor}"))
 
 
 def rank_environment(start: RankStart) -> dict[str, str]:
-    """The environment of a rank's process. Its own GPU is the first that it sees, for all its threads; it sees the
-    others behind that one, since it maps their memory."""
+    """Return the environment of a rank's process. The rank's own GPU is the first visible one, so that all its threads
+    use it; the other GPUs are visible too, because it maps their memory."""
     env = {name: value for name, value in os.environ.items() if name not in SECRETS}
     if start.config.ops.device == "cuda":
         seen = env.get("CUDA_VISIBLE_DEVICES")
@@ -572,21 +576,21 @@ def rank_environment(start: RankStart) -> dict[str, str]:
 
 
 def wait_for_trouble(pid: int) -> str:
-    """Wait until a child has ended, or is stopped and stays so; how, in words."""
+    """Wait until a child has ended, or was stopped and stays stopped; return which."""
     while True:
         try:
             state = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-        except ChildProcessError:  # it was waited for elsewhere
+        except ChildProcessError:  # another thread has waited for it
             return "has ended"
         if state is None or state.si_code not in (os.CLD_STOPPED, os.CLD_TRAPPED):
             return "has ended"
-        if not _goes_on(pid):
+        if not _was_continued(pid):
             return STOPPED
 
 
-def _goes_on(pid: int) -> bool:
-    """Tell whether a child that was stopped runs again within a moment."""
-    threading.Event().wait(STOPPED_PATIENCE_S)
+def _was_continued(pid: int) -> bool:
+    """Tell whether a stopped child runs again after `STOPPED_GRACE_S`."""
+    threading.Event().wait(STOPPED_GRACE_S)
     try:
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:

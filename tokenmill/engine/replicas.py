@@ -1,15 +1,14 @@
-"""The cores of one model behind one front: which core works on which request, and what becomes of a request when its
-core dies.
+"""Assigning requests to the engine cores of one model, and reassigning them when a core dies.
 
-`Replicas` has all cores of a model (`replica.py`), mostly one: it places requests, and places them again after a death.
+`Replicas` owns every engine core of one model (`replica.py`), usually one.
 
-Tokens depend on nothing but the request, so a core can go on where another has ended: the front keeps the whole
-request and all that was given of it (`OutputProcessor.resumed_request`), and sends both to another core, or to the same
-one once it is back. Its client sees a pause.
+Tokens depend only on the request, so any core can continue a request: the front keeps the request and the tokens
+generated so far (`OutputProcessor.resumed_request`), and sends both to another core, or to the same one once it has
+been restarted. The client sees a pause.
 
-A request can be what kills cores. It then dies at the same place again and again, so deaths without a token in between
-are counted for each request. After two of them it is a suspect: it runs on a core of its own until its next token has
-come, or fails when it kills that one too. All others that shared its cores go on.
+Some requests crash the core that runs them, each time at the same token. So the deaths of a request's cores without a
+token in between are counted. After two of them the request is a suspect: it runs alone on a core until its next token
+arrives, and fails if that core dies too. The other requests of the dead cores continue.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from typing import Any, Protocol
 from tokenmill.engine.core_supervisor import MakeClient
 from tokenmill.engine.messages import Abort, AdapterRead, Outputs, Submit
 from tokenmill.engine.moves import Moves
-from tokenmill.engine.replica import NOW, TOTALS, Replica, RequestRun, Route, added
-from tokenmill.engine.roles import LEAST_PREFILLED, Role, may_be_prefilled
+from tokenmill.engine.replica import COUNTERS, GAUGES, Replica, RequestRun, Route, sum_stats
+from tokenmill.engine.roles import MIN_PREFILL_TOKENS, Role, may_be_prefilled
 from tokenmill.engine.status import CoreInfo, EngineStats, Health
 from tokenmill.errors import EngineDead, InvalidRequest, RequestFailed, TokenmillError
 from tokenmill.types import Request, SequenceOutput
 
-MOST_DEATHS = 3
+MAX_DEATHS = 3  # of a request's cores, without a token in between: then the request fails
 ROLES: tuple[Role, ...] = ("any", "prefill", "decode")
 
 
 class Router(Protocol):
-    """The rule by which requests are given to cores, where there are several."""
+    """Chooses a core for each request, if there are several."""
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> Route:
-        """Choose one of these cores, each of which could take the request."""
+        """Choose one of these cores; each of them can accept the request."""
         ...
 
     def note_outputs(self, replica: Replica, message: Outputs) -> None: ...
@@ -69,12 +68,12 @@ class FleetKeeper(Protocol):
         """Close, after the cores have ended."""
         ...
 
-    def allow(self, least: int, most: int) -> bool:
-        """Let there be so many cores; False: that is not its business."""
+    def set_limits(self, min_replicas: int, max_replicas: int) -> bool:
+        """Set the limits of the number of running cores; return False if this keeper does not control it."""
         ...
 
 
-SHOWN = (
+DESCRIBED_STATS = (
     *("running", "waiting", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens", "prefix_query_tokens"),
     *("steps", "failed_steps", "step_tokens", "busy_s", "preemptions", "engine_pid", "restarts"),
 )
@@ -95,8 +94,9 @@ class Replicas:
         router: Router | None = None,
         roles: Sequence[Role] = (),
     ) -> None:
-        """`makers`: one for each core. `deliver` and `fail` are told what comes of a request, the others what comes of
-        a core. `router`: None only where there is one core. `roles`: of each core, by default any."""
+        """`makers`: the client factory of each core. `deliver` and `fail` get a request's outputs and its failure, the
+        other callbacks a core's events. `router`: None only for a single core. `roles`: the role of each core, by
+        default any."""
         assert router is not None or len(makers) == 1
         labels = [f"replica {index}: " if len(makers) > 1 else "" for index in range(len(makers))]
         self.all = [Replica(index, make_client, self, labels[index]) for index, make_client in enumerate(makers)]
@@ -107,27 +107,28 @@ class Replicas:
         self._deliver, self._fail = deliver, fail
         self._on_ready, self._on_adapter, self._on_death = on_ready, on_adapter, on_death
         self._router = router
-        # Called when a request waits that no core can take now. Set by the autoscaler, which starts stopped cores.
+        # Called when no core can accept a request now. Set by the autoscaler, which starts stopped cores.
         self.on_waiting: Callable[[], None] | None = None
         self.on_arrival: Callable[[], None] | None = None  # called with each new request
-        # How a core reaches another one's blocks, by both addresses. Set by the listener for other machines.
+        # Maps the addresses of two cores to the address at which the first can fetch blocks of the second. Set by the
+        # listener for other machines.
         self.block_route: Callable[[str, str], str] = lambda asking, source: source
-        self._parked: list[RequestRun] = []  # without a core, in the order in which they are placed
+        self._parked: list[RequestRun] = []  # requests without a core, in the order in which they will be assigned
         self._is_draining = False
         self._moves = Moves(self)
 
     async def open(self, num_replicas: int) -> None:
-        """Start the first cores and wait until they are ready; what keeps one from that is raised."""
+        """Start the first cores and wait until they are ready; raise the error of one that can't start."""
         await asyncio.gather(*(replica.supervisor.open() for replica in self.all[:num_replicas]))
 
     @property
     def num_parked(self) -> int:
-        """Requests that wait for a core."""
+        """The number of requests that wait for a core."""
         return len(self._parked)
 
     async def start(self, replica: Replica) -> None:
-        """Start a core that is stopped; what keeps it from that is raised. Requests that other cores have not begun
-        with are placed again once it is ready, since they were placed without it."""
+        """Start a stopped core; raise the error if it can't start. Once it is ready, requests that other cores have
+        not started are assigned anew, with this core among the candidates."""
         try:
             await replica.supervisor.open()
         except (TokenmillError, OSError) as problem:
@@ -136,16 +137,16 @@ class Replicas:
         self._spread()
 
     async def stop(self, replica: Replica, why: str = "") -> None:
-        """End a core. Its requests go on in others, or wait for one."""
-        was_kept_free, replica.is_kept_free = replica.is_kept_free, True
+        """End a core. Its requests continue on other cores, or wait for one."""
+        was_drained, replica.is_drained = replica.is_drained, True
         try:
             await self._moves.empty(replica)
             await replica.supervisor.stop(why)
         finally:
-            replica.is_kept_free = was_kept_free
+            replica.is_drained = was_drained
 
     def _spread(self) -> None:
-        """Place requests again that wait behind others on their cores."""
+        """Reassign the requests that wait behind others on their cores."""
         waiting = []
         for replica in self.all:
             starting = sorted((run for run in replica.runs.values() if run.is_starting), key=lambda run: run.placed_s)
@@ -161,47 +162,47 @@ class Replicas:
     def drain(self) -> None:
         self._is_draining = True
 
-    def keep_free(self, replica: Replica, is_kept_free: bool) -> None:
-        """Give a core no more requests, and those that it has to other cores; or let it work again. The last core that
-        works can't be kept free."""
-        if is_kept_free and not any(one.is_ready and not one.is_kept_free for one in self.all if one is not replica):
-            raise InvalidRequest("no other engine process could take its requests", param="replica")
-        replica.is_kept_free = is_kept_free
-        if is_kept_free:
+    def set_drained(self, replica: Replica, is_drained: bool) -> None:
+        """Assign no more requests to a core and move its requests to other cores; or put it back into use. The last
+        core in use can't be drained."""
+        if is_drained and not any(one.is_ready and not one.is_drained for one in self.all if one is not replica):
+            raise InvalidRequest("no other engine process can take over its requests", param="replica")
+        replica.is_drained = is_drained
+        if is_drained:
             self._moves.continue_from(replica)
         else:
             self._moves.stay(replica)
         self.place_parked()
 
     async def restart(self, replica: Replica) -> None:
-        """Start a new core in place of one that runs. Its requests go on elsewhere, or wait for it if it is the only
-        one; return once it is ready."""
-        was_kept_free, replica.is_kept_free = replica.is_kept_free, True
+        """Replace a running core by a new one; return once it is ready. Its requests continue on other cores, or wait
+        for the new one if it is the only one."""
+        was_drained, replica.is_drained = replica.is_drained, True
         try:
             await self._moves.empty(replica)
             await replica.supervisor.restart()
         finally:
-            replica.is_kept_free = was_kept_free
+            replica.is_drained = was_drained
             self.place_parked()
 
     @property
     def health(self) -> Health:
-        """Ready while one core is; otherwise the state of the one that is nearest to it."""
+        """The best state among the cores: ready if one is ready."""
         if self._is_draining and not all(replica.supervisor.is_given_up for replica in self.all):
             return Health("draining", "finishing running requests")
         order = ("ready", "stalled", "loading", "draining", "stopped", "dead")
         best = min((replica.health for replica in self.all), key=lambda health: order.index(health.state))
         if self.on_waiting is not None and best.state in ("loading", "stopped"):
-            return Health("ready", "requests wait until an engine process is started")
+            return Health("ready", "requests wait for an engine process to start")
         return best
 
     def stats(self) -> EngineStats:
-        """Statistics of all cores together."""
+        """Return the statistics of all cores together."""
         each = [replica.totals() for replica in self.all]
-        sums = added(each, (*NOW, *TOTALS, "restarts"))
+        sums = sum_stats(each, (*GAUGES, *COUNTERS, "restarts"))
         return EngineStats(engine_pid=each[0].engine_pid, resumed=self.num_resumed, **sums)
 
-    def described(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[dict[str, Any]]:
         """Return a description of each core's state, for monitoring."""
         totals = {replica.index: replica.totals() for replica in self.all}
         return [
@@ -209,13 +210,13 @@ class Replicas:
                 "replica": replica.index,
                 "state": replica.health.state,
                 "detail": replica.health.detail,
-                "is_drained": replica.is_kept_free,
+                "is_drained": replica.is_drained,
                 "role": replica.role,
                 "place": replica.place,
                 "requests": len(replica.runs),
                 "prefill_tokens": replica.num_prefilling,
                 "num_placed": replica.num_placed,
-                **{name: getattr(totals[replica.index], name) for name in SHOWN},
+                **{name: getattr(totals[replica.index], name) for name in DESCRIBED_STATS},
             }
             for replica in self.all
         ]
@@ -223,7 +224,7 @@ class Replicas:
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, run: RequestRun) -> None:
-        """Give a request to a core, or let it wait for one."""
+        """Assign a request to a core, or let it wait for one."""
         if self.on_arrival is not None:
             self.on_arrival()
         if not self._place(run):
@@ -232,13 +233,13 @@ class Replicas:
                 self.on_waiting()
 
     def forget(self, run: RequestRun, *, tell_core: bool) -> None:
-        """Let go of a request that is over."""
+        """Remove a request that has ended."""
         self._moves.note_moved(run)
         replica = run.replica
         if replica is None:
             if run in self._parked:
                 self._parked.remove(run)
-                self.place_parked()  # a core may have been kept for it
+                self.place_parked()  # a core may have been reserved for it
             return
         if self._router is not None and not tell_core:
             self._router.note_end(run)
@@ -250,7 +251,7 @@ class Replicas:
             self.place_parked()
 
     def withdraw(self, run: RequestRun, replica: Replica, *, tell_core: bool) -> None:
-        """Take a request from a core. What that core still says of it does not count."""
+        """Remove a request from its core. Later outputs of that core for it are ignored."""
         self._moves.forget(run)
         replica.runs.pop(run.core_id, None)
         replica.num_sequences -= run.request.params.num_sequences
@@ -261,7 +262,7 @@ class Replicas:
         run.replica, run.source, run.is_starting, run.is_prefilling = None, replica, False, False
 
     def place_parked(self) -> None:
-        """Give waiting requests to cores that can take them, suspects first."""
+        """Assign waiting requests to cores that can accept them, suspects first."""
         for run in [run for run in self._parked if run.is_suspect]:
             self._place(run)
         if not any(run.is_suspect for run in self._parked if run.replica is None):
@@ -276,23 +277,23 @@ class Replicas:
                 self._fail(run, EngineDead(self.health.detail or "the engine is dead"))
 
     def fail_parked(self, is_hopeless: Callable[[RequestRun], bool], error: TokenmillError) -> None:
-        """Fail waiting requests that no core will ever take."""
+        """Fail waiting requests that no core will ever accept."""
         for run in [run for run in self._parked if is_hopeless(run)]:
             self._parked.remove(run)
             self._fail(run, error)
 
     def _place(self, run: RequestRun) -> bool:
-        """Give a request to a core; False: none can take it now."""
+        """Assign a request to a core; return False if none can accept it now."""
         route = self._route_of_suspect(run) if run.is_suspect else self._route_by_role(run)
         if route is None:
             return False
         if run.is_suspect:
             route.replica.probation, route.replica.is_reserved = run, False
-        self.give(run, route, route.num_uncached + run.buffer.output_processor.num_completion_tokens)
+        self.assign(run, route, route.num_uncached + run.buffer.output_processor.num_completion_tokens)
         return True
 
-    def give(self, run: RequestRun, route: Route, num_uncached: int) -> None:
-        """Give a request to a core that can take it. `num_uncached`: tokens that it has to compute there first."""
+    def assign(self, run: RequestRun, route: Route, num_uncached: int) -> None:
+        """Assign a request to a core that can accept it. `num_uncached`: tokens to be computed there first."""
         replica = route.replica
         run.replica, run.why, run.is_starting, run.num_uncached = replica, route.why, True, num_uncached
         run.num_placed, run.placed_s = run.num_placed + 1, asyncio.get_running_loop().time()
@@ -304,21 +305,21 @@ class Replicas:
         replica.send(Submit(run.for_core(self.block_address(run.source or route.source, replica))))
 
     def park(self, run: RequestRun) -> None:
-        """Let a request wait for `place_parked`."""
+        """Queue a request for `place_parked`."""
         self._parked.append(run)
 
     def block_address(self, source: Replica | None, replica: Replica) -> str:
-        """Return the address at which a core can fetch another one's blocks; empty: none."""
+        """Return the address at which a core can fetch blocks of another core; empty if it can't."""
         if source is None or source is replica or not source.is_ready:
             return ""
         return self.block_route(replica.info.block_address, source.info.block_address)
 
     def _route_by_role(self, run: RequestRun) -> Route | None:
-        """A core for a request, or for its prompt alone, where it would be a long one for a core that decodes."""
+        """Choose a core for a request, or for its prompt only if that is too long for a core that decodes."""
         if not self._has_roles:
             return self._route(run.request)
         route = self.route_of_answer(run.request)
-        if route is None or route.replica.role != "decode" or route.num_uncached < LEAST_PREFILLED:
+        if route is None or route.replica.role != "decode" or route.num_uncached < MIN_PREFILL_TOKENS:
             return route
         if run.was_prefilled or not may_be_prefilled(run.request):
             return route
@@ -329,7 +330,7 @@ class Replicas:
         return prefilling._replace(why="prefill")
 
     def route_of_answer(self, request: Request) -> Route | None:
-        """Return a core for a request whose prompt is computed already, or is to be computed there."""
+        """Choose a core for a request whose prompt is already computed, or will be computed there."""
         return self._route(request, ("any", "decode")) or self._route(request)
 
     def _route(self, request: Request, roles: tuple[Role, ...] = ROLES) -> Route | None:
@@ -340,13 +341,13 @@ class Replicas:
         return self._router.choose(request, able) if able else None
 
     def can_take(self, replica: Replica, request: Request) -> bool:
-        if not replica.is_ready or replica.probation is not None or replica.is_reserved or replica.is_kept_free:
+        if not replica.is_ready or replica.probation is not None or replica.is_reserved or replica.is_drained:
             return False
         return not request.adapter or request.adapter in replica.adapters.values()
 
     def _route_of_suspect(self, run: RequestRun) -> Route | None:
-        """A core without requests; where there will be none, one gets no more of them from now on."""
-        able = [one for one in self.all if one.is_ready and one.probation is None and not one.is_kept_free]
+        """Choose a core without requests; if there is none and none is starting, reserve one for the suspect."""
+        able = [one for one in self.all if one.is_ready and one.probation is None and not one.is_drained]
         if run.request.adapter:
             able = [replica for replica in able if run.request.adapter in replica.adapters.values()]
         is_coming = any(not one.is_ready and not one.supervisor.is_given_up for one in self.all)
@@ -360,7 +361,7 @@ class Replicas:
             min(able, key=lambda replica: len(replica.runs)).is_reserved = True
         return None
 
-    # ── what cores say ─────────────────────────────────────────────────────────────────────────────────
+    # ── events of the cores ────────────────────────────────────────────────────────────────────────────
 
     def note_ready(self, replica: Replica, info: CoreInfo) -> None:
         if self._router is not None:
@@ -382,7 +383,7 @@ class Replicas:
             if run is None:
                 if output.request_id in replica.preparations:
                     self._moves.note_prepared(replica, output)
-                continue  # else it was aborted meanwhile
+                continue  # otherwise it was aborted in the meantime
             if run.is_prefilling:
                 self._note_prefilled(run, replica, output)
                 continue
@@ -393,7 +394,7 @@ class Replicas:
                 self._moves.note_token(run, replica)
 
     def _note_prefilled(self, run: RequestRun, replica: Replica, output: SequenceOutput) -> None:
-        """Hand a request whose prompt was computed elsewhere, or could not be, to a core that decodes."""
+        """Move a request whose prefill core is done, or has failed, to a core that decodes."""
         if output.finish_reason is None:
             return
         self.withdraw(run, replica, tell_core=False)
@@ -402,7 +403,7 @@ class Replicas:
             self._parked.append(run)
 
     def _note_started(self, run: RequestRun, replica: Replica) -> None:
-        """Note a request's first output: it is no longer suspected of ending cores, and the next one may start."""
+        """Note a request's first output from a core: it is no longer a suspect, and the next suspect may start."""
         run.is_starting = False
         replica.num_prefilling -= run.num_uncached
         self._moves.note_moved(run)
@@ -438,11 +439,11 @@ class Replicas:
         self.place_parked()
 
     def _resume(self, run: RequestRun, why: str) -> None:
-        """Let a request wait for another core than the one that has died or hung, or fail where too many have."""
+        """Let a request wait for another core after its core has died or stalled, or fail it after `MAX_DEATHS`."""
         run.note_death()
         self._moves.note_moved(run)
-        if run.num_deaths >= MOST_DEATHS:
-            deaths = f"{run.num_deaths} engine processes that computed this request have died"
-            self._fail(run, RequestFailed(f"{deaths}, the last one with nothing else to do: {why}"))
+        if run.num_deaths >= MAX_DEATHS:
+            deaths = f"{run.num_deaths} engine processes died while computing this request"
+            self._fail(run, RequestFailed(f"{deaths}, the last of them running nothing else: {why}"))
         else:
             self._parked.append(run)

@@ -1,6 +1,6 @@
-"""`auto` settings resolved: from what was asked, the model and the machine to a complete config, with reasons in words.
+"""Resolving `auto` settings: from the requested settings, the model and the machine to a complete config with reasons.
 
-`probe` looks at the machine once; `resolve` is a pure function that walks the rows of `backends.py` and allocates
+`probe` inspects the machine once; `resolve` is a pure function that walks the rows of `backends.py` and allocates
 nothing. Its reasons are printed at start and by `tokenmill doctor`.
 """
 
@@ -45,12 +45,12 @@ SPECULATIONS = f"off, auto, ngram, {MTP} or {DRAFT_PREFIX}MODEL"
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """The facts about the machine that a config is resolved with."""
+    """The facts about the machine that `resolve` needs."""
 
     cores: int
-    free_bytes: Mapping[str, int]  # by the name of each device that torch can use: for weights and KV cache together
-    unused_gpu: str | None = None  # why torch does not compute on a GPU that is there
-    num_gpus: int = 1  # that torch can use, if any
+    free_bytes: Mapping[str, int]  # free memory of each device that torch can use, by its name
+    unused_gpu: str | None = None  # why torch can't use a GPU of this machine
+    num_gpus: int = 1  # GPUs that torch can use
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Resolved:
     reasons: list[str]
     device: Device
     backend: Backend
-    refusals: list[str]  # why the backends before this one can't compute the model
-    workspace: RunnerBytes  # what the runner takes beside weights and pool
-    slot_values: int = 0  # numbers that an adapter may have
+    refusals: list[str]  # why preferred backends can't compute the model
+    workspace: RunnerBytes  # the runner's memory in addition to weights and pool
+    slot_values: int = 0  # the most numbers that an adapter may have
 
 
 def resolve_model_config(config: EngineConfig, spec: ModelSpec, path: Path) -> Resolved:
@@ -73,7 +73,7 @@ def resolve_model_config(config: EngineConfig, spec: ModelSpec, path: Path) -> R
 
 
 def explain_choices(config: EngineConfig, path: Path, spec: ModelSpec) -> list[str]:
-    """Return what would be chosen for a model here, and why, without loading it."""
+    """Return the settings that would be chosen for a model on this machine and the reasons, without loading it."""
     resolved = resolve_model_config(config, spec, path)
     return [*resolved.reasons, resolved.backend.describe_kernels(resolved.config)]
 
@@ -82,7 +82,7 @@ def explain_choices(config: EngineConfig, path: Path, spec: ModelSpec) -> list[s
 
 
 def probe(config: EngineConfig) -> MachineFacts:
-    """Look at the devices that the config allows; others are not opened."""
+    """Inspect the devices that the config allows; others are not opened."""
     machine = probe_machine()
     allowed = [device for device in DEVICES if config.ops.device in ("auto", device.name)]
     free_bytes: dict[str, int] = {device.name: free for device in allowed if (free := device.free_bytes()) is not None}
@@ -97,15 +97,15 @@ def num_gpus() -> int:
 
 
 def unused_gpu(gpu: Gpu) -> str | None:
-    """Why torch does not compute on a GPU that is there; None when it can."""
+    """Return why torch can't use a GPU of this machine; None if it can."""
     import torch
 
     platform, built = ("ROCm", torch.version.hip) if gpu.vendor == "amd" else ("CUDA", torch.version.cuda)
     if built is None:
-        how = "https://pytorch.org/get-started/locally names one that is not"
-        return f"there is {gpu.name}, but this torch is built without {platform}: {how}"
+        how = "see https://pytorch.org/get-started/locally for one built with it"
+        return f"{gpu.name} is not used: this torch is built without {platform}, {how}"
     if not torch.cuda.is_available():
-        return f"there is {gpu.name}, but torch can't open it: its driver may be too old for {platform} {built}"
+        return f"{gpu.name} is not used: torch can't open it, its driver may be too old for {platform} {built}"
     return None
 
 
@@ -143,9 +143,9 @@ def resolve(
         raise InvalidConfig(problem, param="adapter", hint="--backend triton")
     workspace = device.workspace_bytes(spec, _runner_limits(config, kept), 1.0)
     own = cut_spec(spec, parallel.tp, 0, by_heads=not parallel.dp_attention)
-    layout = KVLayout.from_spec(own, CacheDtypes(kv_dtype, config.model.dtype))
-    layout.rules(cache.block_size)  # refuses a block size that does not fit the model
     dtypes = CacheDtypes(kv_dtype, config.model.dtype)
+    layout = KVLayout.from_spec(own, dtypes)
+    layout.rules(cache.block_size)  # raises if the block size does not fit the model
     has_head = config.scheduler.speculate == MTP
     head_bytes = mtp_bytes(spec, kept.parts, config.scheduler.num_rows) if has_head else 0
     head_block_bytes = mtp_block_bytes(spec, dtypes, cache.block_size) if has_head else 0
@@ -156,13 +156,13 @@ def resolve(
         left_bytes //= ranks_of_a_device(parallel)
     if parallel.pp > 1 and device.overlaps_steps:
         left_bytes -= stage_bytes(config, spec)
-    left_bytes = max(0, left_bytes - adapters.total_bytes - head_bytes)  # of an adapter a rank has up to all
+    left_bytes = max(0, left_bytes - adapters.total_bytes - head_bytes)  # a rank may have all of an adapter
     cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons, head_block_bytes)
     model = _within_pool(config.model, cache, layout, reasons)
     overlaps = "on a GPU" if device.overlaps_steps else "in a pipeline" if parallel.pp > 1 else None
     mode, reason = resolve_speculation(config.scheduler.speculate, overlaps=overlaps)
     if mode == MTP and parallel.num_ranks > 1:
-        raise InvalidConfig("speculate mtp was asked for: on several ranks it is not implemented", param="speculate")
+        raise InvalidConfig("speculate mtp is not implemented for several ranks", param="speculate")
     reasons += [reason, f"context of {model.max_context:,} tokens"]
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
@@ -170,27 +170,28 @@ def resolve(
 
 
 def require_usable_tiers(config: EngineConfig, spec: ModelSpec, device: str) -> None:
-    """Refuse tiers that could not work with the other settings."""
+    """Refuse KV tiers that can't work with the other settings."""
     cache = config.cache
-    given = [name for name in ("kv_disk", "kv_disk_gb", "kv_host_gb") if getattr(cache, name)]
+    tier_settings = [name for name in ("kv_disk", "kv_disk_gb", "kv_host_gb") if getattr(cache, name)]
     if cache.kv_transfer == "nixl":
-        from tokenmill.kv.tiers.nixl import require_installed  # streams need nothing of it
+        from tokenmill.kv.tiers.nixl import require_installed  # imported only for NIXL
 
         require_installed()
-        given.append("kv_transfer")
-    if not given:
+        tier_settings.append("kv_transfer")
+    if not tier_settings:
         return
-    asked = given[0]
+    first = tier_settings[0]
     if not cache.prefix_caching:
-        raise InvalidConfig(f"{asked} was given, but prefix_caching is off: no block is ever found again", param=asked)
+        problem = f"{first} is set, but prefix_caching is off: no stored block would ever be reused"
+        raise InvalidConfig(problem, param=first)
     if config.parallel.num_ranks > 1:
-        from tokenmill.engine.ranked_blocks import ranked_block_limits  # one rank needs nothing of it
+        from tokenmill.engine.ranked_blocks import ranked_block_limits  # imported only if there are several ranks
 
         if limit := ranked_block_limits(config.parallel, spec, device):
-            raise InvalidConfig(f"{asked} was given, but blocks of this model are not kept: {limit}", param=asked)
+            raise InvalidConfig(f"{first} is set, but blocks of this model can't be stored: {limit}", param=first)
     if cache.kv_host_gb and device == "cpu":
-        problem = "kv_host_gb was given, but the pool is in host memory already"
-        raise InvalidConfig(problem, param="kv_host_gb", hint="on a CPU give the pool more blocks, or use --kv-disk")
+        problem = "kv_host_gb is set, but on a CPU the pool is already in host memory"
+        raise InvalidConfig(problem, param="kv_host_gb", hint="increase --num-blocks, or use --kv-disk")
 
 
 def require_ranges(config: EngineConfig) -> None:
@@ -221,46 +222,49 @@ def require_ranges(config: EngineConfig) -> None:
 
 
 def choose_device(ops: OpsConfig, machine: MachineFacts, backends: Sequence[Backend] = BACKENDS) -> Device:
-    """Return the first requested device that is usable and that the requested backend, if any, computes on."""
+    """Return the first allowed device that is usable and that the selected backend, if any, computes on."""
     named = [device for row in backends if row.name == ops.backend for device in row.devices]
     for device in (*named, *DEVICES):
         if ops.device in ("auto", device.name) and device.name in machine.free_bytes:
             return device
     raise InvalidConfig(
-        f"device {ops.device} was asked for, but torch sees no {ops.device.upper()} device",
+        f"device {ops.device} was requested, but torch sees no {ops.device.upper()} device",
         param="device",
-        hint=machine.unused_gpu or "tokenmill doctor shows what is here",
+        hint=machine.unused_gpu or "tokenmill doctor lists the devices of this machine",
     )
 
 
 def _choose_backend(
     config: EngineConfig, spec: ModelSpec, device: Device, backends: Sequence[Backend], reasons: list[str]
 ) -> tuple[Backend, ComputeRequest, list[str]]:
-    """Return the first backend of this device that can compute the model, its compute request, and why others can't."""
-    asked = config.ops.backend
+    """Return the first backend of this device that can compute the model, its compute request, and the refusals of the
+    backends before it."""
+    requested = config.ops.backend
     refusals: list[str] = []
     for backend in backends:
-        is_asked = asked == backend.name or (asked == "auto" and device in backend.devices)
-        if not is_asked:
+        is_candidate = requested == backend.name or (requested == "auto" and device in backend.devices)
+        if not is_candidate:
             continue
         request = compute_request(config, spec, device, backend)
         refusal = backend.unsupported_reason(request)
         if refusal is None and config.parallel.num_ranks > 1:
             refusal = backend.rank_limits(device)
         if refusal is None:
-            if asked == "auto":
+            if requested == "auto":
                 why = f" ({'; '.join(refusals)})" if refusals else ""
                 reasons.append(f"device {device.name}, backend {backend.name}{why}")
             return backend, request, refusals
         refusals.append(refusal)
     problem = (
-        f"no backend computes this on {device.name}:" if asked == "auto" else f"backend {asked} was asked for, but"
+        f"no backend can compute this on {device.name}:"
+        if requested == "auto"
+        else f"backend {requested} can't be used:"
     )
     raise InvalidConfig(f"{problem} {'; '.join(refusals)}", param="backend")
 
 
 def compute_request(config: EngineConfig, spec: ModelSpec, device: Device, backend: Backend) -> ComputeRequest:
-    """Return the precisions and formats to request of a backend, with its defaults filled in."""
+    """Return the precisions and formats to request of a backend, completed with its defaults."""
     model, kv_dtype = config.model, config.cache.kv_dtype
     dtype = compute_dtype(config, spec, device)
     return ComputeRequest(
@@ -313,7 +317,7 @@ def _resolve_scheduler(
     rows, tokens = device.limits(free_bytes)
     rows = rows if scheduler.max_running is None else scheduler.max_running
     tokens = max(rows, tokens) if scheduler.token_budget is None else scheduler.token_budget
-    reasons.append(f"at most {rows} sequences and {tokens} tokens a step")
+    reasons.append(f"at most {rows} sequences and {tokens} tokens per step")
     return replace(scheduler, max_running=rows, token_budget=tokens)
 
 
@@ -327,9 +331,7 @@ def _resolve_model(
     if context is None:
         context = min(spec.max_context, MAX_AUTO_CONTEXT)
         if context < spec.max_context:
-            reasons.append(
-                f"the model's context of {spec.max_context} is more than {context}; --max-context asks for it"
-            )
+            reasons.append(f"context limited to {context} by default; the model has {spec.max_context} (--max-context)")
     elif context > spec.max_context:
         raise InvalidConfig(f"max_context {context} is more than the model's {spec.max_context}", param="max_context")
     return replace(model, dtype=dtype, max_context=context)
@@ -357,8 +359,8 @@ def _size_pool(
     reasons: list[str],
     head_block_bytes: int = 0,
 ) -> CacheConfig:
-    """Return as many blocks as fit into the memory that weights and runner leave; `head_block_bytes`: what a head that
-    predicts further tokens keeps beside each."""
+    """Set the number of blocks to what fits into the memory that weights and runner leave; `head_block_bytes`: what a
+    head that predicts further tokens stores in addition to each block."""
     cache, weights, max_rows = config.cache, kept.parts.total, config.scheduler.num_rows
     fraction = cache.memory_fraction
     assert config.model.max_context is not None and fraction is not None
@@ -390,10 +392,11 @@ def _size_pool(
 def _size_states(
     cache: CacheConfig, layout: KVLayout, cache_bytes: int, max_rows: int, reasons: list[str]
 ) -> CacheConfig:
-    """Return as many recurrent states as fit into the memory that the blocks leave."""
+    """Set the number of recurrent states to what fits into the memory that the blocks leave."""
     if not layout.is_recurrent:
         if cache.num_states is not None:
-            raise InvalidConfig("num_states is for models with recurrent layers, this one has none", param="num_states")
+            problem = "num_states needs a model with recurrent layers, and this model has none"
+            raise InvalidConfig(problem, param="num_states")
         return cache
     assert cache.num_blocks is not None
     num_states = cache.num_states or num_states_that_fit(
@@ -404,12 +407,12 @@ def _size_states(
         max_rows=max_rows,
     )
     gib = recurrent_bytes(layout, num_states, cache.block_size, max_rows) / 2**30
-    reasons.append(f"recurrent layers: {num_states:,} states, {gib:.2f} GiB with the tokens between two of them")
+    reasons.append(f"recurrent layers: {num_states:,} states, {gib:.2f} GiB including the tokens between two states")
     return replace(cache, num_states=num_states)
 
 
 def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reasons: list[str]) -> ModelConfig:
-    """Limit the context to what one sequence alone can hold in the pool, or it could never finish."""
+    """Limit the context to what the pool can hold of a single sequence: a longer one could never finish."""
     assert model.max_context is not None and cache.num_blocks is not None
     longest = longest_context(layout, cache, model.max_context)
     if not longest:
@@ -418,12 +421,12 @@ def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reaso
             f"num_blocks must be at least {least} for this model, got {cache.num_blocks}", param="num_blocks"
         )
     if longest < model.max_context:
-        reasons.append(f"context cut to {longest:,} tokens, which is what the KV cache holds")
+        reasons.append(f"context limited to {longest:,} tokens by the size of the KV cache")
     return replace(model, max_context=longest)
 
 
 def longest_context(layout: KVLayout, cache: CacheConfig, limit: int) -> int:
-    """The longest context whose blocks fit the pool (one block of it is the null block)."""
+    """Return the longest context whose blocks fit into the pool (one block of the pool is the null block)."""
     assert cache.num_blocks is not None
     whole_blocks = range(1, -(-limit // cache.block_size) + 1)
     fitting = bisect_right(
@@ -435,23 +438,23 @@ def longest_context(layout: KVLayout, cache: CacheConfig, limit: int) -> int:
 
 
 def resolve_speculation(asked: str, *, overlaps: str | None) -> tuple[str, str]:
-    """The speculation to run, and why, in words; `overlaps`: where steps do, if they do."""
+    """Return the speculation to use and the reason; `overlaps`: where steps overlap ("on a GPU"), or None."""
     if asked not in ("off", "auto", "ngram", MTP) and not asked.startswith(DRAFT_PREFIX):
         raise InvalidConfig(f"speculate must be {SPECULATIONS}, not {asked!r}", param="speculate")
     if asked == DRAFT_PREFIX:
         raise InvalidConfig("draft: needs a model", param="speculate", hint="--speculate draft:MODEL")
     if overlaps and asked not in ("off", "auto"):
         raise InvalidConfig(
-            f"speculate {asked} was asked for, but {overlaps} steps overlap, and drafts can't be checked in time",
+            f"speculate {asked} can't be used: {overlaps} steps overlap, so draft tokens can't be verified in time",
             param="speculate",
             hint="leave it at auto, which is off there",
         )
     if overlaps and asked == "auto":
         return "off", f"speculation off: {overlaps} the next step starts before the tokens of this one are known"
-    told = {
+    reasons = {
         "off": "speculation off",
         "auto": "speculation: draft tokens from earlier text, as many as pay off",
         "ngram": "speculation: all likely draft tokens from earlier text",
         MTP: "speculation: the model's own head that predicts further tokens (MTP) proposes draft tokens",
     }
-    return asked, told.get(asked, f"speculation: {asked.removeprefix(DRAFT_PREFIX)} proposes draft tokens")
+    return asked, reasons.get(asked, f"speculation: {asked.removeprefix(DRAFT_PREFIX)} proposes draft tokens")

@@ -1,10 +1,9 @@
-"""Events folded into results: one class for all who want a whole answer instead of a stream.
+"""Merging a stream of events into one result.
 
     Event, Event, Event ──► EventFold ──► one Event with all the text
 
-A stream's reader who fell behind, a non-streaming HTTP reply, the best of several samples and the outputs of `LLM` are
-all made by `EventFold`. `RequestOutput` and `CompletionOutput` are what `LLM` returns, in the shape that users of other
-engines know.
+`EventFold` serves slow readers of a stream, non-streaming HTTP replies, `best_of` and the outputs of `LLM`.
+`RequestOutput` and `CompletionOutput` are what `LLM` returns; their shape is the same as in other engines.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tokenmill.types import (
 
 
 class EventFold:
-    """Adds up the events of one choice. A single event, the usual case in a stream, passes unchanged."""
+    """Merges the events of one choice. A single event, the usual case in a stream, is returned unchanged."""
 
     __slots__ = ("_earlier", "_last")
 
@@ -131,7 +130,7 @@ def merge_parts(parts: Iterable[Part]) -> list[Part]:
 
 
 def _joins_with(part: Part) -> tuple[type, int]:
-    """Parts that follow each other with the same key are one."""
+    """Return the key of a part; consecutive parts with the same key are merged."""
     match part:
         case CallStart(index) | CallArguments(index) | CallEnd(index):
             return type(part), index
@@ -140,12 +139,12 @@ def _joins_with(part: Part) -> tuple[type, int]:
 
 
 def reasoning_of(event: Event) -> str | None:
-    """Return the reasoning text of an answer; None: there is none."""
+    """Return the reasoning text of an answer; None if there is none."""
     return "".join(part.text for part in event.parts or () if isinstance(part, ThoughtPart)) or None
 
 
 def tool_calls_of(event: Event) -> list[ToolCall]:
-    """The calls of a folded answer. One that was cut off has the arguments that came."""
+    """Return the tool calls of a merged answer. A call that was cut off has the arguments up to there."""
     parts = event.parts or ()
     arguments: dict[int, str] = {}
     for part in parts:
@@ -169,7 +168,7 @@ def _joined(before: list[TokenInfo] | None, more: list[TokenInfo] | None) -> lis
 
 @dataclass
 class CompletionOutput:
-    """One answer to a prompt: what a reader sees, what the model thought, and the tools that it calls."""
+    """One answer to a prompt: the visible text, the reasoning and the tool calls."""
 
     index: int
     text: str = ""
@@ -192,10 +191,10 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0  # draft tokens of speculation, all outputs together
-    num_accepted_tokens: int = 0  # draft tokens that were right
+    num_accepted_tokens: int = 0  # draft tokens that were accepted
     prompt_logprobs: list[TokenInfo | None] | None = None
     error: str | None = None  # why this request failed; other requests of the same call are not affected
-    number: int = 0  # which prompt of the call this answers, counted from 0
+    number: int = 0  # index of the prompt within the call, from 0
 
     @property
     def finished(self) -> bool:
@@ -204,7 +203,7 @@ class RequestOutput:
 
 @dataclass
 class EmbeddingOutput:
-    """The vector of a prompt."""
+    """The embedding vector of a prompt."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -212,7 +211,7 @@ class EmbeddingOutput:
 
     @property
     def outputs(self) -> EmbeddingOutput:
-        """The output itself: vLLM's users write `output.outputs.embedding`."""
+        """The output itself, so that vLLM's `output.outputs.embedding` works."""
         return self
 
     @property
@@ -223,7 +222,7 @@ class EmbeddingOutput:
 def request_output(
     request: Request, prompt: str | None, folds: Sequence[EventFold], error: str | None = None
 ) -> RequestOutput:
-    """The result of a request from the folded events of its choices; a failed one keeps the text it had."""
+    """Build a request's result from the merged events of its choices; a failed request keeps its text so far."""
     events = [None if fold.is_empty else fold.event for fold in folds]
     output = RequestOutput(
         request_id=request.request_id,
@@ -237,7 +236,7 @@ def request_output(
     )
     usages = [event.usage for event in events if event is not None and event.usage is not None]
     if usages:
-        usage = max(usages, key=lambda one: one.completion_tokens)  # of the choice that ended last
+        usage = max(usages, key=lambda one: one.completion_tokens)  # the usage in the last choice's final event
         output.num_cached_tokens = usage.cached_tokens
         output.num_drafted_tokens = usage.drafted_tokens
         output.num_accepted_tokens = usage.accepted_tokens

@@ -1,5 +1,5 @@
-"""Sampling parameters that a model's makers recommend, for requests that don't say: from generation_config.json beside
-its weights, or from the catalog for files that carry none."""
+"""Sampling parameters recommended by a model's authors, used as defaults of requests: from the generation_config.json
+next to its weights, or else from the catalog."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(name: str, path: Path) -> dict[str, Any]:
-    """Arguments of `SamplingParams`; empty where nothing is known. Values that make no sense are left out, with a
-    warning."""
+    """Return the recommended arguments of `SamplingParams`; none if there are none, or, with a warning, if one is
+    invalid."""
     entry = find_entry(name)
-    given = _generation_config(path) or ({} if entry is None else entry.sampling)
-    found = {key: given[key] for key in NAMES if given.get(key) is not None}
+    settings = _generation_config(path) or ({} if entry is None else entry.sampling)
+    found = {key: settings[key] for key in NAMES if settings.get(key) is not None}
     try:
         SamplingParams(**found)
     except InvalidRequest as problem:

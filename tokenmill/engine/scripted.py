@@ -1,7 +1,7 @@
-"""A scripted model in an engine: its spec, its tokenizer, its settings. No torch.
+"""The spec and settings of a scripted model. Does not import torch.
 
-A script (`text/script.py`) has no weights and takes no time to load; scheduler, cache pool, sampler, grammars and both
-processes are those of any model. Settings of weights and kernels would do nothing, so they are refused.
+A script (`text/script.py`) has no weights and takes no time to load; scheduler, KV pool, sampler, grammars and both
+processes are the same as for other models. Settings of weights and kernels would have no effect, so they are refused.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.text.script import HIDDEN_SIZE, Script
 from tokenmill.text.tokenizer import Tokenizer
 
-NUM_BLOCKS = 1 << 16  # of 16 tokens by default: a million in all, at 16 bytes each
+NUM_BLOCKS = 1 << 16  # of 16 tokens by default: a million tokens of 16 bytes each
 MAX_ROWS, TOKEN_BUDGET = 64, 8192
-WITHOUT_EFFECT = {
+REFUSED_SETTINGS = {  # they have no effect on a scripted model
     "model": (ModelConfig, ("load_format", "dtype", "quantization", "seed")),
     "cache": (CacheConfig, ("memory_fraction", "kv_dtype", "kv_host_gb")),
     "ops": (OpsConfig, ("device", "backend", "activation_bits", "deterministic", "threads")),
@@ -25,7 +25,7 @@ WITHOUT_EFFECT = {
 
 
 def scripted_spec(script: Script, tokenizer: Tokenizer) -> ModelSpec:
-    """A model of one small layer: what the cache pool and `ModelInfo` are made from."""
+    """Return the spec of a model with one small layer, from which the KV pool and `ModelInfo` are made."""
     layer = LayerSpec(Gqa(1, 1, 2, 1.0, None), MlpSpec(HIDDEN_SIZE))
     return ModelSpec(
         family="scripted",
@@ -40,12 +40,13 @@ def scripted_spec(script: Script, tokenizer: Tokenizer) -> ModelSpec:
 
 
 def scripted_config(config: EngineConfig, script: Script) -> EngineConfig:
-    """The settings of a scripted model, none left to be chosen; those that would do nothing are refused."""
-    for part, (kind, names) in WITHOUT_EFFECT.items():
+    """Return the complete settings of a scripted model; refuse those that would have no effect."""
+    for part, (kind, names) in REFUSED_SETTINGS.items():
         defaults = {field.name: field.default for field in fields(kind)}
         for name in names:
             if getattr(getattr(config, part), name) != defaults[name]:
-                raise InvalidConfig(f"{name} does nothing for a scripted model, which has no weights", param=name)
+                problem = f"{name} has no effect on a scripted model, which has no weights"
+                raise InvalidConfig(problem, param=name)
     limit = config.model.max_context or script.max_context
     if limit > script.max_context:
         raise InvalidConfig(f"max_context is {limit}, but the script's is {script.max_context}", param="max_context")

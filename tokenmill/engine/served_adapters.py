@@ -1,8 +1,8 @@
-"""The adapters that requests may name, over all cores of a model and all their restarts.
+"""The adapters that requests may name, kept the same on all cores of a model across restarts.
 
-The front knows which adapters there are to be (`wanted`); each core loads them for itself. A core that was started
-anew has the adapters of the config: what came and went since is repeated to it. A name can be used while at least one
-core has it.
+The front keeps the list of adapters (`_adapters`); each core loads them itself. A restarted core has only the adapters
+of the config, so later loads and unloads are sent to it again. A name can be used while at least one core has loaded
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenmill.errors import InvalidRequest, TokenmillError, UnknownModel, error
 
 @dataclass(eq=False)
 class AdapterLoading:
-    """An adapter that a client has asked for and that some cores have not read yet."""
+    """An adapter that a client has requested and that some cores have not loaded yet."""
 
     path: Path
     done: asyncio.Future[LoadedAdapter]
@@ -30,21 +30,21 @@ class AdapterLoading:
 
 class ServedAdapters:
     def __init__(self, replicas: Sequence[Replica], on_change: Callable[[list[LoadedAdapter]], None]) -> None:
-        """`on_change` is told which adapters can be used, whenever that changes."""
+        """`on_change` is called with the usable adapters whenever they change."""
         self._replicas = replicas
         self._on_change = on_change
-        self._wanted: dict[str, LoadedAdapter] | None = None  # None: no core has started yet
+        self._adapters: dict[str, LoadedAdapter] | None = None  # None: no core has started yet
         self._loading: dict[str, AdapterLoading] = {}
 
     def usable(self) -> list[LoadedAdapter]:
-        """Return the adapters that at least one running core has, or a stopped one where none runs."""
-        wanted = (self._wanted or {}).values()
+        """Return the adapters that at least one running core has; all of the list if every core is stopped."""
+        adapters = (self._adapters or {}).values()
         if all(replica.is_stopped for replica in self._replicas):
-            return list(wanted)
-        return [one for one in wanted if any(r.adapters.get(one.name) == one.digest for r in self._replicas)]
+            return list(adapters)
+        return [one for one in adapters if any(r.adapters.get(one.name) == one.digest for r in self._replicas)]
 
     async def load(self, name: str, path: Path) -> LoadedAdapter:
-        """Load an adapter; one of the same name is replaced for requests that come from then on."""
+        """Load an adapter; for later requests it replaces one of the same name."""
         require_adapter_name(name)
         if (loading := self._loading.get(name)) is not None:
             if loading.path != path:
@@ -54,22 +54,22 @@ class ServedAdapters:
         loading = AdapterLoading(path, asyncio.get_running_loop().create_future(), ready)
         self._loading[name] = loading
         for replica in ready:
-            self._ask(replica, name, str(path))
+            self._send_load(replica, name, str(path))
         return await asyncio.shield(loading.done)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter's name; requests that run with it go on."""
+        """Remove an adapter's name; running requests keep using the adapter."""
         if name not in {one.name for one in self.usable()}:
             raise UnknownModel(f"the adapter {name[:200]!r} is not loaded", param="lora_name")
-        assert self._wanted is not None
-        del self._wanted[name]
+        assert self._adapters is not None
+        del self._adapters[name]
         for replica in self._replicas:
             self._withdraw(replica, name)
         self._changed()
 
     def may_come(self, digest: str) -> bool:
         """Tell whether a core has an adapter, or may yet load it."""
-        names = {one.name for one in (self._wanted or {}).values() if one.digest == digest}
+        names = {one.name for one in (self._adapters or {}).values() if one.digest == digest}
         return any(
             digest in one.adapters.values()
             or bool(names & one.coming_adapters)
@@ -77,25 +77,25 @@ class ServedAdapters:
             for one in self._replicas
         )
 
-    # ── what cores say ─────────────────────────────────────────────────────────────────────────────────
+    # ── events of the cores ────────────────────────────────────────────────────────────────────────────
 
     def note_ready(self, replica: Replica, info: CoreInfo) -> None:
-        """Send a core that was started with the config's adapters the changes since then."""
-        if self._wanted is None:
-            self._wanted = {one.name: one for one in info.adapters}
+        """Send a newly started core, which has the config's adapters, the changes since then."""
+        if self._adapters is None:
+            self._adapters = {one.name: one for one in info.adapters}
         for adapter in info.adapters:
-            known = self._wanted.get(adapter.name)
+            known = self._adapters.get(adapter.name)
             if known is not None and known.path == adapter.path:
                 replica.adapters[adapter.name] = adapter.digest
-                self._wanted[adapter.name] = adapter
+                self._adapters[adapter.name] = adapter
             else:
                 replica.send(UnloadAdapter(adapter.name))
-        for adapter in self._wanted.values():
+        for adapter in self._adapters.values():
             if adapter.name not in replica.adapters:
-                self._ask(replica, adapter.name, adapter.path)
+                self._send_load(replica, adapter.name, adapter.path)
         for name, loading in self._loading.items():
             loading.missing.add(replica)
-            self._ask(replica, name, str(loading.path))
+            self._send_load(replica, name, str(loading.path))
         self._changed()
 
     def note_read(self, replica: Replica, message: AdapterRead) -> None:
@@ -108,29 +108,29 @@ class ServedAdapters:
         self._changed()
 
     def _note_loaded(self, replica: Replica, loaded: LoadedAdapter) -> None:
-        assert self._wanted is not None
+        assert self._adapters is not None
         replica.adapters[loaded.name] = loaded.digest
         loading = self._loading.get(loaded.name)
         if loading is not None:
             loading.missing.discard(replica)
             if not loading.missing:
-                self._wanted[loaded.name] = loaded
+                self._adapters[loaded.name] = loaded
                 self._settle(loaded.name, loaded)
-        elif loaded.name in self._wanted:
-            self._wanted[loaded.name] = loaded
-        else:  # unloaded while it was read
+        elif loaded.name in self._adapters:
+            self._adapters[loaded.name] = loaded
+        else:  # unloaded while it was being read
             self._withdraw(replica, loaded.name)
 
     def _note_failed(self, failed: FailedAdapter) -> None:
         if failed.name not in self._loading:
             return
         self._settle(failed.name, error_with_code(failed.code, failed.message))
-        before = (self._wanted or {}).get(failed.name)
-        for replica in self._replicas:  # one may have read it, or may be about to
+        before = (self._adapters or {}).get(failed.name)
+        for replica in self._replicas:  # some may have loaded it, or may be about to
             if before is None:
                 self._withdraw(replica, failed.name)
             elif replica.adapters.get(failed.name) != before.digest:
-                self._ask(replica, before.name, before.path)
+                self._send_load(replica, before.name, before.path)
 
     def note_death(self, replica: Replica, error: TokenmillError) -> None:
         for name, loading in list(self._loading.items()):
@@ -138,7 +138,7 @@ class ServedAdapters:
                 self._settle(name, error)
         self._changed(without=replica)
 
-    def _ask(self, replica: Replica, name: str, path: str) -> None:
+    def _send_load(self, replica: Replica, name: str, path: str) -> None:
         replica.coming_adapters.add(name)
         replica.send(LoadAdapter(name, path))
 

@@ -1,10 +1,10 @@
-"""Speculation of an engine: who proposes draft tokens, and the draft model where one is asked for.
+"""Setup of speculative decoding: the proposer of draft tokens, and the draft model if one is configured.
 
     auto, ngram     draft tokens from the request's own text and from recent answers
-    draft:MODEL     a second model with the same vocabulary, beside the first one
+    draft:MODEL     a second, smaller model with the same vocabulary
     mtp             the model's own head that predicts one more token
 
-Answers don't depend on draft tokens, so an engine whose proposer fails goes on without one.
+Answers do not depend on draft tokens, so an engine whose proposer fails continues without one.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ LoadHead = Callable[[], MtpHead]
 
 
 def no_draft(config: EngineConfig) -> DraftModel:
-    raise InvalidConfig("this engine has no way to load a draft model", param="speculate")
+    raise InvalidConfig("this engine can't load a draft model", param="speculate")
 
 
 def no_head() -> MtpHead:
-    raise InvalidConfig("this engine has no way to load a head that predicts further tokens", param="speculate")
+    raise InvalidConfig("this engine can't load a head that predicts further tokens", param="speculate")
 
 
 def make_drafter(
     config: EngineConfig, num_allowed: NumAllowed, load_draft: LoadDraft, load_head: LoadHead, target: object
 ) -> Drafter:
-    """`target`: the runner of the model that is drafted for."""
+    """Build the drafter of the configured mode; `target`: the runner of the target model."""
     mode = config.scheduler.speculate
     if mode == "off":
         return NO_DRAFTS
@@ -66,7 +66,8 @@ def make_drafter(
 
 
 def head_proposer(config: EngineConfig, head: MtpHead, target: ModelRunner) -> DraftModel:
-    """A head of the target model as a draft model: a cache of one layer, and the target's states."""
+    """Use a head of the target model as a draft model: it has a cache of one layer, and reads the target's hidden
+    states."""
     cache = config.cache
     assert config.model.max_context is not None and cache.num_blocks is not None
     layout = KVLayout.from_spec(head.spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
@@ -78,8 +79,8 @@ def head_proposer(config: EngineConfig, head: MtpHead, target: ModelRunner) -> D
 
 
 class DisableOnError:
-    """A wrapper of a proposer that drops it, with its draft model, when it raises anything; the engine continues
-    without drafts."""
+    """Wraps a proposer and drops it, together with its draft model, when it raises; the engine continues without
+    drafts."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._speculation: Speculation | None = speculation
@@ -89,7 +90,7 @@ class DisableOnError:
             try:
                 return self._speculation.propose(requests, num_rows, num_tokens)
             except Exception:
-                log.exception("speculation failed and is off from now on; answers stay the same, only slower")
+                log.exception("speculation failed and is turned off; answers stay the same but are slower")
                 self._speculation = None
         return [[] for _ in requests]
 
@@ -110,7 +111,7 @@ def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Specu
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
-    """The draft model runs beside the other one: the same rows, kernels and threads, a cache of its own."""
+    """Return the config of the draft model: the same rows, kernels and threads, and a separate cache."""
     model = ModelConfig(model=config.scheduler.speculate.removeprefix(DRAFT_PREFIX))
     cache = replace(config.cache, num_blocks=None, num_states=None, kv_dtype="auto", prefix_caching=True)
     return replace(config, model=model, cache=cache, scheduler=replace(config.scheduler, speculate="off"))
@@ -120,13 +121,13 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 
 
 def build_draft(config: EngineConfig, target_context: int | None, target_path: Path, target: ModelSpec) -> DraftModel:
-    """Load a second model with a runner and a cache of its own, in the memory that the first one leaves."""
+    """Load the draft model with its own runner and cache, into the memory that the target model leaves free."""
     assert target_context is not None
     path = resolve_model(config.model.model).path
     spec = read_spec(path)
     require_same_vocabulary(path, spec, target_path, target)
     model_config = replace(config.model, max_context=min(target_context, spec.max_context))
-    config = replace(config, model=model_config, parallel=ParallelConfig())  # rank 0 has all of it
+    config = replace(config, model=model_config, parallel=ParallelConfig())  # rank 0 has the whole draft model
     resolved = resolve_model_config(config, spec, path)
     config = resolved.config
     assert config.model.max_context is not None
@@ -152,8 +153,8 @@ def draft_model(
 
 
 def require_same_vocabulary(path: Path, spec: ModelSpec, target_path: Path, target: ModelSpec) -> None:
-    """Draft tokens are ids: the same id must be the same text in both models."""
-    from tokenmill.engine.frontend import tokenizer_of  # text: a core without a draft model starts without it
+    """Refuse a draft model in which a token id stands for another text than in the target model."""
+    from tokenmill.engine.frontend import tokenizer_of  # imported only for draft models
 
     own, other = tokenizer_of(path), tokenizer_of(target_path)
     problem = None
@@ -166,5 +167,5 @@ def require_same_vocabulary(path: Path, spec: ModelSpec, target_path: Path, targ
         raise InvalidConfig(
             f"{path.name} can't propose tokens for {target_path.name}: {problem}",
             param="speculate",
-            hint="a draft model needs the same vocabulary, as smaller models of one family have",
+            hint="a draft model needs the same vocabulary; use a smaller model of the same family",
         )

@@ -1,4 +1,4 @@
-"""The ring of connections between the stages of a pipeline on this machine, and the links that ranks make of them."""
+"""The ring of connections between pipeline stages on one machine, and the stage links made from them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tokenmill.config import EngineConfig
 from tokenmill.parallel.stages import Mesh
 
 if TYPE_CHECKING:
-    from tokenmill.parallel.stage_link import StageLink  # needs torch, which what only counts bytes does without
+    from tokenmill.parallel.stage_link import StageLink  # needs torch, which computing sizes does not
 
-STREAMS_OF_A_STEP = 2  # at most: of rows that the device draws for, and of those that the host does
+MAX_STREAMS_PER_STEP = 2  # hidden states of rows sampled on the device, and of rows sampled on the host
 
 
 class StageRing:
-    """Connections from each rank to the one of the next stage in the same place, before the ranks have them."""
+    """Connections from each rank to the rank with the same position in the next stage, made before the ranks start."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -49,7 +49,7 @@ class StageRing:
 def make_link(
     config: EngineConfig, model_path: Path, before: Connection, behind: Connection, *, is_first: bool
 ) -> StageLink:
-    """The link of a rank to the stages before and behind it."""
+    """Make the link of a rank to the previous and the next stage."""
     if config.ops.device != "cuda":
         from tokenmill.parallel.stage_link import StageLink
 
@@ -61,14 +61,13 @@ def make_link(
 
 
 def stage_slots(config: EngineConfig, spec: ModelSpec) -> tuple[int, int]:
-    """Bytes of the largest stream between stages on GPUs, and how many a rank has room for."""
+    """Return the bytes of the largest transfer between stages on GPUs, and how many of them a rank has room for."""
     tokens = max(config.scheduler.num_tokens, config.scheduler.num_rows)
-    return tokens * spec.hidden_size * int(
-        DTYPE_BYTES[config.model.dtype]
-    ), STREAMS_OF_A_STEP * config.parallel.num_lanes
+    slot_bytes = tokens * spec.hidden_size * int(DTYPE_BYTES[config.model.dtype])
+    return slot_bytes, MAX_STREAMS_PER_STEP * config.parallel.num_lanes
 
 
 def stage_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Memory of a rank's GPU for streams: those that it sends, and the one that it has received."""
+    """Return the memory of a rank's GPU for transfers between stages: those being sent, and the last received one."""
     slot_bytes, num_slots = stage_slots(config, spec)
     return slot_bytes * (num_slots + 1)

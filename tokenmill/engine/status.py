@@ -1,4 +1,4 @@
-"""An engine's reports about itself: the model it serves, its health, its load."""
+"""The state of an engine: the model it serves, its health, its statistics."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class ModelInfo:
     fingerprint: str  # constant for a build, a model and its settings
     spec: ModelSpec
     can_embed: bool
-    shifts_context: bool = False  # unless a request says otherwise
+    shifts_context: bool = False  # the default for requests
     can_call_tools: bool = False
     can_think: bool = False
-    can_fill_in: bool = False  # what belongs between two texts (a completion's suffix)
+    can_fill_in: bool = False  # fill-in-the-middle: completions with a suffix
     path: Path | None = None  # of the weights
-    chat_template: str = ""  # the model's own; empty: it has none
+    chat_template: str = ""  # the model's own; empty if it has none
     device: str = ""
     kv_block_size: int = 0  # tokens
-    is_deterministic: bool = False  # the same request has the same answer, whatever runs beside it
-    max_running: int = 0  # sequences computed together at most
+    is_deterministic: bool = False  # a request's answer does not depend on the other requests of its batch
+    max_running: int = 0  # the most sequences computed in one step
     defaults: dict[str, Any] = field(default_factory=dict)  # the model's own SamplingParams
-    manifest: Manifest | None = None  # of a created model
-    adapters: tuple[str, ...] = ()  # names of those that are loaded
-    num_adapter_slots: int = 0  # 0: none can be
+    manifest: Manifest | None = None  # of a model made with `tokenmill create`
+    adapters: tuple[str, ...] = ()  # names of the loaded adapters
+    num_adapter_slots: int = 0  # 0: no adapter can be loaded
 
 
 @dataclass(frozen=True)
 class Health:
     state: EngineState
     detail: str = ""
-    is_given_up: bool = False  # dead for good: only a new process of the server helps
+    is_given_up: bool = False  # dead and not restarted: the server itself must be restarted
 
 
 def require_ready(health: Health) -> None:
-    """Raise what a new request gets in this state: the one rule for all places that take requests."""
+    """Raise the error that a new request gets in this state, if it can't be accepted."""
     if health.state == "draining":
         raise Draining("the server is shutting down", retry_after_s=5)
     if health.state != "ready":
@@ -58,31 +58,31 @@ def require_ready(health: Health) -> None:
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
-    waiting_for_grammar: int = 0  # among them
-    wait_s: float = 0.0  # how long requests waited that started lately
+    waiting_for_grammar: int = 0  # included in `waiting`
+    wait_s: float = 0.0  # the queue time of recently started requests
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
-    fetched_tokens: int = 0  # prompt tokens whose blocks were brought from elsewhere; among `prefix_hit_tokens`
-    fetched_bytes: int = 0  # of blocks
-    fetch_s: float = 0.0  # that bringing them took
-    saved_bytes: int = 0  # of blocks that were kept elsewhere
+    fetched_tokens: int = 0  # prompt tokens whose blocks were fetched into the pool; included in `prefix_hit_tokens`
+    fetched_bytes: int = 0  # of blocks fetched into the pool from tiers or other cores
+    fetch_s: float = 0.0  # time that these fetches took
+    saved_bytes: int = 0  # of blocks saved to tiers
     preemptions: int = 0
     steps: int = 0
-    failed_steps: int = 0  # that raised; their requests were tried again, and may have ended well
+    failed_steps: int = 0  # steps that raised; their requests were retried and may have succeeded
     busy_s: float = 0.0  # time spent in steps
-    step_counts: list[int] = []  # steps by how many tokens they computed, in buckets of `observe.buckets.STEP_TOKENS`
+    step_counts: list[int] = []  # histogram of steps by their number of tokens; buckets `observe.buckets.STEP_TOKENS`
     step_tokens: int = 0  # computed in all steps
     drafted_tokens: int = 0  # proposed by speculation and computed
-    accepted_tokens: int = 0  # ... and accepted
+    accepted_tokens: int = 0  # of these, accepted
     engine_pid: int = 0
-    restarts: int = 0  # after deaths of the engine's process
-    resumed: int = 0  # requests that went on with another process
+    restarts: int = 0  # after deaths of the engine process
+    resumed: int = 0  # requests that continued in another process
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that requests may ask for by name."""
+    """An adapter that requests may select by name."""
 
     name: str
     digest: str
@@ -100,7 +100,7 @@ class FailedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core has resolved while loading, as its front needs it."""
+    """The settings that a core resolved while loading, as its front needs them."""
 
     max_context: int
     num_blocks: int
@@ -112,6 +112,6 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     reasons: list[str] = []  # why each automatic choice was made, for the start-up log
     pid: int = 0
     load_s: float = 0.0
-    adapters: list[LoadedAdapter] = []  # those that the config names
+    adapters: list[LoadedAdapter] = []  # the adapters that the config names
     num_adapter_slots: int = 0
-    block_address: str = ""  # the socket at which other cores on its machine may ask for blocks; empty: none
+    block_address: str = ""  # the socket at which other cores of its machine can fetch blocks; empty: none

@@ -1,8 +1,8 @@
-"""The events of one request, between the engine that puts them and the caller who awaits them.
+"""The stream of one request's events, from the engine to the caller.
 
     engine ─► EventBuffer (held by the engine) ─► EventStream (held by the caller)
 
-The engine does not refer to the caller's end: dropping that is how most callers leave (`break` out of `async for`).
+The engine holds no reference to the `EventStream`: most callers leave by dropping it (`break` out of `async for`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_UNREAD_LOGPROBS = 1_000_000  # of one request, alternatives included: about 
 
 
 class EventBuffer:
-    """The events of a request that were not read yet, folded into one per choice.
+    """The unread events of a request, folded into one per choice.
 
-    A reader who is behind gets fewer, larger events, so the further behind, the less an event costs per token. One
-    reader, one future: this code runs once for every streamed token.
+    A slow reader gets fewer, larger events, so the cost per token falls the further behind it is. There is a single
+    reader and a single future, because this code runs for every streamed token.
     """
 
     def __init__(self, output_processor: OutputProcessor) -> None:
@@ -38,9 +38,9 @@ class EventBuffer:
         self._wake: asyncio.Future[None] | None = None
 
     def process(self, output: SequenceOutput) -> TokenmillError | None:
-        """Buffer the events of an output; return the reason if the request ends here.
+        """Buffer the events of an output; return the error if the request ends with one.
 
-        A failure in the text of one request must not reach the others, so it becomes that request's error.
+        A failure while decoding one request's text becomes an error of that request and does not affect others.
         """
         if output.finish_reason == "error":
             error = error_with_code(output.error_code, output.error or "the request failed", output.error_param)
@@ -51,12 +51,12 @@ class EventBuffer:
             for event in self.output_processor.process(output):
                 self.put(event)
                 if event.logprobs and self._is_too_far_behind(event.logprobs):
-                    return RequestFailed("the reader of the answer is too far behind with its logprobs")
+                    return RequestFailed("the client reads the answer too slowly: too many logprobs are unread")
         except TokenmillError as error:  # a stop pattern that takes too long
             return error
         except Exception:
-            log.exception("request %s: its tokens could not be made text", self.output_processor.request_id)
-            return RequestFailed("the answer's tokens could not be made text")
+            log.exception("request %s: decoding its tokens to text failed", self.output_processor.request_id)
+            return RequestFailed("the answer's tokens could not be decoded to text")
         return None
 
     def _is_too_far_behind(self, logprobs: Sequence[TokenInfo]) -> bool:
@@ -79,7 +79,7 @@ class EventBuffer:
 
     @property
     def is_awaited(self) -> bool:
-        """True while a reader has to wait: nothing is here, and something may still come."""
+        """True if the reader has to wait: no event is unread, and the request has not ended."""
         return not self._waiting and not self._is_over
 
     def arrival(self) -> asyncio.Future[None]:
@@ -87,7 +87,7 @@ class EventBuffer:
         return self._wake
 
     def pop(self) -> Event | None:
-        """Return the events of one choice since the last time as one; None after the last. A failure is raised once."""
+        """Return the unread events of one choice as one event; None at the end. A failure is raised once."""
         if self._waiting:
             event = self._waiting.pop(next(iter(self._waiting))).event
             if not self._waiting:
@@ -112,7 +112,7 @@ class EventStream(AsyncIterator[Event]):
     def __init__(
         self, buffer: EventBuffer, on_leave: OnLeave, loop: asyncio.AbstractEventLoop, route: str | None = None
     ) -> None:
-        """`route`: which of several cores the request went to, and why."""
+        """`route`: which of several cores the request was assigned to, and why."""
         self._buffer = buffer
         self.route = route
         self._on_leave = on_leave
@@ -124,7 +124,7 @@ class EventStream(AsyncIterator[Event]):
 
     @property
     def device_s(self) -> float:
-        """Return the device seconds that were spent on the request so far."""
+        """Device time spent on the request so far."""
         return self._buffer.output_processor.device_s
 
     async def __anext__(self) -> Event:
@@ -141,7 +141,7 @@ class EventStream(AsyncIterator[Event]):
         return event
 
     def stop(self) -> None:
-        """Abort the request; a reader that waits for the next event finds the end."""
+        """Abort the request; a reader that waits for the next event gets the end of the stream."""
         self._on_leave(self._buffer)
         self._buffer.end()
 
@@ -150,6 +150,6 @@ class EventStream(AsyncIterator[Event]):
 
 
 def _leave_later(loop: asyncio.AbstractEventLoop, on_leave: OnLeave, buffer: EventBuffer) -> None:
-    """Tell the engine in the event loop's thread: objects are collected in any thread."""
+    """Call `on_leave` in the event loop's thread: a finaliser may run in any thread."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(on_leave, buffer)

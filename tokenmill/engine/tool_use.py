@@ -1,12 +1,12 @@
-"""Tools and thinking of a chat request: checked, narrowed, and turned into a grammar and a thinking budget.
+"""Checks the tools and reasoning settings of a chat request and turns them into a grammar and a thinking budget.
 
-    tools + choice   ──► what the model sees (all), what it may call (the allowed ones), a grammar where it must
+    tools + choice   ──► the tools in the prompt (all), the tools that may be called, a grammar if needed
     reasoning        ──► variables of the chat template, a thinking budget
-    response_format  ──► on a model that thinks: a grammar for what follows the thinking
+    response_format  ──► for a model that thinks: a grammar of the text after the think section
 
-Without a grammar (`auto`, no tool strict) the model writes freely, and what is not a call of a known tool is text. A
-grammar is used where the choice or a tool asks for it: required, named, allowed tools, strict, one call only. Then the
-arguments follow the tool's schema, unless the tool says `strict: false`.
+Without a grammar (`auto`, no strict tool) the model writes freely, and anything that is not a call of a known tool is
+text. A grammar is used if the choice or a tool requires it: required, named or allowed tools, strict tools, at most one
+call. Then the arguments follow the tool's schema, unless the tool has `strict: false`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tokenmill.text.template import CHATML, CHATML_MARKER, CUSTOM_INPUT, CUSTOM_
 from tokenmill.text.tokenizer import Tokenizer
 from tokenmill.types import ChatRequest, Effort, Message, Reasoning, Tool
 
-MAX_TEMPLATES = 16  # of requests that bring their own, kept
-MAX_TOOL_NAME = 128
-MAX_NESTING = 100  # of a tool's parameters
-TAIL_TOKENS, TAIL_CHARACTERS = 128, 200  # of a prompt: they say in which state the answer begins
+MAX_TEMPLATES = 16  # cached formats of chat templates sent with requests
+MAX_TOOL_NAME = 128  # characters
+MAX_NESTING = 100  # depth of a tool's parameters
+TAIL_TOKENS, TAIL_CHARACTERS = 128, 200  # the end of a prompt, which decides the state in which the answer starts
 EFFORT_BUDGETS: dict[Effort, int | None] = {
     "none": 0,
     "minimal": 256,
@@ -51,14 +51,14 @@ class SpeechFinder:
     template."""
 
     def __init__(self, tokenizer: Tokenizer | None, tool_format: str = "auto") -> None:
-        """`tool_format`: the name of a call format, `none` for a model that shall call nothing, or `auto`."""
+        """`tool_format`: the name of a call format, `none` to turn tool calls off, or `auto` to detect it."""
         self._tokenizer = tokenizer
         self._tool_format = tool_format
         self.of: Callable[[str | None], Speech | None] = lru_cache(MAX_TEMPLATES)(self._find)
 
     def _find(self, template: str | None) -> Speech | None:
-        """The speech by the source of a template; None: the model's own. None also where the template is broken, and
-        conversations are refused."""
+        """Return the format for the source of a template (None: the model's own). The result is None without a
+        tokenizer, and for an invalid template, whose conversations are refused."""
         if self._tokenizer is None:
             return None
         try:
@@ -71,17 +71,17 @@ class SpeechFinder:
 
 
 def describe_speech(speech: Speech | None) -> str:
-    """Describe in one line how a model writes calls and thoughts."""
+    """Describe in one line how a model writes tool calls and reasoning."""
     if speech is None:
-        return "no tool calls: no chat template can be read"
+        return "no tool calls: the chat template can't be read"
     calls = "none" if speech.calls is None else speech.calls.name
-    why = "its chat template writes them so" if speech.is_proved else "not written by its chat template"
+    why = "its chat template writes this format" if speech.is_proved else "not written by its chat template"
     thinking = "" if speech.thinking is None else f"; thinks in {speech.thinking.opener.strip() or 'text'}"
     return f"tool calls {calls} ({why}){thinking}"
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """A model's own chat template, or the layout for models that have none."""
+    """Return a model's own chat template, or the fallback for models without one."""
     fallback = PLAIN if tokenizer.token_id(CHATML_MARKER) is None else CHATML
     return ChatTemplate(tokenizer.chat_template or fallback, tokenizer.special_tokens)
 
@@ -89,28 +89,28 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
 # ── checks ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_tools(asked: ChatRequest) -> None:
-    """Refuse tools that can't be told apart or called, and a choice that names others."""
-    names = [tool.name for tool in asked.tools]
+def check_tools(chat: ChatRequest) -> None:
+    """Refuse tools with invalid or duplicate names or too deeply nested parameters, and a choice of unknown tools."""
+    names = [tool.name for tool in chat.tools]
     for number, name in enumerate(names):
         if not isinstance(name, str) or len(name) > MAX_TOOL_NAME or not _NAME.fullmatch(name):
             raise InvalidRequest(
-                f"a tool's name has 1 to {MAX_TOOL_NAME} letters, digits and any of _.:/-, got {str(name)[:80]!r}",
+                f"a tool's name must be 1 to {MAX_TOOL_NAME} letters, digits or any of _.:/-, got {str(name)[:80]!r}",
                 param=f"tools[{number}].name",
             )
         if name in names[:number]:
             raise InvalidRequest(f"two tools have the name {name!r}", param="tools")
-        if _nesting(asked.tools[number].parameters) > MAX_NESTING:
+        if _nesting(chat.tools[number].parameters) > MAX_NESTING:
             raise InvalidRequest(f"the parameters of {name!r} are nested deeper than {MAX_NESTING}", param="tools")
-    for name in asked.tool_choice.names or ():
+    for name in chat.tool_choice.names or ():
         if name not in names:
             raise InvalidRequest(f"there is no tool {str(name)[:80]!r} in tools", param="tool_choice")
-    if asked.tool_choice.mode == "required" and not callable_tools(asked):
-        raise InvalidRequest("a tool must be called, and there is none", param="tool_choice")
+    if chat.tool_choice.mode == "required" and not callable_tools(chat):
+        raise InvalidRequest("tool_choice requires a call, but there is no tool to call", param="tool_choice")
 
 
 def _nesting(value: Any) -> int:
-    """The depth of objects and lists in each other."""
+    """Return the depth of nested objects and lists."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list) and one]:
         depth += 1
@@ -120,17 +120,17 @@ def _nesting(value: Any) -> int:
     return depth
 
 
-def callable_tools(asked: ChatRequest) -> list[Tool]:
+def callable_tools(chat: ChatRequest) -> list[Tool]:
     """Return the tools that the answer may call."""
-    choice = asked.tool_choice
+    choice = chat.tool_choice
     if choice.mode == "none":
         return []
-    return [tool for tool in asked.tools if choice.names is None or tool.name in choice.names]
+    return [tool for tool in chat.tools if choice.names is None or tool.name in choice.names]
 
 
-def shown_tools(asked: ChatRequest) -> list[Tool]:
-    """The tools that the model sees: all of them, so that narrowing the choice keeps the prompt (and its cache)."""
-    return [] if asked.tool_choice.mode == "none" else asked.tools
+def shown_tools(chat: ChatRequest) -> list[Tool]:
+    """Return the tools shown in the prompt: all, so that narrowing the choice keeps the prompt and its cache."""
+    return [] if chat.tool_choice.mode == "none" else chat.tools
 
 
 # ── the prompt ─────────────────────────────────────────────────────────────────────────────────────────
@@ -140,16 +140,16 @@ def is_off(reasoning: Reasoning) -> bool:
     return reasoning.is_on is False or (reasoning.is_on is None and reasoning.effort == "none")
 
 
-def history(asked: ChatRequest, speech: Speech | None) -> list[Message]:
-    """Return the messages as the model's template expects them: call ids in the family's format; reasoning only since
-    the last user message, unless all of it is wanted."""
-    keeps_all = asked.reasoning.keep_history
-    keeps_all = keeps_all or any(asked.template_args.get(name) is value for name, value in KEEP_HISTORY.items())
-    questions = [number for number, message in enumerate(asked.messages) if message.role == "user"]
+def history(chat: ChatRequest, speech: Speech | None) -> list[Message]:
+    """Return the messages as the model's template expects them: call ids in the family's format; reasoning only after
+    the last user message, unless all of it should be kept."""
+    keeps_all = chat.reasoning.keep_history
+    keeps_all = keeps_all or any(chat.template_args.get(name) is value for name, value in KEEP_HISTORY.items())
+    questions = [number for number, message in enumerate(chat.messages) if message.role == "user"]
     last_question = questions[-1] if questions else 0
     return [
         _for_history(message, speech, keeps_thought=keeps_all or number > last_question)
-        for number, message in enumerate(asked.messages)
+        for number, message in enumerate(chat.messages)
     ]
 
 
@@ -167,7 +167,7 @@ def _for_history(message: Message, speech: Speech | None, *, keeps_thought: bool
 
 
 def with_described_tools(messages: list[Message], tools: Sequence[Tool], speech: Speech) -> list[Message]:
-    """Describe the tools in the system message, for a template that knows nothing of tools."""
+    """Describe the tools in the system message, for a template that does not support tools."""
     text = speech.system_text(tools)
     if messages and messages[0].role == "system":
         first = msgspec.structs.replace(messages[0], content=f"{messages[0].content or ''}\n\n{text}")
@@ -186,40 +186,40 @@ def thinking_budget(reasoning: Reasoning) -> int | None:
 
 
 def answer_start(speech: Speech, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> SpeechStart:
-    """Return the reader's state at the beginning of an answer: the prompt may have opened a thinking section."""
+    """Return the reader's state at the start of an answer: the prompt may have opened a think section."""
     tail = tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
     return speech.start(tail[-TAIL_CHARACTERS:])
 
 
-def settle_thinking(asked: ChatRequest, params: SamplingParams, speech: Speech, start: SpeechStart) -> SamplingParams:
-    """Add the thinking budget that the reasoning settings ask for, if the model thinks."""
+def settle_thinking(chat: ChatRequest, params: SamplingParams, speech: Speech, start: SpeechStart) -> SamplingParams:
+    """Set the thinking budget of the reasoning settings, if the model thinks."""
     if params.thinking_budget is not None or speech.thinking is None:
         return params
-    budget = thinking_budget(asked.reasoning)
-    if is_off(asked.reasoning) and not start.is_thinking:
-        budget = None  # the template has seen to it
+    budget = thinking_budget(chat.reasoning)
+    if is_off(chat.reasoning) and not start.is_thinking:
+        budget = None  # the template has turned thinking off
     if budget is None or not speech.thinking.opener:
         return params
     markers = speech.thinking.opener.strip(), speech.thinking.closer.strip()
     return msgspec.structs.replace(params, thinking_budget=budget, thinking_markers=markers)
 
 
-def settle_grammar(asked: ChatRequest, params: SamplingParams, speech: Speech, start: SpeechStart) -> SamplingParams:
-    """Add the grammar that tools, choice and thinking ask for."""
-    tools = callable_tools(asked)
-    needs_calls = bool(tools) and _needs_grammar(asked, tools)
+def settle_grammar(chat: ChatRequest, params: SamplingParams, speech: Speech, start: SpeechStart) -> SamplingParams:
+    """Set the grammar that the tools, the tool choice and the reasoning settings require."""
+    tools = callable_tools(chat)
+    needs_calls = bool(tools) and _needs_grammar(chat, tools)
     if not needs_calls and (params.guided is None or not (speech.thinking or tools)):
         return params
-    may_think, answer = not is_off(asked.reasoning), None if params.guided is None else lark_rule(params.guided)
+    may_think, answer = not is_off(chat.reasoning), None if params.guided is None else lark_rule(params.guided)
 
     def grammar(some: Sequence[Tool]) -> str:
-        return speech.grammar(some, asked.tool_choice, start, may_think=may_think, answer=answer)
+        return speech.grammar(some, chat.tool_choice, start, may_think=may_think, answer=answer)
 
     tools = [_enforceable(tool, speech) for tool in tools]
     loose = [tool if tool.strict else _loosened(tool) for tool in tools]
     try:
         text = grammar(tools)
-    except (InvalidRequest, RecursionError) as problem:  # what can't be enforced in this family's style of arguments
+    except (InvalidRequest, RecursionError) as problem:  # a schema that this family's argument format can't enforce
         if loose == tools:
             raise InvalidRequest(f"the tools can't be enforced: {problem}", param="tools") from problem
         text = grammar(loose)
@@ -227,20 +227,22 @@ def settle_grammar(asked: ChatRequest, params: SamplingParams, speech: Speech, s
         text = grammar(loose)
     if len(text.encode()) > MAX_GUIDED_BYTES:
         raise InvalidRequest(
-            f"the grammar of the tools has more than {MAX_GUIDED_BYTES >> 10} KiB", param="tools", hint="fewer tools"
+            f"the grammar of the tools is larger than {MAX_GUIDED_BYTES >> 10} KiB",
+            param="tools",
+            hint="use fewer tools",
         )
     return msgspec.structs.replace(params, guided=Guided("lark", text))
 
 
-def _needs_grammar(asked: ChatRequest, tools: Sequence[Tool]) -> bool:
-    choice = asked.tool_choice
+def _needs_grammar(chat: ChatRequest, tools: Sequence[Tool]) -> bool:
+    choice = chat.tool_choice
     if choice.mode == "required" or choice.names is not None or not choice.parallel:
         return True
     return any(tool.strict or tool.input_grammar is not None for tool in tools)
 
 
 def _enforceable(tool: Tool, speech: Speech) -> Tool:
-    """Return a tool whose parameters a grammar can enforce; strict tools that can't be enforced are refused."""
+    """Return a tool whose parameters a grammar can enforce; refuse a strict tool that can't be enforced."""
     if tool.kind == "custom":
         return _custom(tool, speech)
     if tool.parameters is None or tool.strict is False:
@@ -254,7 +256,8 @@ def _enforceable(tool: Tool, speech: Speech) -> Tool:
 
 
 def _reference_problem(schema: dict[str, Any]) -> str | None:
-    """Arguments are held one by one, so what they refer to must be a definition, not a place in the schema itself."""
+    """Return why a schema's references can't be enforced, if so. Each argument is enforced separately, so a $ref must
+    refer to a definition, not to another place in the schema."""
     for path, found in schema_locations(schema):
         target = found.get("$ref")
         if isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/")):
@@ -263,13 +266,14 @@ def _reference_problem(schema: dict[str, Any]) -> str | None:
 
 
 def _loosened(tool: Tool) -> Tool:
-    """Return a tool whose arguments may be any object; one without parameters keeps none, a custom one its input."""
+    """Return a tool whose arguments may be any object; a tool without parameters and a custom tool are unchanged."""
     is_kept = tool.parameters is None or tool.kind == "custom"
     return tool if is_kept else msgspec.structs.replace(tool, parameters=ANY_OBJECT)
 
 
 def _custom(tool: Tool, speech: Speech) -> Tool:
-    """A custom tool as the function that the model sees. Where it writes JSON, its grammar gets JSON's escapes."""
+    """Return a custom tool as a function with one input. If the model writes arguments as JSON, the tool's grammar is
+    adapted to JSON's escapes."""
     grammar, parameters = tool.input_grammar, CUSTOM_PARAMETERS
     is_raw = speech.calls is not None and speech.calls.strings_are_raw
     if grammar is not None and grammar.kind == "regex" and not is_raw:

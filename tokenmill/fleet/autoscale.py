@@ -208,17 +208,16 @@ class Autoscaler:
         """Check at once, because a machine has joined or a request waits."""
         self._wake.set()
 
-    def allow(self, least: int, most: int) -> bool:
+    def set_limits(self, min_replicas: int, max_replicas: int) -> bool:
         """Change the numbers of cores that are allowed; the fleet follows."""
         assert self._replicas is not None
-        if not 0 <= least <= most or not 1 <= most <= len(self._replicas.all):
-            raise InvalidRequest(
-                f"between 0 and {len(self._replicas.all)} replicas can be asked for, got {least} to {most}",
-                param="replicas",
-            )
-        if least < self._num_kept:
-            raise InvalidRequest(f"{self._num_kept} replicas are needed for the roles that there are", param="replicas")
-        self._rule.allowed = ScaleRange(least, most)
+        num_all = len(self._replicas.all)
+        if not 0 <= min_replicas <= max_replicas or not 1 <= max_replicas <= num_all:
+            problem = f"the number of replicas must be between 0 and {num_all}, got {min_replicas} to {max_replicas}"
+            raise InvalidRequest(problem, param="replicas")
+        if min_replicas < self._num_kept:
+            raise InvalidRequest(f"at least {self._num_kept} replicas are needed for their roles", param="replicas")
+        self._rule.allowed = ScaleRange(min_replicas, max_replicas)
         self._wake.set()
         return True
 

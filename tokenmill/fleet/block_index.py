@@ -1,6 +1,6 @@
 """An index of the blocks that each core has in its prefix cache, by their hashes.
 
-Cores report changes with their outputs (`KVNews`), over the ordered pipe that outputs use: a snapshot first, then
+Cores report changes (`KVCacheEvents`) with their outputs, through the same ordered pipe: a snapshot first, then
 differences. Reports are numbered; after a gap a new snapshot is requested, and until it arrives nothing is assumed
 about that core. So the index is outdated by no more than the reports that are in flight.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenmill.kv.blocks import HashChain
-from tokenmill.types import KVNews
+from tokenmill.types import KVCacheEvents
 
 STRIDE = 16  # blocks that are hashed at a time
 
@@ -25,7 +25,7 @@ class BlockIndex:
         self._blocks[replica] = set()
         self._next[replica] = None
 
-    def apply(self, replica: int, news: KVNews) -> bool:
+    def apply(self, replica: int, news: KVCacheEvents) -> bool:
         """Apply a report of a core; False: an earlier one was lost, and a snapshot must be requested."""
         if news.is_snapshot:
             self._blocks[replica] = set(news.stored)

@@ -24,7 +24,7 @@ from websockets.exceptions import InvalidURI, WebSocketException
 
 from tokenmill.arch.read import read_spec
 from tokenmill.config import EngineConfig
-from tokenmill.engine.core_client import ProcessCoreClient, Receive, own_core_process
+from tokenmill.engine.core_client import ProcessCoreClient, Receive, start_core_process
 from tokenmill.engine.core_process import block_socket
 from tokenmill.engine.messages import Failed, FromCore
 from tokenmill.errors import InvalidConfig, TokenmillError
@@ -84,7 +84,7 @@ class RelayedCoreClient(ProcessCoreClient):
     """A client of a core process that forwards its messages undecoded."""
 
     def __init__(self, config: EngineConfig, path: Path, hand_on: Callable[[bytes], None]) -> None:
-        super().__init__(config, path, own_core_process(config))
+        super().__init__(config, path, start_core_process(config))
         self._relay = hand_on
 
     @property
@@ -93,7 +93,7 @@ class RelayedCoreClient(ProcessCoreClient):
         assert self._child is not None
         return block_socket(self._child.folder)
 
-    def _hand_on(self, data: bytes, receive: Receive) -> None:
+    def _dispatch(self, data: bytes, receive: Receive) -> None:
         self._relay(data)
 
 

@@ -139,6 +139,7 @@ class HostPlace:
         self.digest = digest
         self.link = ReliableLink(self._note)
         self.streams = LinkedStreams(self.link, self.send, connect, first=1)
+        self.has_joined = False  # it was added to the places
         self.connection: ServerConnection | None = None
         self.away: asyncio.TimerHandle | None = None
         self._capacity = info.capacity
@@ -287,7 +288,7 @@ class JoinListener:
             place.streams.close()
         await self._relay_socket.close()
 
-    def allow(self, least: int, most: int) -> bool:
+    def set_limits(self, min_replicas: int, max_replicas: int) -> bool:
         return False
 
     # ── machines ───────────────────────────────────────────────────────────────────────────────────────
@@ -302,14 +303,16 @@ class JoinListener:
             return
         hello, link, sends, receives, came = shaken
         place = self._hosts[hello.session]
-        if place.connection is not None:  # the machine knows before we do that the last one is dead
+        if place.connection is not None:  # the machine has noticed before this side that it is dead
             await place.connection.close()
         place.connection = connection
         if place.away is not None:
             place.away.cancel()
             place.away = None
-            log.info("%s is back", place.name)
+        if place.has_joined:
+            log.info("%s has reconnected", place.name)
         else:
+            place.has_joined = True
             log.info("%s has joined with room for %d replicas (%s)", place.name, hello.info.capacity, hello.info.device)
             self._let_in(place)
         try:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from tokenmill.config import EngineConfig
-from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, Receive, own_core_process
+from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, Receive, start_core_process
 from tokenmill.engine.core_supervisor import MakeClient
 from tokenmill.engine.frontend import ModelFrontend
 from tokenmill.engine.messages import ToCore
@@ -112,7 +112,7 @@ class LocalPlace:
     def _client(self, config: EngineConfig, environment: Mapping[str, str] = MappingProxyType({})) -> CoreClient:
         fast_start = config.ops.fast_start is not False
         process = None if environment or self._spare is None else self._spare.take(fast_start=fast_start)
-        return ProcessCoreClient(config, self._frontend.model_path, process or own_core_process(config, environment))
+        return ProcessCoreClient(config, self._frontend.model_path, process or start_core_process(config, environment))
 
 
 class CountedPlace:
@@ -192,5 +192,5 @@ class Places:
     async def close(self) -> None:
         pass
 
-    def allow(self, least: int, most: int) -> bool:
+    def set_limits(self, min_replicas: int, max_replicas: int) -> bool:
         return False

@@ -238,7 +238,7 @@ class RayPlace:
         if self._is_own:
             await asyncio.to_thread(self._ray.shutdown)
 
-    def allow(self, least: int, most: int) -> bool:
+    def set_limits(self, min_replicas: int, max_replicas: int) -> bool:
         return False
 
 

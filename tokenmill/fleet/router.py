@@ -167,7 +167,7 @@ class PrefixRouter:
 
     def note_outputs(self, replica: Replica, message: Outputs) -> None:
         self._lately[replica.index] += self._measured[replica.index].note(message.stats)
-        if message.news is not None and not self.index.apply(replica.index, message.news):
+        if message.cache_events is not None and not self.index.apply(replica.index, message.cache_events):
             replica.send(WatchBlocks())
 
     def note_end(self, run: RequestRun) -> None:

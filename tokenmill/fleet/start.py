@@ -14,7 +14,7 @@ from dataclasses import replace
 from tokenmill.config import EngineConfig
 from tokenmill.config.cluster import MAX_REPLICAS
 from tokenmill.engine.async_engine import AsyncEngine
-from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, own_core_process
+from tokenmill.engine.core_client import CoreClient, ProcessCoreClient, start_core_process
 from tokenmill.engine.core_process import CoreProcess
 from tokenmill.engine.core_supervisor import MakeClient
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
@@ -92,7 +92,7 @@ def _maker(frontend: ModelFrontend, gpu: int | None, spare: SpareCore, first: li
         process = first.pop() if first else spare.take(fast_start=config.ops.fast_start is not False)
         if process is None:
             environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-            process = own_core_process(config, environment)
+            process = start_core_process(config, environment)
         return ProcessCoreClient(config, frontend.model_path, process)
 
     return make_client

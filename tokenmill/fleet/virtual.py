@@ -214,7 +214,9 @@ class VirtualCoreClient:
                 handle_message(self.core, message)
         outputs = self.core.step() if self.core.has_work else []
         seconds, self._runner.ahead_s = self._runner.ahead_s, 0.0
-        self._loop.call_later(seconds, self._end_step, Outputs(outputs, self.core.stats(), self.core.pop_news()))
+        self._loop.call_later(
+            seconds, self._end_step, Outputs(outputs, self.core.stats(), self.core.pop_cache_events())
+        )
 
     def _end_step(self, message: Outputs) -> None:
         self._deliver(message)

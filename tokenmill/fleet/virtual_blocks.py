@@ -49,13 +49,13 @@ class VirtualFetcher:
         self._pass_time = pass_time
         self._free_s = 0.0  # when the last fetch will have ended
 
-    def ask(self, fetch: Fetch) -> None:
+    def look_up(self, fetch: Fetch) -> None:
         fetch.found = {name: PEER for name in fetch.names if self._blocks.has(fetch.source, name)}
-        fetch.is_asked = True
+        fetch.is_looked_up = True
 
     def expect(self, fetch: Fetch) -> None:
         fetch.found = dict.fromkeys(fetch.names, PEER)
-        fetch.is_asked = True
+        fetch.is_looked_up = True
 
     def load(self, fetch: Fetch) -> None:
         loop = asyncio.get_running_loop()
@@ -73,8 +73,8 @@ class VirtualFetcher:
     def seconds(self, found: dict[BlockName, str]) -> float:
         return len(found) * self._block_s
 
-    def wait(self, patience_s: float) -> None:
-        self._pass_time(patience_s)
+    def wait(self, timeout_s: float) -> None:
+        self._pass_time(timeout_s)
 
     def close(self) -> None:
         pass

@@ -1,2 +1,2 @@
-"""The KV cache: which blocks there are and which sequences hold them (`blocks`, `cache`: bookkeeping only), how layers
-share blocks (`layout`), and the tensors behind them (`storage`)."""
+"""The KV cache: the bookkeeping of blocks and block tables (`blocks`, `cache`), how layers share blocks (`layout`), the
+tensors (`storage`), and copying blocks to and from tiers (`traffic`, `records`, `tiers`)."""

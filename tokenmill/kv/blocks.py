@@ -1,11 +1,11 @@
-"""The bookkeeping of cache blocks: the pool they are taken from, the table of one sequence, and the hashes under which
-full blocks are found again. No tensors.
+"""The bookkeeping of KV cache blocks: the pool that allocates them, block tables, and the index of full blocks by hash.
+No tensors.
 
-BlockPool     every block, each with the number of tables that hold it
-BlockTable    where the tokens of one sequence lie, per cache group
+BlockPool     all blocks with their reference counts, and the free lists
+BlockTable    the blocks of one sequence, per cache group
 HashChain     the hashes of one sequence's full blocks
 PrefixIndex   registered blocks by hash
-BlockNews     what changes among them
+BlockEvents   the changes of the registered blocks, for routers
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tokenmill.kv.names import Save
-from tokenmill.types import BlockTableUpdate, KVNews
+from tokenmill.types import BlockTableUpdate, KVCacheEvents
 
 NULL_BLOCK = 0
-LOST_IN_A_ROW = 16  # blocks that one tenant loses before the tenant with the most blocks is determined again
+EVICTIONS_PER_TENANT = 16  # blocks evicted from one tenant before the tenant with the most blocks is determined again
 DIGEST_BYTES = 16
 
 
 class FreeBlocks:
-    """The free blocks of one region, in the order in which they are handed out again.
+    """The free blocks of one region, in the order in which they are allocated again.
 
-    Those with nothing in them come first. Of those whose contents may be found again the tenant with the most of them
-    loses one, the one it released longest ago: who fills the cache evicts its own blocks, not those of others.
+    Blocks without cached contents come first. Of the cached ones, the tenant with the most blocks loses the one it
+    released longest ago: a tenant that fills the cache evicts its own blocks, not those of others.
 
         empty | tenant A: oldest ... newest | tenant B: oldest ... newest
     """
@@ -39,8 +39,8 @@ class FreeBlocks:
         self._empty = OrderedDict.fromkeys(blocks)
         self._cached: dict[str, OrderedDict[int, None]] = {}  # by owner
         self._owners: dict[int, str] = {}
-        self._loser = ""  # the tenant that loses the next blocks
-        self._num_to_lose = 0
+        self._victim = ""  # the tenant whose blocks are evicted next
+        self._num_evictions_left = 0
 
     def __len__(self) -> int:
         return len(self._empty) + len(self._owners)
@@ -69,34 +69,35 @@ class FreeBlocks:
     def pop(self) -> int:
         if self._empty:
             return self._empty.popitem(last=False)[0]
-        if self._num_to_lose <= 0 or self._loser not in self._cached:
-            self._loser = max(self._cached, key=lambda owner: len(self._cached[owner]))
-            self._num_to_lose = LOST_IN_A_ROW
-        self._num_to_lose -= 1
-        block = next(iter(self._cached[self._loser]))
+        if self._num_evictions_left <= 0 or self._victim not in self._cached:
+            self._victim = max(self._cached, key=lambda owner: len(self._cached[owner]))
+            self._num_evictions_left = EVICTIONS_PER_TENANT
+        self._num_evictions_left -= 1
+        block = next(iter(self._cached[self._victim]))
         self.remove(block)
         return block
 
 
 class BlockPool:
-    """All blocks, in use or free.
+    """All blocks, used and free.
 
-    A block that no table holds is free, but what was computed into it stays readable until it is handed out again. The
-    free list is therefore in eviction order: blocks whose contents cannot be found again come first, then the
-    registered ones, least recently released first (`FreeBlocks`: of the tenant that has most of them).
+    A block that no table holds is free, but its contents stay readable until it is allocated again. So the free list is
+    in eviction order: blocks that are not registered come first, then the registered ones, least recently released
+    first (of the tenant that has most of them, see `FreeBlocks`).
 
         free:  [ not registered | not registered | registered, oldest | ... | registered, newest ]
-                 ▲ take() hands out from here
+                 ▲ take() allocates from here
 
-    Block 0 is the null block: table entries outside a sliding window point there, it is never handed out or counted.
-    Blocks of other sizes (`kv/layout.py`: cells, states) are numbered on in regions of their own, each with its free
-    list:
+    Block 0 is the null block: table entries outside a sliding window point there; it is never allocated or counted.
+    Blocks of other sizes (`kv/layout.py`: cells, states) have the ids after these, in separate regions, each with its
+    own free list:
 
         ids:  0 | 1 ... num_blocks - 1 | cells ... | states ... |
     """
 
     def __init__(self, num_blocks: int, *others: int) -> None:
-        """`others`: as `num_blocks`, which counts the null block, for each further region; 0 where there is none."""
+        """`others`: the number of blocks of each further region; 0 if the region is empty. Like `num_blocks`, each
+        counts the null block."""
         assert num_blocks >= 2, "a pool needs the null block and at least one other"
         self.usable = (num_blocks - 1, *(max(0, number - 1) for number in others))
         self.firsts = tuple(accumulate((1, *self.usable[:-1])))  # the first id of each region
@@ -127,13 +128,13 @@ class BlockPool:
         return block in self._free[self.region_of(block)]
 
     def take(self, region: int = 0) -> int:
-        """Hand out the first block in eviction order; the caller forgets what was registered under it."""
+        """Allocate the first block in eviction order; the caller must remove its registration."""
         block = self._free[region].pop()
         self.refs[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Let one more table hold `block`; a free block is in use again, with its contents."""
+        """Count one more table that holds `block`; a free block is in use again, with its contents."""
         if block == NULL_BLOCK:
             return
         if self.refs[block] == 0:
@@ -141,8 +142,8 @@ class BlockPool:
         self.refs[block] += 1
 
     def release(self, block: int, *, keep: bool, owner: str = "") -> None:
-        """Let one table less hold `block`; once free, it is evicted late when `keep`, among its owner's blocks, else
-        reused first."""
+        """Count one table less that holds `block`. Once free, it is kept among its owner's cached blocks if `keep`,
+        otherwise it is reused first."""
         if block == NULL_BLOCK:
             return
         assert self.refs[block] > 0, f"block {block} was released more often than taken"
@@ -156,10 +157,9 @@ class BlockPool:
 
 
 class RowIds(NamedTuple):
-    """The conversion of a group's block ids into rows of its tensors: a block spans `rows_per_block` of them (see
-    `KVLayout`)."""
+    """Converts a group's block ids to rows of its tensors: a block spans `rows_per_block` rows (see `KVLayout`)."""
 
-    first: int = 1  # id of the block whose row follows that of the null block
+    first: int = 1  # id of the region's first block, whose rows follow those of the null block
     rows_per_block: int = 1
 
     def of(self, blocks: list[int]) -> list[int]:
@@ -174,9 +174,9 @@ PLAIN_IDS = RowIds()
 class BlockTable:
     """The blocks of one sequence, per cache group.
 
-    Entry i of a group holds tokens [i * block_size, (i + 1) * block_size), or the state behind so many chunks. The
-    runner keeps its own copy of every table and receives changes only; a table it has not seen yet (new, forked, back
-    from preemption) is sent whole. Ids are sent as rows of the group's tensors.
+    Entry i of a group holds tokens [i * block_size, (i + 1) * block_size), or the state after chunk i. The runner has a
+    copy of every table and receives changes only; a table that it does not have yet (new, forked, back from preemption)
+    is sent completely. Ids are sent as rows of the group's tensors.
     """
 
     __slots__ = ("_pending", "_row_ids", "groups", "live_from", "num_registered", "owner", "part")
@@ -190,13 +190,13 @@ class BlockTable:
         owner: str = "",
         part: int = 0,
     ) -> None:
-        self.groups = groups  # block ids, one list a group; NULL_BLOCK where the window has passed
+        self.groups = groups  # block ids, one list per group; NULL_BLOCK for entries before the window
         self.live_from = live_from  # per group: entries before this one are null
-        self.num_registered = num_registered  # leading entries already offered to the prefix cache
-        self.owner = owner  # the tenant whose cached blocks they are when they are free
-        self.part = part  # of the pool that its blocks are taken from (`kv/parted_cache.py`)
+        self.num_registered = num_registered  # leading blocks that were already registered in the prefix cache
+        self.owner = owner  # the tenant that owns the blocks while they are cached and free
+        self.part = part  # the part of the pool that its blocks come from (`kv/parted_cache.py`)
         self._row_ids = row_ids or (PLAIN_IDS,) * len(groups)
-        self._pending: list[BlockTableUpdate] | None = None  # None: the runner has nothing of this table
+        self._pending: list[BlockTableUpdate] | None = None  # changes to send; None: the runner does not have the table
 
     def append(self, group: int, blocks: list[int]) -> None:
         self._note(group, len(self.groups[group]), blocks)
@@ -207,7 +207,7 @@ class BlockTable:
         self._note(group, index, [block])
 
     def drop_before(self, group: int, end: int) -> list[int]:
-        """Make the entries before `end` null; returns the blocks that stood there."""
+        """Set the entries before `end` to null; return the blocks that they held."""
         start = self.live_from[group]
         dropped = self.groups[group][start:end]
         nulls = [NULL_BLOCK] * len(dropped)
@@ -217,16 +217,16 @@ class BlockTable:
         return dropped
 
     def fork(self) -> BlockTable:
-        """A second table with the same entries; the caller counts the references."""
+        """Return a second table with the same entries; the caller counts the references."""
         groups = [list(blocks) for blocks in self.groups]
         return BlockTable(groups, list(self.live_from), self.num_registered, self._row_ids, self.owner, self.part)
 
     def resend_all(self) -> None:
-        """Send the whole table with the next updates: the runner has dropped its copy."""
+        """Send the whole table with the next updates, because the runner has dropped its copy."""
         self._pending = None
 
     def updates(self) -> list[BlockTableUpdate]:
-        """Take what the runner has not received yet; the caller sends it."""
+        """Return the changes that the runner has not received yet, for the caller to send."""
         pending, self._pending = self._pending, []
         if pending is None:
             return [self._update(group, 0, blocks) for group, blocks in enumerate(self.groups) if blocks]
@@ -243,14 +243,14 @@ class BlockTable:
 class HashChain:
     """The hashes of a sequence's full blocks, computed once each.
 
-    The hash of a block covers its tokens and the hash of the block before it, so equal hashes mean equal tokens from
-    the very first one (128 bits of BLAKE2b). The chain begins at the salt: tenants with different salts share nothing,
-    and cannot learn from timing what the others asked.
+    The hash of a block covers its tokens and the hash of the previous block, so equal hashes mean equal tokens from the
+    first one on (128 bits of BLAKE2b). The chain starts with the salt: tenants with different salts share no blocks,
+    and can't infer the prompts of others from response times.
 
         salt ──► h0 = H(salt) ──► h1 = H(h0, tokens 0..15) ──► h2 = H(h1, tokens 16..31) ──► ...
 
-    Keys and values that an adapter has changed are of use to that adapter alone: its digest is the key of the first
-    hash, so no salt gives another adapter, or none, the same beginning.
+    Keys and values computed with an adapter are valid for that adapter only: its digest is the key of the first hash,
+    so no salt leads to the same hashes for another adapter, or for none.
     """
 
     __slots__ = ("_block_size", "_last", "_root", "hashes")
@@ -271,11 +271,11 @@ class HashChain:
         return self.hashes
 
     def first(self, token_ids: Seq[int]) -> bytes | None:
-        """The hash of the first block; None where there is no full one."""
+        """Return the hash of the first block; None if it is not full."""
         return self.extend(token_ids, 1)[0] if len(token_ids) >= self._block_size else None
 
     def fresh(self) -> HashChain:
-        """An empty chain with the same salt, for other tokens."""
+        """Return an empty chain with the same salt and adapter, for other tokens."""
         twin = HashChain.__new__(HashChain)
         twin._block_size, twin._root, twin._last, twin.hashes = self._block_size, self._root, self._root, []
         return twin
@@ -287,41 +287,41 @@ class HashChain:
 
 
 class PrefixIndex:
-    """Registered blocks by hash, one index a cache group (the groups' layers differ, so do their contents)."""
+    """Registered blocks by hash, with one index per cache group (the groups' layers differ, so their contents do)."""
 
     def __init__(self, num_groups: int) -> None:
         self._blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._hashes: dict[int, tuple[int, bytes]] = {}
-        self.news: BlockNews | None = None  # None: changes are not watched
-        self.save: Save | None = None  # called with each registered block, where blocks are kept elsewhere too
+        self.events: BlockEvents | None = None  # None: changes are not recorded
+        self.save: Save | None = None  # called with each registered block, if there are tiers
 
     def find(self, group: int, block_hash: bytes) -> int | None:
         return self._blocks[group].get(block_hash)
 
     def register(self, group: int, block_hash: bytes, block: int) -> None:
-        """Let `block` be found by its hash; where an equal block is registered already, that one stays."""
+        """Register `block` under its hash, unless an equal block is already registered."""
         if block not in self._hashes and block_hash not in self._blocks[group]:
             self._blocks[group][block_hash] = block
             self._hashes[block] = (group, block_hash)
-            if self.news is not None:
-                self.news.note(group, block_hash, is_stored=True)
+            if self.events is not None:
+                self.events.note(group, block_hash, is_stored=True)
             if self.save is not None:
                 self.save(block, self._hashes[block])
 
     def registration(self, block: int) -> tuple[int, bytes] | None:
-        """Return a block's registration: the same object as long as nothing else was written into the block. Threads
-        that copy a block compare it before and after."""
+        """Return a block's registration: the same object as long as the block was not reused. Threads that copy a block
+        compare it before and after the copy."""
         return self._hashes.get(block)
 
     def forget(self, block: int) -> None:
         if registered := self._hashes.pop(block, None):
             group, block_hash = registered
             del self._blocks[group][block_hash]
-            if self.news is not None:
-                self.news.note(group, block_hash, is_stored=False)
+            if self.events is not None:
+                self.events.note(group, block_hash, is_stored=False)
 
     def hashes(self, group: int) -> list[bytes]:
-        """The hashes of all registered blocks of a group."""
+        """Return the hashes of all registered blocks of a group."""
         return list(self._blocks[group])
 
     def has(self, block: int) -> bool:
@@ -335,12 +335,12 @@ class PrefixIndex:
         assert all(self.find(group, block_hash) == block for block, (group, block_hash) in self._hashes.items())
 
 
-class BlockNews:
-    """The changes of one cache group's registered blocks since they were last asked for, for a router that sends
-    requests to where their prefix is cached. A block that was registered and evicted in between is not mentioned."""
+class BlockEvents:
+    """Records the changes of one cache group's registered blocks, for a router that sends requests to the core with
+    their cached prefix. A block that was registered and evicted between two reports is not reported."""
 
     def __init__(self, index: PrefixIndex, group: int) -> None:
-        """News begin with a snapshot."""
+        """The first report is a snapshot of all registered blocks."""
         self._index = index
         self._group = group
         self._number = 0
@@ -353,15 +353,17 @@ class BlockNews:
         if before is None or before is is_stored:
             self._is_stored[block_hash] = is_stored
 
-    def pop(self) -> KVNews | None:
-        """Return the changes since the last call; None: there are none."""
+    def pop(self) -> KVCacheEvents | None:
+        """Return the changes since the last call; None if there are none."""
         number, self._number = self._number, self._number + 1
         if number == 0:
             self._is_stored = {}
-            return KVNews(number=0, is_snapshot=True, stored=self._index.hashes(self._group))
+            return KVCacheEvents(number=0, is_snapshot=True, stored=self._index.hashes(self._group))
         if not self._is_stored:
             self._number = number
             return None
         changed, self._is_stored = self._is_stored, {}
         stored = [block_hash for block_hash, is_stored in changed.items() if is_stored]
-        return KVNews(number=number, stored=stored, gone=[one for one, is_stored in changed.items() if not is_stored])
+        return KVCacheEvents(
+            number=number, stored=stored, gone=[one for one, is_stored in changed.items() if not is_stored]
+        )

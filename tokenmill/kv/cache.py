@@ -1,20 +1,20 @@
-"""The KV cache as the scheduler uses it: match, open, reserve, commit, fork, release. Bookkeeping only, no tensors.
+"""The KV cache manager used by the scheduler: match, open, reserve, commit, fork, release. No tensors.
 
-    match    how much of a sequence is already computed              [hit blocks |                          ]
-    open     a table that holds those blocks
-    reserve  room for the next tokens, all of it or nothing          [hit blocks | reserved |               ]
-    commit   those tokens are computed: full blocks become findable, blocks behind a sliding window go back
-    fork     a second table on the same blocks
-    release  all blocks of a table go back
+    match    find the cached prefix of a sequence                    [hit blocks |                          ]
+    open     make a block table that holds those blocks
+    reserve  allocate blocks for the next tokens, all or none        [hit blocks | reserved |               ]
+    commit   mark those tokens as computed: register full blocks, release blocks before a sliding window
+    fork     make a second table with the same blocks
+    release  release all blocks of a table
 
-All groups take their blocks from one pool, those of recurrent layers from regions of their own (`kv/layout.py` says
-which entries a group needs). A block that several tables hold is never written: `reserve` gives the writer a copy of
-its own (the pairs it returns are copied by the runner before anything is written). Only full blocks are registered, and
-nothing is written into a full block, so registered contents never change.
+All groups share one pool of blocks, except those of recurrent layers, which have separate regions (`kv/layout.py`
+defines which entries a group needs). A block that several tables hold is never written: `reserve` gives the writer a
+copy (it returns pairs of blocks, which the runner copies before the step writes). Only full blocks are registered, and
+a full block is never written again, so registered contents never change.
 
-A state is written whole, at a multiple of 64 tokens, into a slot that no sequence reads yet. A step must keep the last
-state that it passes; earlier ones are kept too while half of the slots are free, so that other sequences with the same
-beginning find them: all, or those at multiples of 128, 256, ... tokens.
+A state is written as a whole, at a multiple of 64 tokens, into a slot that no sequence reads yet. A step must keep the
+last state that it passes; earlier ones are kept too while at least half of the slots are free, so that other sequences
+with the same prefix can use them: all, or those at multiples of 128, 256, ... tokens.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from tokenmill.arch.cache_parts import CHUNK, CacheKind
-from tokenmill.kv.blocks import NULL_BLOCK, BlockNews, BlockPool, BlockTable, HashChain, PrefixIndex, RowIds
+from tokenmill.kv.blocks import NULL_BLOCK, BlockEvents, BlockPool, BlockTable, HashChain, PrefixIndex, RowIds
 from tokenmill.kv.layout import REGIONS, EntryRule
 from tokenmill.kv.names import BlockName, ExpectedBlock
 
 Copies = list[tuple[int, int]]  # (from block, to block)
 NO_COPIES: Copies = []
-Has = Callable[[int, bytes], bool]  # whether a group's block of this hash can be had
+Has = Callable[[int, bytes], bool]  # (group, hash) → whether that block is available
 STATES = REGIONS.index("state")
-REGIONS_IN_WORDS = ("blocks", "cells", "states")
+REGION_NAMES = ("blocks", "cells", "states")
 
 
 class PrefixMatch(NamedTuple):
-    """The longest computed prefix: full blocks, null where a window can't see them any more."""
+    """The longest cached prefix: full blocks, with null entries before a sliding window."""
 
     num_tokens: int
     groups: list[list[int]]
-    part: int = 0  # of the pool, where it has several (`kv/parted_cache.py`)
+    part: int = 0  # the part of the pool, if it has several (`kv/parted_cache.py`)
 
 
 class KVCache:
@@ -58,9 +58,9 @@ class KVCache:
         num_states: int = 0,
         chunk: int = CHUNK,
     ) -> None:
-        """`windows`: one entry a cache group, None for full attention; `rows_per_block` (see `KVLayout`) and `kinds`
-        likewise, 1 and "paged" by default. `num_blocks`, `num_cells` and `num_states` count the null block. `chunk`:
-        tokens between two states."""
+        """`windows`: one entry per cache group, None for full attention; `rows_per_block` (see `KVLayout`) and `kinds`
+        have one entry per group too, by default 1 and "paged". `num_blocks`, `num_cells` and `num_states` count the
+        null block. `chunk`: tokens between two states."""
         kind_of: Seq[CacheKind] = kinds or ["paged"] * len(windows)
         self.rules = tuple(EntryRule(*pair, block_size, chunk) for pair in zip(kind_of, windows, strict=True))
         self.block_size = block_size
@@ -76,16 +76,17 @@ class KVCache:
         self.regions = tuple(dict.fromkeys(rule.region for rule in self.rules))
         self.is_recurrent = STATES in self.regions
 
-    def watch_blocks(self) -> BlockNews:
-        """Begin to tell which blocks can be found: those of the first group that keeps all of a sequence, if any."""
+    def watch_blocks(self) -> BlockEvents:
+        """Start recording changes of the registered blocks: of the first group without a window, or else of the first
+        group."""
         group = next((number for number, rule in enumerate(self.rules) if rule.keeps_all), 0)
-        self.prefix.news = BlockNews(self.prefix, group)
-        return self.prefix.news
+        self.prefix.events = BlockEvents(self.prefix, group)
+        return self.prefix.events
 
     def chain(self, salt: str, adapter: str = "") -> HashChain:
         return HashChain(salt, self.block_size, adapter)
 
-    # ── how much ───────────────────────────────────────────────────────────────────────────────────────
+    # ── numbers of blocks ──────────────────────────────────────────────────────────────────────────────
 
     @property
     def num_free(self) -> int:
@@ -100,34 +101,34 @@ class KVCache:
         return self.pool.num_usable
 
     def region_name(self, region: int) -> str:
-        return REGIONS_IN_WORDS[region]
+        return REGION_NAMES[region]
 
     def num_groups(self, region: int) -> int:
         return sum(rule.region == region for rule in self.rules)
 
     def blocks_for(self, num_tokens: int, chunk: int, region: int = 0) -> int:
-        """Blocks of a region that one sequence holds at most on its way to `num_tokens`, computed in steps of up to
-        `chunk` tokens."""
-        return sum(rule.most_held(num_tokens, chunk) for rule in self.rules if rule.region == region)
+        """Return the most blocks of a region that one sequence holds at a time until `num_tokens` are computed, in
+        steps of up to `chunk` tokens."""
+        return sum(rule.max_held(num_tokens, chunk) for rule in self.rules if rule.region == region)
 
     def has_spare(self, num_drafts: int, num_sequences: int) -> bool:
-        """Tell whether there is room for drafts with one block left for each sequence and group to grow into."""
+        """Tell whether there are free blocks for drafts besides one block per sequence and group to grow into."""
         return all(
             self.pool.free_in(region) - num_sequences * self.num_groups(region)
-            >= sum(max(1, rule.most_held(num_drafts, 1)) for rule in self.rules if rule.region == region)
+            >= sum(max(1, rule.max_held(num_drafts, 1)) for rule in self.rules if rule.region == region)
             for region in self.regions
         )
 
     def blocks_to_open(self, num_tokens: int, chunk: int, match: PrefixMatch, region: int) -> int:
-        """Free blocks of a region that a sequence needs on its way to `num_tokens` if it begins with a match."""
+        """Return how many free blocks of a region a sequence needs for `num_tokens` if it starts with a match."""
         return self.blocks_for(num_tokens, chunk, region) - self.num_shared(match, region)
 
     def may_help(self, table: BlockTable, other: BlockTable) -> bool:
-        """Tell whether what one table gives back is of use to another."""
+        """Tell whether blocks released by one table can be used by another."""
         return True
 
     def grows_in(self, table: BlockTable, region: int) -> bool:
-        """Tell whether a table takes blocks from a region."""
+        """Tell whether a table allocates blocks from a region."""
         return True
 
     def num_held(self, table: BlockTable, region: int = 0) -> int:
@@ -137,29 +138,28 @@ class KVCache:
             if rule.region == region
         )
 
-    # ── what is there already ──────────────────────────────────────────────────────────────────────────
+    # ── matching ───────────────────────────────────────────────────────────────────────────────────────
 
     def match(self, token_ids: Seq[int], chain: HashChain, limit: int) -> PrefixMatch:
-        """Find the longest prefix of at most `limit` tokens whose blocks, as far as later queries see them, are all
-        cached."""
+        """Find the longest prefix of at most `limit` tokens for which all blocks that later queries see are cached."""
         if not self.prefix_caching:
             return self.miss()
         num_blocks = min(limit, len(token_ids)) // self.block_size
         hashes = chain.extend(token_ids, num_blocks)
-        num_blocks = self._num_leading(hashes, num_blocks, self._is_here)
+        num_blocks = self._num_leading(hashes, num_blocks, self._is_cached)
         groups = [self._hit_blocks(group, hashes, num_blocks) for group in range(len(self.rules))]
         return PrefixMatch(num_blocks * self.block_size, groups)
 
-    def _is_here(self, group: int, block_hash: bytes) -> bool:
+    def _is_cached(self, group: int, block_hash: bytes) -> bool:
         return self.prefix.find(group, block_hash) is not None
 
     def _num_leading(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
-        """Return the number of blocks of the longest prefix for which everything that later queries see is
+        """Return the number of blocks of the longest prefix for which all blocks that later queries see are
         available."""
         return self._last_visible_block(hashes, self._full_attention_run(hashes, num_blocks, has), has)
 
     def num_shared(self, hit: PrefixMatch, region: int = 0) -> int:
-        """Count the blocks of a hit that running sequences hold already: they are not taken from the free ones."""
+        """Count the blocks of a hit that are already in use, so that they do not reduce the free blocks."""
         found = (blocks for rule, blocks in zip(self.rules, hit.groups, strict=True) if rule.region == region)
         return sum(self.pool.refs[block] > 0 for blocks in found for block in blocks)
 
@@ -167,7 +167,7 @@ class KVCache:
         return PrefixMatch(0, [[] for _ in self.rules])
 
     def _full_attention_run(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
-        """Count the leading blocks that all groups without a window have cached: those groups need every block from the
+        """Count the leading blocks that are available in all groups without a window, which need every block from the
         first on."""
         full = [group for group, rule in enumerate(self.rules) if rule.keeps_all]
         for index in range(num_blocks):
@@ -176,11 +176,11 @@ class KVCache:
         return num_blocks
 
     def _last_visible_block(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
-        """Return the length of the longest prefix, up to `num_blocks`, for which everything that later queries see is
-        cached."""
+        """Return the length of the longest prefix, up to `num_blocks`, for which all blocks that later queries see in
+        groups with a window are available."""
         partial = [group for group, rule in enumerate(self.rules) if not rule.keeps_all]
         best = num_blocks if not partial else 0
-        missing = dict.fromkeys(partial, -1)  # per group: the last absent entry so far
+        missing = dict.fromkeys(partial, -1)  # per group: the last missing entry so far
         for index in range(num_blocks if partial else 0):
             end = (index + 1) * self.block_size
             for group in partial:
@@ -203,11 +203,11 @@ class KVCache:
         found = (self.prefix.find(group, hashes[rule.last_block(entry)]) for entry in range(first, num_entries))
         return [NULL_BLOCK] * first + [block for block in found if block is not None]
 
-    # ── what others may have ───────────────────────────────────────────────────────────────────────────
+    # ── fetching from tiers ────────────────────────────────────────────────────────────────────────────
 
     def absent(self, hashes: list[bytes], start: int, end: int) -> list[BlockName]:
-        """Return the blocks of a prefix of `end` blocks that are not cached, as far as queries from block `start` on
-        see them."""
+        """Return the blocks of a prefix of `end` blocks that are not cached and that queries from block `start` on
+        see."""
         names = []
         for group, rule in enumerate(self.rules):
             first = rule.first_visible(start * self.block_size)
@@ -218,23 +218,23 @@ class KVCache:
         return names
 
     def num_with(self, hashes: list[bytes], limit: int, found: Container[BlockName]) -> int:
-        """Return the number of blocks of the longest prefix that would be usable with some blocks fetched from
-        elsewhere."""
+        """Return the number of blocks of the longest prefix that would be usable if the blocks in `found` were
+        fetched."""
         return self._num_leading(
-            hashes, limit, lambda group, one: self._is_here(group, one) or BlockName(group, one) in found
+            hashes, limit, lambda group, one: self._is_cached(group, one) or BlockName(group, one) in found
         )
 
     def open_absent(
         self, hashes: list[bytes], num_blocks: int, owner: str
     ) -> tuple[BlockTable, list[ExpectedBlock]] | None:
-        """Open a table for a prefix of which some blocks will be fetched, and return it with those blocks; None where
-        the pool is short."""
+        """Open a table for a prefix of which some blocks will be fetched, and return it with those blocks; None if the
+        pool has too few free blocks."""
         groups: list[list[int | None]] = []
         for group, rule in enumerate(self.rules):
             num_entries = num_blocks * self.block_size // rule.tokens
             first = min(rule.first_visible(num_blocks * self.block_size), num_entries)
-            here = [self.prefix.find(group, hashes[rule.last_block(entry)]) for entry in range(first, num_entries)]
-            groups.append([*[NULL_BLOCK] * first, *here])
+            cached = [self.prefix.find(group, hashes[rule.last_block(entry)]) for entry in range(first, num_entries)]
+            groups.append([*[NULL_BLOCK] * first, *cached])
         for region in self.regions:
             of_region = (blocks for rule, blocks in zip(self.rules, groups, strict=True) if rule.region == region)
             if not self._has_room(region, [block for blocks in of_region for block in blocks]):
@@ -248,7 +248,7 @@ class KVCache:
         return BlockTable(tables, [0] * len(tables), 0, self._row_ids, owner), targets
 
     def _has_room(self, region: int, entries: list[int | None]) -> bool:
-        """Tell whether a region has free blocks for the missing entries of a prefix, beside those that are found."""
+        """Tell whether a region has free blocks for the missing entries of a prefix in addition to the cached ones."""
         found = sum(one is not None and one != NULL_BLOCK and self.pool.refs[one] == 0 for one in entries)
         return self.pool.free_in(region) >= found + entries.count(None)
 
@@ -265,10 +265,11 @@ class KVCache:
             filled.append(block)
         return filled
 
-    # ── a table's life ─────────────────────────────────────────────────────────────────────────────────
+    # ── block tables ───────────────────────────────────────────────────────────────────────────────────
 
     def open(self, hit: PrefixMatch, owner: str = "") -> BlockTable:
-        """A table that holds the blocks of a hit; `owner`: the tenant whose cached blocks they become."""
+        """Return a table that holds the blocks of a hit; `owner`: the tenant that owns its blocks once they are cached
+        and free."""
         for blocks in hit.groups:
             for block in blocks:
                 self.pool.share(block)
@@ -284,13 +285,14 @@ class KVCache:
         return self.rules[group].region
 
     def reserve(self, table: BlockTable, start: int, end: int, *, is_certain: bool = True) -> Copies | None:
-        """Make [start, end) writable for this table alone; None (and nothing changed) when the pool is short.
+        """Make [start, end) writable for this table only and return the blocks to copy; None (without a change) if the
+        pool has too few free blocks.
 
-        `is_certain`: False for drafts, of which any number may turn out right, so that all they leave must be kept.
+        `is_certain`: False for drafts, of which any number may be accepted, so that all their entries must be kept.
         """
         first, last = start // self.block_size, (end - 1) // self.block_size
         passes_state = self.is_recurrent and start // self._chunk != end // self._chunk
-        if first == last and not passes_state and self._is_own(table, last):  # decoding, nearly always
+        if first == last and not passes_state and self._is_own(table, last):  # the usual case when decoding
             return NO_COPIES
         shared = self._shared_entries(table, start, end)
         new = self._new_entries(table, start, end, is_certain=is_certain)
@@ -302,22 +304,22 @@ class KVCache:
         for group, indices in new.items():
             self._fill(table, group, indices)
         if self.is_recurrent:
-            self._say_what_is_not_kept(table, start, end)
+            self._null_unkept_entries(table, start, end)
         if passes_state and is_certain:
             self._keep_earlier_states(table, start, end)
         return copies
 
-    def _say_what_is_not_kept(self, table: BlockTable, start: int, end: int) -> None:
-        """Set entries to null that a step writes and no later query reads: the runner's copy may have other blocks
-        there."""
+    def _null_unkept_entries(self, table: BlockTable, start: int, end: int) -> None:
+        """Append null entries for those that a step writes and no later query reads: the runner's copy of the table may
+        have other blocks there."""
         for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True)):
             if (gap := rule.written(start, end).stop - len(blocks)) > 0:
                 table.append(group, [NULL_BLOCK] * gap)
 
     def _is_own(self, table: BlockTable, index: int) -> bool:
-        """True where every group has the entry and no other table holds it."""
+        """Tell whether every group has the entry and no other table holds its block."""
         refs, groups = self.pool.refs, table.groups
-        for group in self._by_token:  # asked for every row of every step
+        for group in self._by_token:  # a hot loop: runs for every row of every step
             blocks = groups[group]
             if index >= len(blocks) or refs[blocks[index]] != 1:
                 return False
@@ -333,8 +335,8 @@ class KVCache:
         ]
 
     def _new_entries(self, table: BlockTable, start: int, end: int, *, is_certain: bool) -> dict[int, list[int]]:
-        """Return, by group, the entries that must be kept and have no block yet, among them null ones that an earlier,
-        longer plan did not need."""
+        """Return, by group, the entries that must be kept and have no block yet, including null entries that an
+        earlier, longer plan did not need."""
         new = {}
         for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True)):
             required = rule.required(start, end, is_certain=is_certain)
@@ -344,15 +346,15 @@ class KVCache:
         return new
 
     def _suffices(self, table: BlockTable, shared: list[tuple[int, int]], new: dict[int, list[int]]) -> bool:
-        wanted = dict.fromkeys(self.regions, 0)
+        needed = dict.fromkeys(self.regions, 0)
         for group, _ in shared:
-            wanted[self._region(table, group)] += 1
+            needed[self._region(table, group)] += 1
         for group, indices in new.items():
-            wanted[self._region(table, group)] += len(indices)
-        return all(number <= self.pool.free_in(region) for region, number in wanted.items())
+            needed[self._region(table, group)] += len(indices)
+        return all(number <= self.pool.free_in(region) for region, number in needed.items())
 
     def _fill(self, table: BlockTable, group: int, indices: list[int]) -> None:
-        """Set entries, ascending; those behind the table's end that are left out become null."""
+        """Allocate blocks for these entries (ascending); skipped entries after the table's end become null."""
         region, num_entries = self._region(table, group), len(table.groups[group])
         inside = bisect_left(indices, num_entries)
         for index in indices[:inside]:
@@ -362,7 +364,8 @@ class KVCache:
             table.append(group, gaps + [self._take(region) for _ in behind])
 
     def _copy_on_write(self, table: BlockTable, group: int, index: int) -> tuple[int, int] | None:
-        """Give a table a block of its own in the place of a shared one; None: it will be written whole."""
+        """Replace a shared block of a table by a new one and return the pair to copy; None if the new block will be
+        overwritten as a whole."""
         rule, old = self.rules[group], table.groups[group][index]
         new = self._take(self._region(table, group))
         table.replace(group, index, new)
@@ -370,7 +373,7 @@ class KVCache:
         return None if rule.kind == "state" else (old, new)
 
     def _keep_earlier_states(self, table: BlockTable, start: int, end: int) -> None:
-        """Let a step leave states in front of the one that it must leave, as far as less than half are in use."""
+        """Keep states before the last one that a step passes, as long as less than half of the slots are in use."""
         group = next(number for number, rule in enumerate(self.rules) if rule.kind == "state")
         entries = self.rules[group].written(start, end)[:-1]
         room = self.pool.free_in(STATES) - self.pool.usable[STATES] // 2
@@ -385,7 +388,7 @@ class KVCache:
                 room -= 1
 
     def commit(self, table: BlockTable, num_computed: int, token_ids: Seq[int], chain: HashChain | None) -> None:
-        """Record that tokens [0, num_computed) are in the cache. Without a chain others do not find them."""
+        """Note that tokens [0, num_computed) are in the cache. Without a chain their blocks are not registered."""
         num_full = num_computed // self.block_size
         if num_full > table.num_registered:
             if chain is not None and self.prefix_caching:
@@ -415,7 +418,7 @@ class KVCache:
         return table.fork()
 
     def release(self, table: BlockTable) -> None:
-        """Give back all blocks, the last first: beginnings are what others share, so they are evicted last."""
+        """Release all blocks, the last ones first: shared prefixes are evicted last."""
         for blocks in table.groups:
             for block in reversed(blocks):
                 self._release_block(block, table.owner)

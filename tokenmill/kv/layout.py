@@ -1,9 +1,9 @@
 """Cache groups: how a model's layers share one pool of blocks. Pure data, no torch.
 
-A layer's mixer says what it keeps of its tokens (`cache_parts`). Layers that keep the same fields and look back equally
-far need the same blocks at the same time: they form cache groups, and a sequence holds one block table per group.
-Groups are cut so that a block takes about the same number of bytes in every one of them; then one pool of equal blocks
-serves all groups, and what one gives back another may take:
+A layer's mixer defines the fields that it stores per token (`cache_parts`). Layers with the same fields and the same
+window need the same blocks at the same time: they form cache groups, and a sequence has one block table per group. The
+groups' sizes are chosen so that a block has about the same number of bytes in every group; then one pool of equal
+blocks serves all groups, and a block released by one group can be used by another:
 
     18 layers of attention, every sixth one global    block 7, owned by group 0         block 9, owned by group 1
     group 0  (window None)  layers 5 11 17            ┌ layer 5 ┬ layer 11 ┬ layer 17 ┐ ┌ layer 0 ┬ layer 1 ┬ layer 2 ┐
@@ -15,20 +15,20 @@ serves all groups, and what one gives back another may take:
     group 1  (window 3)     layers 0 1 3              └─────┴─────┴─────┴─────┴─────┴─────┘ └────────┴────────┴────────┘
     ...
 
-A group with a window gives back the blocks behind it. A short convolution is such a group with a window of a few
-tokens: since every token's input stays in a block of its sequence until the window has passed, prefix hits, forks,
-preemption and rejected draft tokens need nothing that keys and values do not need.
+A group with a window releases the blocks before it. A short convolution is such a group with a window of a few tokens:
+since every token's input stays in a block of its sequence until the window has passed, prefix hits, forks, preemption
+and rejected draft tokens work as for keys and values.
 
 A recurrent mixer (gated DeltaNet, Mamba-2) has two groups of other kinds, `cells` and `state` (`arch/cache_parts.py`),
-whose blocks are of other sizes and lie in pools of their own: all recurrent layers of a model are one group of each.
-Which entries of its block tables a group needs is a matter of its kind (`EntryRule`):
+whose blocks have other sizes and are in separate pools: all recurrent layers of a model are one group of each kind. The
+kind of a group determines which entries of its block tables it needs (`EntryRule`):
 
     kind     an entry holds                       a query at position p needs entries from
     paged    the tokens of a block                0, or that of token p - window + 1
-    cells    the tokens of a block                that of token p // 64 * 64, where p's chunk begins
-    state    the state behind 64 more tokens      p // 64 - 1, the one before p's chunk
+    cells    the tokens of a block                that of token p // 64 * 64, where p's chunk starts
+    state    the state after 64 more tokens       p // 64 - 1, the one before p's chunk
 
-Block ids of all kinds are numbers of one space, cut into a region for each kind; 0 is the null block of all of them.
+Block ids of all kinds share one number space with a region for each kind; 0 is the null block of all of them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, WindowedMqa
 from tokenmill.errors import InvalidConfig, UnsupportedModel
 
 REGIONS: tuple[CacheKind, ...] = ("paged", "cells", "state")
-MAX_PADDING = 0.1  # unused bytes may be a tenth of a block; beyond that smaller groups are better
-SHORT_WINDOW = 16  # tokens: a group with a shorter window holds one or two blocks of a sequence, whatever its length
+MAX_PADDING = 0.1  # largest unused share of a block; otherwise smaller groups are used
+SHORT_WINDOW = 16  # tokens: a group with a shorter window holds at most two blocks of a sequence of any length
 
 
 @dataclass(frozen=True)
 class CacheDtypes:
-    """Data types of fields: keys and values ("cache"), and fields that must be exact ("compute")."""
+    """The data types of fields: keys and values ("cache"), and fields that are not rounded ("compute")."""
 
     cache: str = "float32"
     compute: str = "float32"
@@ -63,8 +63,7 @@ class CacheDtypes:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share a block table: each keeps the same fields; `window` is how far back a token looks (None: to
-    the beginning)."""
+    """Layers that share a block table and have the same fields; `window`: how many tokens a query sees (None: all)."""
 
     fields: tuple[CacheField, ...]
     window: int | None
@@ -78,11 +77,11 @@ class CacheGroup:
 @dataclass(frozen=True)
 class KVLayout:
     groups: tuple[CacheGroup, ...]
-    block_multiple: int = 1  # tokens that must lie in one block: those of a compressed entry
+    block_multiple: int = 1  # the block size must be a multiple of this: the tokens of a compressed entry
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, dtypes: CacheDtypes | None = None) -> KVLayout:
-        """The groups of a model. Where all fields have the cache's type (attention), `dtypes` change nothing but the
+        """Return the layout of a model. If all fields have the cache's type (attention), `dtypes` change only the
         number of bytes."""
         kinds = _layers_by_kind(spec, dtypes or CacheDtypes())
         paged = {part: layers for part, layers in kinds.items() if part.kind == "paged"}
@@ -104,8 +103,8 @@ class KVLayout:
         return cls(tuple(groups), lcm(*(mixer.compression.rate for mixer in mixers if mixer.compression)))
 
     def of_layers(self, layers: range) -> KVLayout:
-        """The part that a stage with some of the layers keeps, under the same block ids. Where groups keep different
-        fields, which share memory, it is laid out whole: a block has as many rows on every stage."""
+        """Return the layout of a pipeline stage with these layers, with the same block ids. If groups have different
+        fields, which share memory, the layout is the whole model's: a block has as many rows on every stage."""
         if not self.is_uniform:
             return self
         groups = (replace(group, layers=tuple(one for one in group.layers if one in layers)) for group in self.groups)
@@ -121,7 +120,7 @@ class KVLayout:
         return tuple(group for group in self.groups if group.kind == "paged")
 
     def of_kind(self, kind: CacheKind) -> CacheGroup | None:
-        """The group of cells or of states, which all recurrent layers share."""
+        """Return the group of cells or of states, which all recurrent layers share; None if there is none."""
         return next((group for group in self.groups if group.kind == kind), None)
 
     @property
@@ -129,11 +128,11 @@ class KVLayout:
         return len(self.paged) < len(self.groups)
 
     def rules(self, block_size: int) -> tuple[EntryRule, ...]:
-        """One entry a group; blocks that don't fit the model are refused."""
+        """Return one rule per group; refuse a block size that does not fit the model."""
         if block_size % self.block_multiple:
             raise InvalidConfig(
-                f"block_size must be a multiple of {self.block_multiple} for a model that compresses so many tokens "
-                f"to one entry, got {block_size}",
+                f"block_size must be a multiple of {self.block_multiple} for this model, which compresses as many "
+                f"tokens to one entry, got {block_size}",
                 param="block_size",
             )
         return tuple(EntryRule(group.kind, group.window, block_size) for group in self.groups)
@@ -148,14 +147,13 @@ class KVLayout:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """True where all paged groups keep the same fields: then every field is a tensor of its own."""
+        """True if all paged groups have the same fields: then every field is a separate tensor."""
         return len({group.fields for group in self.paged}) == 1
 
     @cached_property
     def rows_per_block(self) -> tuple[int, ...]:
-        """Rows of its tensors that a block spans, per group: what block ids are multiplied by before kernels see them.
-        1 where every field has a tensor of its own; elsewhere fields of several sizes share memory (see
-        `KVStorage`), and a block is so many of a group's fields."""
+        """How many rows of its tensors a block spans, per group; block ids are multiplied by it for kernels. It is 1 if
+        every field is a separate tensor; otherwise fields of several sizes share memory (see `KVStorage`)."""
         if self.is_uniform:
             return (1,) * len(self.groups)
         rows = (self.shared_bytes // _unit_bytes(group.fields) for group in self.paged)
@@ -174,15 +172,14 @@ class KVLayout:
         return tuple(fields for fields in kinds if has_scale(fields[0]))
 
     def place(self, layer: int) -> tuple[int, int]:
-        """(group, index within the group) of a layer's paged fields."""
-        for number, group in enumerate(self.paged):  # the first of two, where an index has a group of its own
+        """Return (group, index within the group) of a layer's paged fields."""
+        for number, group in enumerate(self.paged):  # the first of two groups, if the keys of an index have their own
             if layer in group.layers:
                 return number, group.layers.index(layer)
         raise IndexError(f"layer {layer} is not in the layout")
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of one block of `block_size` tokens, with the scales of values that are rounded to a
-        byte."""
+        """Return the bytes of one block of `block_size` tokens, including the scales of 8-bit values."""
         if self.is_uniform:
             return block_size * self.layers_per_group * sum(map(field_bytes, self.groups[0].fields))
         scales = (self.shared_bytes // _unit_bytes(kind) * scale_bytes(kind[0]) for kind in self.scaled_kinds)
@@ -194,7 +191,7 @@ class KVLayout:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of one slot: the states of all recurrent layers at one position of a sequence."""
+        """The bytes of one slot: the states of all recurrent layers at one position of a sequence."""
         return self._bytes_of("state")
 
     def _bytes_of(self, kind: CacheKind) -> int:
@@ -210,26 +207,27 @@ def has_scale(field: CacheField) -> bool:
 
 
 def scale_bytes(field: CacheField) -> int:
-    """The scales of one token's vectors."""
+    """Return the bytes of the scales of one token in one field."""
     return prod(field.shape[:-1]) * KV_SCALE_BYTES.get(field.dtype, 0)
 
 
 def field_bytes(field: CacheField) -> int:
-    """Bytes that one token leaves in one field, scales included."""
+    """Return the bytes of one token in one field, including scales."""
     return int(prod(field.shape) * bytes_per_value(field.dtype)) + scale_bytes(field)
 
 
 def _layer_bytes(fields: Sequence[CacheField]) -> int:
-    """Bytes that one token leaves in one layer, without scales."""
+    """Return the bytes of one token in one layer, without scales."""
     return sum(field_bytes(field) - scale_bytes(field) for field in fields)
 
 
 def _unit_bytes(fields: Sequence[CacheField]) -> int:
-    """Return the bytes of one token in one field, where groups with different fields share memory."""
+    """Return the bytes of one token in one field, for groups with different fields that share memory."""
     sizes = {_layer_bytes([field]) for field in fields}
     if len(sizes) != 1:
         names = ", ".join(f"{field.name} {field.shape}" for field in fields)
-        raise UnsupportedModel(f"fields of different sizes ({names}) beside layers of another kind are not implemented")
+        problem = f"fields of different sizes ({names}) in a model with layers of another kind"
+        raise UnsupportedModel(f"{problem} are not implemented")
     return sizes.pop()
 
 
@@ -239,7 +237,7 @@ Kinds = dict[CachePart, list[int]]
 
 
 def _layers_by_kind(spec: ModelSpec, dtypes: CacheDtypes) -> Kinds:
-    """Layer numbers by what they keep and how far they look back; layers without a window come first."""
+    """Return the layer numbers by fields and window; layers without a window come first."""
     found: Kinds = {}
     for number, layer in enumerate(spec.layers):
         for part in chain.from_iterable(map(cache_parts, layer.mixers)):
@@ -249,7 +247,7 @@ def _layers_by_kind(spec: ModelSpec, dtypes: CacheDtypes) -> Kinds:
 
 
 def _joined(found: Kinds) -> Kinds:
-    """Parts that all layers keep alike, as one: a block table for all of them (latents and keys of an index)."""
+    """Join paged parts that all layers have (latents and keys of an index) into one, with one block table."""
     paged = {part: layers for part, layers in found.items() if part.kind == "paged"}
     if len(paged) < 2 or len({(part.window, tuple(layers)) for part, layers in paged.items()}) > 1:
         return found
@@ -260,11 +258,11 @@ def _joined(found: Kinds) -> Kinds:
 
 
 def cache_parts(mixer: MixerSpec) -> tuple[CachePart, ...]:
-    """Return the fields that a mixer keeps, by kind."""
+    """Return the fields that a mixer stores, by kind."""
     if isinstance(mixer, Recurrent | Mla | WindowedMqa):
         return mixer.cache_parts()
     fields = mixer.cache_fields()
-    return (CachePart("paged", fields, mixer.window),) if fields else ()  # none: it reads what another layer keeps
+    return (CachePart("paged", fields, mixer.window),) if fields else ()  # none: it reads another layer's fields
 
 
 def _order(part: CachePart) -> tuple[int, bool, int]:
@@ -272,9 +270,9 @@ def _order(part: CachePart) -> tuple[int, bool, int]:
 
 
 def _block_bytes_per_token(kinds: Kinds) -> int:
-    """The largest size of a block (bytes of a token) whose unused part is small, else the one that wastes least.
+    """Return the largest block size (in bytes per token) whose unused part is small, or else the one that wastes least.
 
-    Only kinds that hold many blocks count: those without a window, or with one longer than a block.
+    Only kinds that hold many blocks count: those without a window, or with one of at least `SHORT_WINDOW`.
     """
     is_uniform = len({part.fields for part in kinds}) == 1
     sizes = {part: (_layer_bytes(part.fields), len(layers)) for part, layers in kinds.items()}
@@ -282,13 +280,13 @@ def _block_bytes_per_token(kinds: Kinds) -> int:
     counted = counted or list(sizes.values())
     largest = max(each for each, _ in sizes.values())  # a block holds at least one layer of any kind
     step = largest if is_uniform else lcm(*(_unit_bytes(part.fields) for part in kinds))
-    most = max(largest, min(each * count for each, count in counted))
+    limit = max(largest, min(each * count for each, count in counted))
     used = sum(each * count for each, count in counted)
 
     def padding(size: int) -> float:
         return sum(ceil(count / (size // each)) * size for each, count in counted) / used - 1
 
-    candidates = [steps * step for steps in range(ceil(largest / step), ceil(most / step) + 1)]
+    candidates = [steps * step for steps in range(ceil(largest / step), ceil(limit / step) + 1)]
     fitting = [size for size in candidates if padding(size) <= MAX_PADDING]
     return max(fitting) if fitting else min(candidates, key=lambda size: (padding(size), -size))
 
@@ -298,7 +296,7 @@ def _block_bytes_per_token(kinds: Kinds) -> int:
 
 @dataclass(frozen=True)
 class EntryRule:
-    """Arithmetic on positions: which entries of its block tables a group needs."""
+    """Which entries of its block tables a group needs, as arithmetic on positions."""
 
     kind: CacheKind
     window: int | None
@@ -318,12 +316,12 @@ class EntryRule:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens between two entries."""
+        """The number of tokens between two entries."""
         return self.chunk if self.kind == "state" else self.block_size
 
     @property
     def keeps_all(self) -> bool:
-        """True where queries see every entry from the first on."""
+        """True if queries see every entry from the first on."""
         return self.kind == "paged" and self.window is None
 
     def first_visible(self, position: int) -> int:
@@ -339,25 +337,26 @@ class EntryRule:
         return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
 
     def written(self, start: int, end: int) -> range:
-        """The entries that computing tokens [start, end) writes."""
+        """Return the entries that computing tokens [start, end) writes."""
         if self.kind == "state":
             return range(start // self.chunk, end // self.chunk)
         return range(start // self.block_size, (end - 1) // self.block_size + 1)
 
     def required(self, start: int, end: int, *, is_certain: bool) -> range:
-        """Return the written entries that must be kept: where the tokens are certain (no drafts), only the cells and
-        states that a query at `end` sees."""
+        """Return the written entries that must be kept: of cells and states, if the tokens are certain (no drafts),
+        only those that a query at `end` sees."""
         written = self.written(start, end)
         if self.kind == "paged" or not is_certain:
             return written
         return range(max(written.start, min(self.first_visible(end), written.stop)), written.stop)
 
-    def most_held(self, num_tokens: int, max_step: int) -> int:
-        """Entries that one sequence holds at most on its way to `num_tokens`, in steps of up to `max_step` tokens.
+    def max_held(self, num_tokens: int, max_step: int) -> int:
+        """Return the most entries that one sequence holds at a time until `num_tokens` are computed, in steps of up to
+        `max_step` tokens.
 
-        A window group holds what the queries of a step see:  [ window - 1 tokens before | step ], which may begin
-        anywhere in a block, hence one block more. Of cells there are those of the chunk that a step begins in and of
-        the one it ends in, of states the one it reads and the one it writes.
+        A window group holds the blocks that the queries of a step see:  [ window - 1 tokens before | step ], which may
+        start anywhere in a block, hence one block more. Cells are held for the chunk in which a step starts and the one
+        in which it ends; of states, the one that it reads and the one that it writes.
         """
         everything = num_tokens // self.chunk if self.kind == "state" else ceil(num_tokens / self.block_size)
         if self.kind == "state":
@@ -369,6 +368,5 @@ class EntryRule:
         return min(everything, ceil((self.window - 1 + max_step) / self.block_size) + 1)
 
     def last_block(self, entry: int) -> int:
-        """Return the block of tokens with which an entry becomes complete: the entry is registered under that block's
-        hash."""
+        """Return the block of tokens that completes an entry: the entry is registered under that block's hash."""
         return (entry + 1) * self.tokens // self.block_size - 1

@@ -1,11 +1,11 @@
-"""The KV cache of ranks that keep the contexts of some sequences each (`--dp-attention`): one pool of several parts.
+"""The KV cache manager for data-parallel attention (`--dp-attention`): each rank has the contexts of some sequences.
 
     ids:  0 | part 0: 1 ... n - 1 | part 1: n ... 2 (n - 1) | ...        a rank's own ids: 1 ... n - 1
 
-All blocks of a sequence are of one part, which is chosen when its table is opened: the one that has most of its prefix,
-unless another one is much emptier; forks stay with their parent. A runner gets the ids in its own rank's numbering, and
-with a new row the rank that it belongs to. Sequences of different parts share no blocks: of equal blocks in several
-parts the first is found.
+The pool has one part per rank. All blocks of a sequence are in one part, which is chosen when its table is opened: the
+part with the longest cached prefix, unless another part is much emptier; forks stay in their parent's part. A runner
+gets ids in its rank's numbering, and with a new row the rank that has its blocks. Sequences in different parts share no
+blocks: of equal blocks in several parts, only the first one is registered.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from tokenmill.kv.blocks import BlockPool, BlockTable, HashChain, RowIds
-from tokenmill.kv.cache import REGIONS_IN_WORDS, KVCache, PrefixMatch
+from tokenmill.kv.cache import REGION_NAMES, KVCache, PrefixMatch
 
-MUCH_EMPTIER = 2  # times as many free blocks
+MUCH_EMPTIER_RATIO = 2  # a part with more than twice as many free blocks is preferred to one with a longer prefix
 
 
 class PartedKVCache(KVCache):
@@ -29,7 +29,7 @@ class PartedKVCache(KVCache):
         prefix_caching: bool = True,
         rows_per_block: Seq[int] = (),
     ) -> None:
-        """`num_blocks`: of each part, its null block counted. Layers without blocks of their own are not for it."""
+        """`num_blocks`: of each part, including its null block. Models with recurrent layers are not supported."""
         super().__init__(
             windows=windows,
             num_blocks=num_blocks,
@@ -42,7 +42,7 @@ class PartedKVCache(KVCache):
         rows = tuple(rows_per_block) or (1,) * len(windows)
         self._part_rows = [tuple(RowIds(first, number) for number in rows) for first in self.pool.firsts]
 
-    # ── how much ───────────────────────────────────────────────────────────────────────────────────────
+    # ── numbers of blocks ──────────────────────────────────────────────────────────────────────────────
 
     @property
     def num_free(self) -> int:
@@ -57,13 +57,13 @@ class PartedKVCache(KVCache):
         return self.num_usable - self.num_free
 
     def region_name(self, region: int) -> str:
-        return REGIONS_IN_WORDS[0]
+        return REGION_NAMES[0]
 
     def num_groups(self, region: int) -> int:
         return len(self.rules)
 
     def blocks_for(self, num_tokens: int, chunk: int, region: int = 0) -> int:
-        return sum(rule.most_held(num_tokens, chunk) for rule in self.rules)
+        return sum(rule.max_held(num_tokens, chunk) for rule in self.rules)
 
     def blocks_to_open(self, num_tokens: int, chunk: int, match: PrefixMatch, region: int) -> int:
         if region != match.part:
@@ -81,14 +81,14 @@ class PartedKVCache(KVCache):
         return sum(sum(map(bool, blocks)) for blocks in table.groups) if table.part == region else 0
 
     def has_spare(self, num_drafts: int, num_sequences: int) -> bool:
-        drafted = sum(max(1, rule.most_held(num_drafts, 1)) for rule in self.rules)
-        least = min(map(self.pool.free_in, self.regions))
-        return least - num_sequences * len(self.rules) >= drafted
+        num_needed = sum(max(1, rule.max_held(num_drafts, 1)) for rule in self.rules)
+        num_free = min(map(self.pool.free_in, self.regions))
+        return num_free - num_sequences * len(self.rules) >= num_needed
 
-    # ── where ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── choosing a part ────────────────────────────────────────────────────────────────────────────────
 
     def match(self, token_ids: Seq[int], chain: HashChain, limit: int) -> PrefixMatch:
-        """Find the longest prefix in one part, or in the emptiest part where that has much more room."""
+        """Find the part with the longest cached prefix, or use the emptiest part if it has many more free blocks."""
         emptiest = self._emptiest()
         if not self.prefix_caching:
             return self.miss()
@@ -96,7 +96,7 @@ class PartedKVCache(KVCache):
         hashes = chain.extend(token_ids, num_blocks)
         found = {part: self._num_in(part, hashes, num_blocks) for part in self.regions}
         part = max(self.regions, key=lambda one: (found[one], one == emptiest))
-        if self.pool.free_in(part) * MUCH_EMPTIER < self.pool.free_in(emptiest):
+        if self.pool.free_in(part) * MUCH_EMPTIER_RATIO < self.pool.free_in(emptiest):
             part = emptiest
         groups = [self._hit_blocks(group, hashes, found[part]) for group in range(len(self.rules))]
         return PrefixMatch(found[part] * self.block_size, groups, part)
@@ -108,7 +108,7 @@ class PartedKVCache(KVCache):
         return max(self.regions, key=lambda part: (self.pool.free_in(part), -part))
 
     def _num_in(self, part: int, hashes: list[bytes], num_blocks: int) -> int:
-        """Count the leading blocks of a prefix that a part has, as far as later queries see them."""
+        """Return the number of blocks of the longest prefix for which a part has all blocks that later queries see."""
 
         def has(group: int, block_hash: bytes) -> bool:
             block = self.prefix.find(group, block_hash)

@@ -1,8 +1,8 @@
-"""Memory of a KV pool that another process of this machine maps too.
+"""Shared memory for a KV pool that another process of this machine maps too.
 
-Ranks that are processes keep their parts of the pool in files without names, whose descriptors their core has as well.
-So a core reads and writes blocks of all ranks itself (`ranked_records.py`), and no rank has to take part in it. The
-memory is freed with the last process that has it mapped.
+Ranks in processes put their parts of the pool into anonymous files, whose descriptors their core has too. So the core
+can read and write the blocks of all ranks itself (`ranked_records.py`), without involving the ranks. The memory is
+freed with the last process that has it mapped.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import numpy as np
 
 
 class PoolMemory:
-    """Pieces of a file, one behind the other. All who map it allocate the same sizes in the same order."""
+    """Allocates consecutive pieces of a file. All processes that map it must allocate the same sizes in the same
+    order."""
 
     def __init__(self, descriptor: int, *, is_owner: bool) -> None:
-        """`is_owner`: the file grows by what is allocated; else its owner has allocated everything already."""
+        """`is_owner`: the file grows with each allocation; otherwise its owner has already allocated everything."""
         self._descriptor = descriptor
         self._is_owner = is_owner
         self._end = 0
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Return the next piece, which is zero until somebody writes into it."""
+        """Return the next piece, initially zero."""
         start, pages = self._end, -(-num_bytes // mmap.PAGESIZE)
         self._end += pages * mmap.PAGESIZE
         if self._is_owner:
@@ -33,5 +34,5 @@ class PoolMemory:
 
 
 def pool_file() -> int:
-    """Return the descriptor of a file for one rank's part of the pool."""
+    """Create an anonymous file for one rank's part of the pool; return its descriptor."""
     return os.memfd_create("tokenmill-kv", os.MFD_CLOEXEC)

@@ -1,7 +1,7 @@
-"""A block of the pool as a record: one piece of bytes that can be kept elsewhere and put back.
+"""Records: a block of the pool as one contiguous piece of bytes, which tiers store and cores exchange.
 
-The pool has a tensor for each field, [layers, blocks, ...], so a block is many pieces; a record has them one after
-another:
+The pool has a tensor for each field, [layers, blocks, ...], so a block consists of many pieces; a record has them one
+after another:
 
     pool     keys   [layer 0: block 0 | block 1 | ...][layer 1: block 0 | block 1 | ...] ...
              values [...]
@@ -9,9 +9,9 @@ another:
 
 Blocks of every region are records: tokens, and cells and states of recurrent layers (`kv/layout.py`).
 
-On a CPU pieces are copied where they are. On a GPU they are gathered into a staging tensor by one kernel a field, and
-the copy engine moves whole records from and to pinned memory. Both happen on a stream of its own, behind all steps that
-were launched before: a step may still be writing the block that is saved, or reading the one that is overwritten.
+On a CPU pieces are copied in place. On a GPU one kernel per field gathers them into a staging tensor, and the copy
+engine moves whole records to and from pinned memory. Both run on a separate stream, after all steps that were launched
+before: a step may still be writing the block that is saved, or reading the one that is overwritten.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch
 from tokenmill.kv.storage import KVStorage
 
 Record = torch.Tensor  # uint8 [bytes], in host memory
-Room = Callable[[int], Sequence[Record]]  # a thread's records of a region
-Piece = tuple[int, int, int]  # of all blocks: address of row 0, bytes from row to row, bytes that belong to the block
+BufferOf = Callable[[int], Sequence[Record]]  # region → the calling thread's records for it
+Piece = tuple[int, int, int]  # of all blocks: address of row 0, bytes from row to row, bytes of one block's piece
 
-PINNED_BYTES = 1 << 30  # that are pinned at a time
-STAGED_BYTES = 32 << 20  # of records on their way from or to a GPU; two stagings of so much
+PINNED_BYTES = 1 << 30  # the most memory pinned by one allocation
+STAGING_BYTES = 32 << 20  # size of each of the two staging tensors on a GPU
 
 
 class BlockRecords(Protocol):
-    """Copies blocks from and to records; by one thread at a time."""
+    """Copies blocks to and from records; used by one thread at a time."""
 
     sizes: list[int]  # bytes of a record, by region
 
@@ -43,37 +43,37 @@ class BlockRecords(Protocol):
     def write(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None: ...
 
     def empty(self, region: int, number: int) -> list[Record]:
-        """Allocate memory for records, of a kind that is copied fast."""
+        """Allocate memory for records of a kind that is copied fast (pinned for a GPU)."""
         ...
 
-    # For those who read blocks without this object (`tiers/nixl.py`):
+    # For reading blocks without this object (`tiers/nixl.py`):
 
     def empty_beside_pool(self, region: int, number: int) -> list[Record]:
-        """Allocate records in the same memory as the pool; they can be written to it, but not kept elsewhere."""
+        """Allocate records on the pool's device; they can be written to the pool, but not stored in a tier."""
         ...
 
     def memory(self) -> list[torch.Tensor]:
-        """Return tensors that lie in all memory of the pool."""
+        """Return tensors that together cover all memory of the pool."""
         ...
 
     def pieces(self, region: int) -> list[Piece]:
-        """Return where a region's blocks lie, in the order of a record."""
+        """Return the locations of the pieces of a region's blocks, in the order of a record."""
         ...
 
     def row(self, region: int, block: int) -> int:
         """Return the row of a block."""
         ...
 
-    def settle(self) -> None:
-        """Wait until all steps have written that were launched before."""
+    def wait_for_steps(self) -> None:
+        """Wait until all steps launched so far have written their blocks."""
         ...
 
 
 class RegionPlanes:
-    """The tensors of one region as bytes, and how a block id becomes a row of them."""
+    """The tensors of one region as bytes, and the mapping from block ids to their rows."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], first: int) -> None:
-        """`first`: the id of the block in row 1; row 0 is the null block's."""
+        """`first`: the id of the block in row 1; row 0 is the null block."""
         self.planes = [tensor.view(torch.uint8).view(*tensor.shape[:2], -1) for tensor in tensors]
         self.sizes = [plane.shape[0] * plane.shape[2] for plane in self.planes]
         self.record_bytes = sum(self.sizes)
@@ -96,7 +96,7 @@ def region_planes(storage: KVStorage) -> list[RegionPlanes]:
 
 
 class WholeBlocks:
-    """A pool that has all of every block: where its pieces lie."""
+    """The locations of blocks in a pool that has every block as a whole (not distributed over ranks)."""
 
     def __init__(self, storage: KVStorage) -> None:
         self._regions = region_planes(storage)
@@ -125,8 +125,8 @@ class HostRecords(WholeBlocks):
     def empty_beside_pool(self, region: int, number: int) -> list[Record]:
         return self.empty(region, number)
 
-    def settle(self) -> None:
-        """Do nothing: a block is registered when its step has ended."""
+    def wait_for_steps(self) -> None:
+        """Do nothing: on a CPU a block is registered after its step has ended."""
 
     def read(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
         for block, record in zip(blocks, records, strict=True):
@@ -139,7 +139,7 @@ class HostRecords(WholeBlocks):
                 np.copyto(pool, piece)
 
     def _pieces(self, region: int, block: int, record: Record) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return pairs of a block's part of each tensor, [layers, bytes], and the record's part for it."""
+        """Return pairs of a block's piece of each tensor, [layers, bytes], and the record's part for it."""
         planes, row, start = self._regions[region], self._regions[region].row(block), 0
         found = []
         values = record.numpy()
@@ -151,18 +151,18 @@ class HostRecords(WholeBlocks):
 
 
 class CopyStream(Protocol):
-    """A stream on which copies run after all steps that were launched before them."""
+    """A stream on which copies run after all steps launched before them."""
 
     def run(self, copies: Callable[[], None]) -> None:
-        """Launch copies, and wait until they are made."""
+        """Launch copies and wait until they are done."""
         ...
 
 
 class GpuCopyStream:
-    """A stream of its own for copies from and to a GPU."""
+    """A separate CUDA stream for copies to and from a GPU."""
 
     def __init__(self, steps: torch.cuda.Stream) -> None:
-        """`steps`: the stream that steps are launched on."""
+        """`steps`: the stream on which steps are launched."""
         self._stream = torch.cuda.Stream(steps.device)  # type: ignore[no-untyped-call]
         self._steps = steps
 
@@ -180,22 +180,22 @@ class DeviceRecords(WholeBlocks):
         super().__init__(storage)
         self.sizes = [region.record_bytes for region in self._regions]
         self._device = storage.device
-        self._is_cuda = storage.device.type == "cuda"  # False in tests alone
+        self._is_cuda = storage.device.type == "cuda"  # False only in tests
         self._stream = stream
         self._stagings = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def empty(self, region: int, number: int) -> list[Record]:
         size, records = self.sizes[region], []
-        most = max(1, PINNED_BYTES // size)  # torch rounds what it pins up to a power of two
-        for start in range(0, number, most):
-            some = min(most, number - start)
+        max_records = max(1, PINNED_BYTES // size)  # torch rounds pinned allocations up to a power of two
+        for start in range(0, number, max_records):
+            some = min(max_records, number - start)
             records += list(torch.empty((some, size), dtype=torch.uint8, pin_memory=self._is_cuda))
         return records
 
     def empty_beside_pool(self, region: int, number: int) -> list[Record]:
         return list(torch.empty((number, self.sizes[region]), dtype=torch.uint8, device=self._device))
 
-    def settle(self) -> None:
+    def wait_for_steps(self) -> None:
         self._stream.run(lambda: None)
 
     def read(self, region: int, blocks: Sequence[int], records: Sequence[Record]) -> None:
@@ -211,14 +211,14 @@ class DeviceRecords(WholeBlocks):
         blocks: Sequence[int],
         records: Sequence[Record],
     ) -> None:
-        """Copy as many blocks at a time as a staging has room for; two stagings, so that one part's copy need not wait
-        for the kernels of the part before it."""
+        """Copy blocks in parts that fit into a staging tensor; with two stagings, the copy of one part does not wait
+        for the kernels of the previous part."""
         region = self._regions[number]
-        most = max(1, STAGED_BYTES // region.record_bytes)
+        size = max(1, STAGING_BYTES // region.record_bytes)
         rows = torch.tensor([region.row(block) for block in blocks], device=self._device)
-        for part, start in enumerate(range(0, len(blocks), most)):
-            some = records[start : start + most]
-            copy(region, rows[start : start + most], self._staging(part % 2, len(some), region.record_bytes), some)
+        for part, start in enumerate(range(0, len(blocks), size)):
+            some = records[start : start + size]
+            copy(region, rows[start : start + size], self._staging(part % 2, len(some), region.record_bytes), some)
 
     def _staging(self, which: int, number: int, num_bytes: int) -> torch.Tensor:
         if self._stagings[which].numel() < number * num_bytes:
@@ -230,8 +230,8 @@ class DeviceRecords(WholeBlocks):
     ) -> None:
         start = 0
         for plane, size in zip(region.planes, region.sizes, strict=True):
-            pieces = words(plane).index_select(1, rows).transpose(0, 1)  # [blocks, layers, words]
-            words(staging[:, start : start + size].view(len(staging), *plane.shape[::2])).copy_(pieces)
+            pieces = as_int64(plane).index_select(1, rows).transpose(0, 1)  # [blocks, layers, int64 values]
+            as_int64(staging[:, start : start + size].view(len(staging), *plane.shape[::2])).copy_(pieces)
             start += size
         for start, end in runs(records):
             joined(records[start:end]).copy_(staging[start:end].flatten(), non_blocking=True)
@@ -243,24 +243,23 @@ class DeviceRecords(WholeBlocks):
             staging[start:end].flatten().copy_(joined(records[start:end]), non_blocking=True)
         start = 0
         for plane, size in zip(region.planes, region.sizes, strict=True):
-            pieces = words(staging[:, start : start + size].view(len(staging), *plane.shape[::2])).transpose(0, 1)
-            words(plane).index_copy_(1, rows, pieces)
+            pieces = as_int64(staging[:, start : start + size].view(len(staging), *plane.shape[::2])).transpose(0, 1)
+            as_int64(plane).index_copy_(1, rows, pieces)
             start += size
 
 
 def runs(records: Sequence[Record]) -> Iterator[tuple[int, int]]:
-    """Return ranges of records that are adjacent in memory: each is one copy."""
+    """Return ranges of records that are adjacent in memory: each range is copied at once."""
     start = 0
-    for place in range(1, len(records) + 1):
-        before = records[place - 1]
-        if place < len(records) and is_behind(records[place], before):
+    for end in range(1, len(records) + 1):
+        if end < len(records) and is_adjacent(records[end], records[end - 1]):
             continue
-        yield start, place
-        start = place
+        yield start, end
+        start = end
 
 
-def is_behind(record: Record, before: Record) -> bool:
-    """Tell whether a record begins where another one ends, in the same allocation."""
+def is_adjacent(record: Record, before: Record) -> bool:
+    """Tell whether a record starts where another one ends, in the same allocation."""
     is_next = record.data_ptr() == before.data_ptr() + before.numel()
     return is_next and record.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
 
@@ -274,7 +273,7 @@ def bytes_of(record: Record) -> memoryview:
     return memoryview(record.numpy())  # type: ignore[arg-type]
 
 
-def words(values: torch.Tensor) -> torch.Tensor:
-    """View bytes as 8-byte integers where alignment and length allow it: kernels copy them eight times as fast."""
-    places = (values.shape[-1], values.storage_offset(), *values.stride()[:-1])
-    return values if any(place % 8 for place in places) else values.view(torch.int64)
+def as_int64(values: torch.Tensor) -> torch.Tensor:
+    """View bytes as 8-byte integers if alignment and length allow it: kernels copy them eight times as fast."""
+    offsets = (values.shape[-1], values.storage_offset(), *values.stride()[:-1])
+    return values if any(offset % 8 for offset in offsets) else values.view(torch.int64)

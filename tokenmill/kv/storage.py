@@ -1,23 +1,23 @@
-"""The tensors behind the block ids. Allocated once; steps write into them and read from them, nothing moves.
+"""The tensors of the KV pool. They are allocated once; steps read and write them in place.
 
-A field of a layer (keys, values, inputs of a convolution) is a contiguous tensor; the tokens of a block are the axis
-before its last one:
+A field of a layer (keys, values, inputs of a convolution) is a contiguous tensor; the tokens of a block are its second
+to last axis:
 
     shape per token (kv_heads, head_dim)  →  [rows, kv_heads, block_size, head_dim]     keys, values
     shape per token (width,)              →  [rows, block_size, width]                  inputs
-    scales, where a value takes a byte    →  [rows, kv_heads, block_size] float32
+    scales of 8-bit values                →  [rows, kv_heads, block_size] float32
 
-A block id belongs to one cache group at a time. Where all groups keep the same fields, each field is one tensor
-[layers_per_group, num_blocks, ...]: the group's i-th layer finds its keys in keys[i, block].
+A block id belongs to one cache group at a time. If all groups have the same fields, each field is one tensor
+[layers_per_group, num_blocks, ...]: the keys of the group's i-th layer are keys[i, block].
 
-Where groups keep different fields, they share one piece of memory [num_blocks, bytes], and each field of each layer is
-a view of it that begins at its own offset. A block is then `rows_per_block` rows of such a view, so the ids in a
-group's block tables are block * rows_per_block (`BlockTable.updates`), and kernels need not know:
+If groups have different fields, they share one buffer [num_blocks, bytes], and each field of each layer is a view of it
+that starts at a different offset. A block is then `rows_per_block` rows of such a view, so the ids in a group's block
+tables are block * rows_per_block (`BlockTable.updates`), and kernels need no special case:
 
     block 7 of 6 rows in group 0   [ K row | V row | K row | V row | K row | V row ]   id 42 in views from row 0, 1 ...
     block 9 of 2 rows in group 1   [ inputs row            | inputs row            ]   id 18 in views from row 0, 1
 
-Cells and states of recurrent layers have tensors of their own, [layers, num_cells, ...] and [layers, num_states, ...];
+Cells and states of recurrent layers have separate tensors, [layers, num_cells, ...] and [layers, num_states, ...];
 a state has no axis of tokens.
 """
 
@@ -34,7 +34,7 @@ from tokenmill.kv.layout import CacheGroup, KVLayout, has_scale
 from tokenmill.kv.pool_memory import PoolMemory
 from tokenmill.ops.batch import LayerCache
 
-MAX_COPIED_BYTES = 64 << 20  # of a copy's sources that lie beside the pool at a time, at least one layer's
+MAX_COPIED_BYTES = 64 << 20  # temporary memory of a block copy (at least that of one layer)
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -59,8 +59,8 @@ class KVStorage:
         num_states: int = 0,
         memory: PoolMemory | None = None,
     ) -> None:
-        """`num_blocks`, `num_cells` and `num_states` count the null block; models without recurrent layers have none of
-        the latter two. `memory`: where a pool on a CPU lies, if another process maps it too."""
+        """`num_blocks`, `num_cells` and `num_states` count the null block; the latter two are 0 for models without
+        recurrent layers. `memory`: shared memory for a pool on a CPU that another process maps too."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_cells = num_cells
@@ -68,7 +68,7 @@ class KVStorage:
         self.block_size = block_size
         self.device = device
         self._memory = memory
-        self._pools: list[torch.Tensor] = []  # everything that is allocated for blocks: [planes, num_blocks, ...]
+        self._pools: list[torch.Tensor] = []  # all tensors of blocks: [planes, num_blocks, ...]
         self._cells: list[torch.Tensor] = []  # [layers, num_cells, ...]
         self._states: list[torch.Tensor] = []  # [layers, num_states, ...]
         self._fields: dict[int, Fields] = {}  # by layer
@@ -91,26 +91,26 @@ class KVStorage:
         }
 
     def group(self, layer: int, field: str | None = None) -> int:
-        """The cache group of a layer's field: which of a batch's block tables is its own. None: of its paged fields,
-        of the first of two groups."""
+        """Return the cache group of a layer's field, the index of its block table in a batch. None: the (first) group
+        of its paged fields."""
         return self._paged[layer] if field is None else self._groups[layer, field]
 
     def fields(self, layer: int) -> Fields:
-        """The tensors of a layer's fields, by name."""
+        """Return the tensors of a layer's fields, by name."""
         return self._fields[layer]
 
     def layer(self, number: int) -> LayerCache:
-        """Keys and values of a layer of attention."""
+        """Return the keys and values of an attention layer."""
         return self._layers[number]
 
     @property
     def regions(self) -> list[list[torch.Tensor]]:
-        """The tensors that hold blocks of each region (`BlockPool`), [layers, blocks of the region, ...]."""
+        """The tensors of each region's blocks (`BlockPool`): [layers, blocks of the region, ...]."""
         return [self._pools, self._cells, self._states]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (from, to) block ids, all as if at once: sources are read before anything is written. Ids behind those
-        of blocks are cells (`BlockPool`)."""
+        """Copy blocks given as pairs of ids (from, to), as if simultaneously: a source is read before it is
+        overwritten. Ids after those of blocks are cells (`BlockPool`)."""
         if not pairs:
             return
         blocks = [pair for pair in pairs if pair[0] < self.num_blocks]
@@ -125,7 +125,7 @@ class KVStorage:
             return
         sources, targets = (torch.tensor(ids, device=self.device) for ids in zip(*pairs, strict=True))
         for pool in filter(len, pools):
-            bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # copied, whatever they mean
+            bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # 8-bit types are copied as bytes
             for planes in torch.split(bits, max(1, MAX_COPIED_BYTES // (len(pairs) * bits[0, 0].nbytes))):
                 planes[:, targets] = planes[:, sources]
 
@@ -145,7 +145,7 @@ class KVStorage:
                     self._keep(layer, field, pool[index], None if scales is None else scales[index])
 
     def _allocate_shared(self, layout: KVLayout) -> None:
-        """Allocate one buffer for all fields, and one for the scales of each set of fields that has some."""
+        """Allocate one buffer for all fields, and one for the scales of each set of fields with scales."""
         shared = self._blocks((1, self.num_blocks, layout.shared_bytes * self.block_size), "int8").view(torch.uint8)
         scales: dict[tuple[CacheField, ...], torch.Tensor] = {}
         for group, rows in zip(layout.paged, layout.rows_per_block[: len(layout.paged)], strict=True):
@@ -164,8 +164,8 @@ class KVStorage:
                     self._keep(layer, field, pools[-1][index], None)
 
     def _share(self, group: CacheGroup, rows: int, shared: torch.Tensor, scales: torch.Tensor | None) -> None:
-        """Views of the rows that belong to a group's fields: the first layer's fields, then the second's ..."""
-        length = (self.num_blocks - 1) * rows + 1  # of each view: up to the first row of the last block
+        """Make views of the rows of a group's fields: the first layer's fields, then the second's ..."""
+        length = (self.num_blocks - 1) * rows + 1  # rows of each view: up to the first row of the last block
         for index, layer in enumerate(group.layers):
             for number, field in enumerate(group.fields, start=index * len(group.fields)):
                 own_rows = slice(number, number + length)
@@ -190,10 +190,10 @@ class KVStorage:
         return self._pools[-1]
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """Allocate zeros, so that values behind masked scores are never NaN. On a CPU pages are mapped when they are
-        first written: an unused pool takes no memory."""
+        """Allocate zeros, so that values with masked scores are never NaN. On a CPU pages are mapped when they are
+        first written, so an unused pool takes no memory."""
         kind = DTYPES[dtype]
-        if self.device.type != "cpu" or not math.prod(shape):  # a stage may have no layer of a kind
+        if self.device.type != "cpu" or not math.prod(shape):  # a pipeline stage may have no layer of a kind
             return torch.zeros(shape, dtype=kind, device=self.device)
         num_bytes = math.prod(shape) * kind.itemsize
         if self._memory is not None:

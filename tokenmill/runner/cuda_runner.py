@@ -92,7 +92,7 @@ class CudaRunner:
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context, self._mixed, has_head=has_head)
         self._preparations: Iterator[Callable[[], object]] = iter(())
         self._row_slots = [0] * max_rows  # of adapters, as the device has them
-        self._has_answered = False  # a step
+        self._has_output = False  # a step
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -108,7 +108,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> int:
-        if self._has_answered:  # the first token waits for none of them
+        if self._has_output:  # the first token waits for none of them
             self._warm_up.compile_rest()
         step = LaunchedStep(plan, time.perf_counter())
         self._apply_changes(plan)
@@ -148,7 +148,7 @@ class CudaRunner:
         if step.computed is not None:  # nothing has waited for a chunk that draws nothing, and its time is learned from
             step.computed.synchronize()
         rows = [found[row.row] for row in step.plan.rows]
-        self._has_answered = True
+        self._has_output = True
         return StepResult(step=ticket, rows=rows, step_s=time.perf_counter() - step.began)
 
     @property

@@ -277,7 +277,7 @@ def graph_sizes(max_rows: int) -> list[int]:
 def blocks_for_context(layout: KVLayout, context: int, block_size: int, max_chunk: int = 1) -> int:
     """Blocks that one sequence of `context` tokens holds at most, all paged groups together."""
     rules = layout.rules(block_size)
-    return sum(rule.most_held(context, max_chunk) for rule in rules if rule.kind == "paged")
+    return sum(rule.max_held(context, max_chunk) for rule in rules if rule.kind == "paged")
 
 
 def num_blocks_that_fit(

@@ -1,4 +1,4 @@
-"""The scheduler, which decides what is computed next: requests, admission, budget, plans. Pure Python, no tensors."""
+"""The scheduler decides what the next step computes: requests, admission, budget, plans. Pure Python, no tensors."""
 
 from tokenmill.scheduler.scheduler import Scheduler
 from tokenmill.scheduler.stats import SchedulerStats

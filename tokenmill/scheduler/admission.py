@@ -1,26 +1,25 @@
-"""Admission: which waiting groups start to run, and which running ones are preempted for them.
+"""Admission: which waiting groups start to run, and which running groups are preempted for them.
 
 Waiting groups start in the order of their queue (`waiting.py`) while there is room (`budget.py`): rows for all their
-sequences, a slot for their adapter, and blocks for all that their leader wants plus one for each sequence that runs.
-Samples that find no row wait on their own, so that a request for many of them does not keep rows idle. A group of
-higher priority displaces running ones of lower, from the end of the order, if that is enough for it; a preempted group
-waits again and keeps its place.
+sequences, a slot for their adapter, and blocks for all tokens of their leader plus one for each running sequence.
+Samples that find no row wait separately, so that a request for many samples does not keep rows idle. A group of higher
+priority preempts running groups of lower priority, from the end of the order, if that frees enough; a preempted group
+returns to its position in the queue.
 
-Backfill: a group without room does not stop the others. They pass it, until it would fit if those were gone that have
-passed it; from then on nothing passes, and it starts when enough of them have ended. So it waits for one generation of
-them at most, and until then no row is idle for its sake.
+Backfill: a group without room does not block the others. They pass it, until it would fit if all groups that passed it
+were gone; from then on none passes, and it starts when enough of them have ended. So it waits for at most one
+generation of them, and no row is kept idle for it before.
 
     8 rows     [ a a a a b b b . ]   a request for 6 beams waits
                [ a a a a c b b c ]   c, c pass it
-               [ a c a c c c . . ]   three have passed, and 6 would be free without them: nothing more passes
+               [ a c a c c c . . ]   three have passed, and 6 would be free without them: no other group passes
 
-Fair room: where a tenant has less than its share of the rows and blocks, and its next group finds no room, the youngest
-groups of tenants beyond their share are preempted for it. What those have computed is mostly still cached when they
-return.
+Fair shares: if a tenant has less than its share of the rows and blocks, and its next group finds no room, the youngest
+groups of tenants beyond their share are preempted for it. Most of their blocks are still cached when they return.
 
-While steps are in flight, two things are different. Room that a preempted group leaves is free only when the steps that
-use it are collected, so the group it was made for is admitted in a later plan. And a group whose next block is being
-computed by a step in flight waits until that block is in the prefix cache, instead of computing it again.
+Steps in flight matter in two ways. Rows and blocks of a preempted group are free only when the steps that use them are
+applied, so the group that needs them is admitted in a later plan. And a group whose next block is being computed by a
+step in flight waits until that block is in the prefix cache, instead of computing it again.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from tokenmill.scheduler.tenants import TenantAccount, Tenants
 from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import BACKGROUND_PRIORITY
 
-MAX_PASSED = 16  # groups without room that are looked at in one plan
+MAX_PASSED = 16  # groups without room that are considered in one plan
 
 
 class Backfill:
-    """The waiting group that finds no room and that later groups may pass, and the groups that have passed it."""
+    """Tracks the waiting group that finds no room, and the later groups that have passed it."""
 
     def __init__(self, resources: Resources, cache: KVCache) -> None:
         self._resources = resources
@@ -56,7 +55,7 @@ class Backfill:
 
     @property
     def blocked(self) -> SequenceGroup | None:
-        """Return the group that is being passed, while it waits."""
+        """The group that is being passed, if it is still waiting."""
         if self._blocked is not None and (self._blocked.is_running or self._blocked.is_gone):
             self._blocked = None
         return self._blocked
@@ -70,8 +69,8 @@ class Backfill:
             self._passers.append(group)
 
     def may_pass(self, group: SequenceGroup) -> bool:
-        """Tell whether a group may start before the blocked one: a more urgent one may, and one whose tenant was given
-        less; others until that one would fit without those that have passed."""
+        """Tell whether a group may start before the blocked one: always if it is more urgent or its tenant has received
+        less; otherwise until the blocked one would fit without the groups that have passed it."""
         blocked = self.blocked
         if blocked is None or blocked is group or self.precedes(group, blocked):
             return True
@@ -79,7 +78,7 @@ class Backfill:
         return not self._resources.would_suffice(blocked, self._cache.miss(), self._passers)
 
     def precedes(self, group: SequenceGroup, blocked: SequenceGroup) -> bool:
-        """Tell whether a group comes before the blocked one in any case."""
+        """Tell whether a group comes before the blocked one by priority or by its tenant's counter."""
         own, other = group.state.account, blocked.state.account
         return group.priority < blocked.priority or (own is not other and own.counter_s < other.counter_s)
 
@@ -105,23 +104,24 @@ class Admission:
         self._counters = counters
         self._clock = clock
         self._pools = [pool_resource(cache, running, config.num_tokens, region) for region in cache.regions]
-        self._own_limit = tenant_resource(running)
+        self._tenant_limit = tenant_resource(running)
         self._resources = Resources(
             [
-                self._own_limit,
+                self._tenant_limit,
                 rows_resource(running),
-                *self._promised(promises),
+                *self._step_time_resource(promises),
                 adapters_resource(running),
                 *self._pools,
             ],
         )
         self._backfill = Backfill(self._resources, cache)
-        self._underway: set[bytes] = set()  # hashes of blocks that steps in flight compute
+        self._hashes_in_flight: set[bytes] = set()  # of blocks that steps in flight compute
         self._num_passed = 0
         self._tries_blocked = True
 
-    def _promised(self, promises: Promises) -> list[Resource]:
-        """Return how many sequences may run within the promised time per output token, where one is promised."""
+    def _step_time_resource(self, promises: Promises) -> list[Resource]:
+        """Return the resource that limits how many sequences run, if there is an objective for the time per output
+        token."""
         if promises.level.tpot_s is None:
             return []
         time = Resource(
@@ -139,13 +139,13 @@ class Admission:
         self._waiting.push(group)
 
     def preempt_for_priority(self) -> None:
-        """Make room for waiting groups that running ones of lower priority keep out."""
+        """Preempt running groups for waiting groups of higher priority."""
         while (group := self._waiting.first()) is not None and self._try_preempt(group, self._less_urgent(group)):
             pass
 
     def preempt_for_share(self) -> None:
-        """Make room for a waiting group of a tenant that has less than its share, where others have more. One group a
-        plan: a step with the prompts of many takes long."""
+        """Preempt groups of tenants beyond their share for a waiting group of a tenant below its share. Only one group
+        per plan: a step with the prompts of many would take long."""
         group = self._waiting.first(keeps_quantum=False)
         if group is not None and group.priority < BACKGROUND_PRIORITY:
             self._try_preempt(group, self._beyond_share(group))
@@ -154,48 +154,49 @@ class Admission:
         return list(takewhile(lambda other: other.priority > group.priority, reversed(self._running.groups)))
 
     def _beyond_share(self, group: SequenceGroup) -> list[SequenceGroup]:
-        """Groups of tenants that have more than their share of rows or blocks, the youngest first, as far as those stay
-        at their share; none if the group's own tenant would be beyond its own."""
+        """Return groups of tenants that have more than their share of rows or blocks, youngest first, only as long as
+        those tenants keep their share; none if the group's own tenant would exceed its share."""
         if self._match_with_room(group) is not None:
             return []
         unit = 1.0 / self._tenants.open_weight
-        held = self._parts_held()
+        held = self._shares_held()
         own = group.state.account
-        if held[own] and held[own] + self._part_of(group) > own.tenant.weight * unit:
+        if held[own] and held[own] + self._share_of(group) > own.tenant.weight * unit:
             return []
         found = []
         for other in reversed(self._running.groups):
             account = other.state.account
-            left = held[account] - self._part_of(other)
+            left = held[account] - self._share_of(other)
             is_ahead = account.counter_s > own.counter_s
             if is_ahead and other.priority >= group.priority and left >= account.tenant.weight * unit:
                 held[account] = left
                 found.append(other)
         return found
 
-    def _parts_held(self) -> dict[TenantAccount, float]:
-        """Return each tenant's share of the rows or of the blocks, for each group the larger of the two."""
+    def _shares_held(self) -> dict[TenantAccount, float]:
+        """Return the sum of each tenant's group shares."""
         held: dict[TenantAccount, float] = defaultdict(float)
         for group in self._running.groups:
-            held[group.state.account] += self._part_of(group)
+            held[group.state.account] += self._share_of(group)
         return held
 
-    def _part_of(self, group: SequenceGroup) -> float:
+    def _share_of(self, group: SequenceGroup) -> float:
+        """Return a group's share of the rows or of the blocks, whichever is larger."""
         rows = group.num_rows / self._running.row_allocator.num_rows
         blocks = self._cache.blocks_for(len(group.leader.window), len(group.leader.window)) / self._cache.num_usable
         return max(rows, blocks)
 
     def _try_preempt(self, group: SequenceGroup, victims: list[SequenceGroup]) -> bool:
-        """Preempt running groups, one after another, until `group` can be admitted, and admit it. None is preempted
-        where all of them together would not be enough, or none has to be."""
+        """Preempt running groups, one after another, until `group` can be admitted, and admit it. Preempt none if even
+        all of them would not free enough, or if `group` already fits."""
         if not victims or self._match_with_room(group) is not None or not self._would_suffice(group, victims):
             return False
         for victim in victims:
             if self._would_suffice(group, []):
-                return False  # what steps in flight will give back is enough
+                return False  # what steps in flight will free is enough
             self.preempt(victim)
             if (match := self._match_with_room(group)) is not None:
-                self._enter(group, match)
+                self._start(group, match)
                 return True
         return False
 
@@ -203,14 +204,14 @@ class Admission:
         return self._resources.would_suffice(group, self._cache.miss(), victims)
 
     def begin(self) -> None:
-        """Look at all waiting groups anew, for the next plan."""
+        """Reset the state of the previous plan: consider all waiting groups again."""
         self._waiting.recall()
-        self._underway = self._hashes_in_flight() if len(self._waiting) else set()
+        self._hashes_in_flight = self._find_hashes_in_flight() if len(self._waiting) else set()
         self._num_passed = 0
         self._tries_blocked = True
 
     def next_group(self, *, background: bool = False) -> SequenceGroup | None:
-        """The group that would start next. `background`: whether background groups may start too."""
+        """Return the group that would start next. `background`: whether background groups may start too."""
         first, blocked = self._waiting.first(), self._backfill.blocked
         if blocked is not None and self._tries_blocked:
             is_next = first is None or not self._backfill.precedes(first, blocked)
@@ -219,48 +220,49 @@ class Admission:
         return None if first is None or (first.priority >= BACKGROUND_PRIORITY and not background) else first
 
     def admit(self, group: SequenceGroup, builder: PlanBuilder) -> bool:
-        """Start a group with what is left of the step's tokens, or pass it over; False: no other one may start."""
-        self._part(group)
+        """Start a group with the tokens that are left in the step, or pass it over; return False if no other group may
+        start."""
+        self._split_to_free_rows(group)
         if (match := self._match_with_room(group)) is None:
             return self._pass_over(group)
         if not self._backfill.may_pass(group):
             return False
-        if self._underway and self._next_hash(group, match) in self._underway:
+        if self._hashes_in_flight and self._next_hash(group, match) in self._hashes_in_flight:
             self._tries_blocked = False
             self._waiting.pass_tenant(group)
             return True
-        self._enter(group, match)
-        if group.arriving is not None:
+        self._start(group, match)
+        if group.pending_fetch is not None:
             return True
         leader = group.leader
         granted = builder.budget.spend_on_prompt(group.wants(leader))
         copies = self._cache.reserve(leader.held_table, leader.computed, leader.computed + granted)
-        assert copies is not None, "room for the whole sequence was checked"
+        assert copies is not None, "blocks for the whole sequence were available"
         builder.add(leader, granted, copies)
         return True
 
     def _pass_over(self, group: SequenceGroup) -> bool:
-        """Let others pass a group without room. Where no row is free there is no room for any; all of a tenant's wait
-        where it has what it may have."""
+        """Let other groups pass a group without room: none if no row is free, no other group of its tenant if the
+        tenant's limit is reached."""
         if not self._running.row_allocator.num_free:
             return False
         self._num_passed += 1
-        if self._own_limit.needed(group, None):
+        if self._tenant_limit.needed(group, None):
             self._waiting.pass_tenant(group)
         else:
             self._backfill.note_refused(group)
             self._waiting.pass_over(group)
         return self._num_passed < MAX_PASSED
 
-    def _part(self, group: SequenceGroup) -> None:
-        """Let the samples of a group for which there are no rows now come later, each on its own: they find the prompt
-        in the prefix cache."""
+    def _split_to_free_rows(self, group: SequenceGroup) -> None:
+        """Split off the samples of a group for which no rows are free now, each into a waiting group of its own: they
+        will find the prompt in the prefix cache."""
         num_free = self._running.row_allocator.num_free
-        most = group.state.account.tenant.max_sequences
-        if most is not None:
-            num_free = min(num_free, most - self._running.num_rows_of(group.state.account))
-        is_parted = 0 < num_free < group.num_rows and bool(group.pending_forks)
-        if not is_parted or not self._cache.prefix_caching or not group.state.may_reuse_prefix:
+        limit = group.state.account.tenant.max_sequences
+        if limit is not None:
+            num_free = min(num_free, limit - self._running.num_rows_of(group.state.account))
+        is_split = 0 < num_free < group.num_rows and bool(group.pending_forks)
+        if not is_split or not self._cache.prefix_caching or not group.state.may_reuse_prefix:
             return
         if group.state.request.params.beam is not None:
             return
@@ -269,14 +271,14 @@ class Admission:
         for sequence in late:
             self._waiting.push(SequenceGroup(group.state, [sequence], [], num_rows=1))
 
-    def _enter(self, group: SequenceGroup, match: PrefixMatch) -> None:
-        self._running.enter(group, match)
+    def _start(self, group: SequenceGroup, match: PrefixMatch) -> None:
+        self._running.add(group, match)
         group.refused_room = -1
         self._waiting.start(group)
         self._backfill.note_start(group)
         self._count_admission(group)
         self._fetches.start(group, match)
-        if group.arriving is None and not group.wants(group.leader):
+        if group.pending_fetch is None and not group.wants(group.leader):
             self._running.fork_pending(group)
 
     def _match_with_room(self, group: SequenceGroup) -> PrefixMatch | None:
@@ -285,7 +287,7 @@ class Admission:
             return None
         leader = group.leader
         leader.update_window()
-        # At least one token is left to compute; a leader must not pass the point where its siblings fork.
+        # At least one token must be left to compute, and a leader must not pass the point where its siblings fork.
         match = self.match(group, leader, min(group.target(leader), len(leader.window) - 1))
         if self._resources.first_lacking(group, match):
             group.refused_room = self._room()
@@ -293,7 +295,7 @@ class Admission:
         return match
 
     def _room(self) -> int:
-        """Blocks of all kinds that a newcomer could have."""
+        """Return how many blocks of all kinds a new group could get."""
         return sum(pool.free() for pool in self._pools)
 
     def match(self, group: SequenceGroup, sequence: Sequence, limit: int) -> PrefixMatch:
@@ -303,14 +305,14 @@ class Admission:
         return self._cache.match(sequence.window, sequence.chain, limit)
 
     def _next_hash(self, group: SequenceGroup, match: PrefixMatch) -> bytes | None:
-        """The hash of the first block that a group would compute; None where it can't come from the cache."""
+        """Return the hash of the first block that a group would compute; None if it can't come from the cache."""
         if not group.state.may_reuse_prefix:
             return None
         index = match.num_tokens // self._cache.block_size
         return next(iter(group.leader.chain.hashes[index : index + 1]), None)
 
-    def _hashes_in_flight(self) -> set[bytes]:
-        """Hashes of the full blocks that steps in flight compute, as far as they are known."""
+    def _find_hashes_in_flight(self) -> set[bytes]:
+        """Return the known hashes of the full blocks that steps in flight compute."""
         found: set[bytes] = set()
         if not self._cache.prefix_caching:
             return found
@@ -334,7 +336,7 @@ class Admission:
             counters.prompt_tokens += group.leader.prompt_len
 
 
-# ── what groups hold ───────────────────────────────────────────────────────────────────────────────────
+# ── resources that groups hold ─────────────────────────────────────────────────────────────────────────
 
 
 def rows_resource(running: RunningSet) -> Resource:
@@ -348,20 +350,20 @@ def rows_resource(running: RunningSet) -> Resource:
 
 
 def tenant_resource(running: RunningSet) -> Resource:
-    """Return the resource that limits how many sequences a tenant runs at a time. Other tenants' sequences do not help,
-    so none is ever free: a group needs as many as it would exceed the limit by."""
+    """Return the resource that limits how many sequences a tenant runs at a time. None of it is ever free or freed by
+    preempting other tenants: a group needs as much as it would exceed the limit by."""
 
     def needed(group: SequenceGroup, _: PrefixMatch | None) -> int:
-        most = group.state.account.tenant.max_sequences
-        if most is None:
+        limit = group.state.account.tenant.max_sequences
+        if limit is None:
             return 0
-        return max(0, running.num_rows_of(group.state.account) + group.num_rows - most)
+        return max(0, running.num_rows_of(group.state.account) + group.num_rows - limit)
 
     return Resource("sequences of its tenant", free=lambda: 0, returning=lambda: 0, needed=needed, held=lambda group: 0)
 
 
 def adapters_resource(running: RunningSet) -> Resource:
-    """Slots for adapters; groups with the same adapter share one."""
+    """Return the resource of adapter slots; groups with the same adapter share one."""
     return Resource(
         "adapter slots",
         free=running.adapters.num_free,
@@ -372,8 +374,8 @@ def adapters_resource(running: RunningSet) -> Resource:
 
 
 def pool_resource(cache: KVCache, running: RunningSet, chunk: int, region: int) -> Resource:
-    """Blocks of a region (KV blocks, cells, state slots) for all that a group's leader wants, with one kept back for
-    each running sequence and cache group to grow into."""
+    """Return the resource of a region's blocks (KV blocks, cells, state slots): those for all tokens of a group's
+    leader, while one block is reserved for each running sequence and cache group to grow into."""
     num_groups = cache.num_groups(region)
 
     def needed(group: SequenceGroup, match: PrefixMatch | None) -> int:

@@ -1,12 +1,13 @@
-"""Beam search: keep the `width` best unfinished hypotheses, grow all of them by one token at a time.
+"""Beam search: keep the `width` best unfinished hypotheses and extend all of them by one token at a time.
 
     live beams × 2·width most likely tokens ──► the 2·width best sums of logprobs, best first
         ends (stop, length) and ranks among the first `width`      ──► finished, score = sum / length ** penalty
-        the first `width` that go on                               ──► the next live beams
+        the first `width` that continue                            ──► the next live beams
 
-Twice the width is looked at because up to `width` of them may end. The search is over when `width` hypotheses are
+Twice the width is considered because up to `width` of them may end. The search ends when `width` hypotheses are
 finished and the best live beam, scored at its present length, can't beat the worst of them (with early stopping: as
-soon as `width` are finished). These are transformers' rules. Choosing is here; forking is the running set's.
+soon as `width` are finished). These are the rules of Hugging Face transformers. The choice is made here, the forks in
+the running set.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tokenmill.types import Request, RowResult, SequenceOutput, TokenLogprobs
 
 
 class Branch(NamedTuple):
-    """A live beam's continuation by one token."""
+    """The continuation of a live beam by one token."""
 
     parent: Sequence
     token: TokenLogprobs
@@ -40,7 +41,7 @@ class Hypothesis(NamedTuple):
 
 
 class BeamSearch:
-    """The output mode of a beam search: all beams report, then the next ones are chosen."""
+    """The output mode of a beam search: collects the results of all beams, then chooses the next ones."""
 
     holds_back = True
 
@@ -51,19 +52,19 @@ class BeamSearch:
         self._beam = params.beam
         self._stops = BeamStops(state.request)
         self.num_logprobs: int | None = max(2 * params.beam.width, params.logprobs or 0)
-        self._reports: dict[Sequence, RowResult] = {}
+        self._results: dict[Sequence, RowResult] = {}
         self._finished: list[Hypothesis] = []
         self._branches: list[Branch] = []
 
-    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
-        """Wait until all live beams have reported, then choose."""
+    def process(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+        """Collect the results of all live beams, then choose the next ones."""
         if self._state.request.max_tokens == 0:
             self._finished = [self._finish(0.0, sequence, Ending("length"), 1)] * self._beam.width
             return self._end()
-        self._reports[sequence] = result
+        self._results[sequence] = result
         group = sequence.group
         assert group is not None
-        if group.pending_forks or not all(self._has_reported(member) for member in group.members):
+        if group.pending_forks or not all(self._has_result(member) for member in group.members):
             return []
         branches = self._choose(self._ranked(group.members))
         if self._is_over(branches):
@@ -71,19 +72,19 @@ class BeamSearch:
         self._branches = branches
         return []
 
-    def _has_reported(self, sequence: Sequence) -> bool:
-        """Tell whether a beam's result is there; one from before a preemption does not count."""
-        return sequence in self._reports and sequence.computed == len(sequence.window)
+    def _has_result(self, sequence: Sequence) -> bool:
+        """Tell whether a beam has a result; one from before a preemption does not count."""
+        return sequence in self._results and sequence.computed == len(sequence.window)
 
     def next_beams(self) -> list[tuple[Branch, bool]]:
-        """Pop the chosen branches (none: not decided yet), each with whether the runner drew that very token."""
+        """Return the chosen branches once (none: not decided yet), each with whether the runner sampled that token."""
         chosen = [(branch, self._was_drawn(branch)) for branch in self._branches]
         if chosen:
-            self._branches, self._reports = [], {}
+            self._branches, self._results = [], {}
         return chosen
 
     def _was_drawn(self, branch: Branch) -> bool:
-        return self._reports[branch.parent].token_ids == [branch.token.token_id]
+        return self._results[branch.parent].token_ids == [branch.token.token_id]
 
     # ── choosing ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -93,14 +94,14 @@ class BeamSearch:
         return branches[: 2 * self._beam.width]
 
     def _continuations(self, sequence: Sequence) -> list[Branch]:
-        logprobs = self._reports[sequence].logprobs
+        logprobs = self._results[sequence].logprobs
         if not logprobs:
             return []
         top = logprobs[0]
         return [
             Branch(sequence, self._as_chosen(top, rank), sequence.logprob_sum + logprob)
             for rank, (token_id, logprob) in enumerate(zip(top.top_ids, top.top_logprobs, strict=True))
-            if math.isfinite(logprob) and not self._is_held_back(sequence, token_id)
+            if math.isfinite(logprob) and not self._is_early_stop(sequence, token_id)
         ]
 
     def _as_chosen(self, top: TokenLogprobs, rank: int) -> TokenLogprobs:
@@ -109,22 +110,23 @@ class BeamSearch:
             top.top_ids[rank], top.top_logprobs[rank], rank + 1, top.top_ids[:shown], top.top_logprobs[:shown]
         )
 
-    def _is_held_back(self, sequence: Sequence, token_id: int) -> bool:
+    def _is_early_stop(self, sequence: Sequence, token_id: int) -> bool:
+        """Tell whether a token would stop a beam before `min_tokens`."""
         params = self._state.request.params
         too_early = sequence.num_outputs + 1 < params.min_tokens
-        # a grammar that is over can only end; its masks say so
+        # A completed grammar may always end: its masks allow nothing else.
         return too_early and params.guided is None and token_id in self._state.stop_token_ids
 
     def _choose(self, ranked: list[Branch]) -> list[Branch]:
-        """Keep the hypotheses that end, return those that go on."""
+        """Keep the hypotheses that end; return the branches that continue."""
         endings = [self._ending(branch) for branch in ranked]
-        going_on = [branch for branch, ending in zip(ranked, endings, strict=True) if ending is None]
-        # Lower ranks are only there to have enough that go on; where none does, they are better than nothing.
-        num_eligible = self._beam.width if going_on else len(ranked)
+        continuing = [branch for branch, ending in zip(ranked, endings, strict=True) if ending is None]
+        # Ranks beyond the width only serve to have enough that continue; if none continues, they are used too.
+        num_eligible = self._beam.width if continuing else len(ranked)
         for branch, ending in zip(ranked[:num_eligible], endings, strict=False):
             if ending is not None:
-                self._file(branch, ending)
-        return going_on[: self._beam.width]
+                self._add_finished(branch, ending)
+        return continuing[: self._beam.width]
 
     def _ending(self, branch: Branch) -> Ending | None:
         length = branch.parent.num_outputs + 1
@@ -134,7 +136,7 @@ class BeamSearch:
             return Ending("stop")
         return ending
 
-    def _file(self, branch: Branch, ending: Ending) -> None:
+    def _add_finished(self, branch: Branch, ending: Ending) -> None:
         length = branch.parent.num_outputs + 1
         ended = branch.parent.fork()
         branch.grow(ended, keep_logprobs=self._state.request.params.logprobs is not None)
@@ -160,19 +162,19 @@ class BeamSearch:
         for group in self._state.groups:
             for sequence in [*group.members, *group.pending_forks]:
                 sequence.is_finished = True
-        num_asked = self._state.request.params.n
-        best = self._finished[:num_asked]
-        missing = [failure(self._state, i, "beam search found no hypothesis") for i in range(len(best), num_asked)]
+        num_returned = self._state.request.params.n
+        best = self._finished[:num_returned]
+        missing = [failure(self._state, i, "beam search found no hypothesis") for i in range(len(best), num_returned)]
         return missing + [
             whole_output(self._state, i, hypothesis.sequence, hypothesis.ending) for i, hypothesis in enumerate(best)
         ]
 
 
 class BeamStops:
-    """Where a beam meets a stop string. Beams rank whole hypotheses, so the core must know when one ends.
+    """Detects stop strings in beams, because the core ranks whole hypotheses and must know when one ends.
 
-    Text is the front process's: it sends along the bytes of those tokens that a stop string may be spelled with, and
-    any other token separates what stands before it from what follows. The front still cuts the text and names the stop.
+    The core has no tokenizer: the front sends the bytes of the tokens that may be part of a stop string; any other
+    token can't be part of a match. The front still truncates the text and reports the stop string.
     """
 
     def __init__(self, request: Request) -> None:
@@ -182,13 +184,13 @@ class BeamStops:
         self._min_tokens = request.params.min_tokens
 
     def is_met(self, outputs: list[int], token_id: int) -> bool:
-        """Tell whether the token, after these outputs, completes a stop string behind the first `min_tokens`."""
+        """Tell whether the token, after these outputs, completes a stop string after the first `min_tokens`."""
         if not self._stops or token_id not in self._pieces or len(outputs) < self._min_tokens:
             return False
         text = self._pieces[token_id]
-        wanted = len(text) + self._longest - 1
+        num_needed = len(text) + self._longest - 1
         for token in reversed(outputs[self._min_tokens :]):
-            if len(text) >= wanted or token not in self._pieces:
+            if len(text) >= num_needed or token not in self._pieces:
                 break
             text = self._pieces[token] + text
         return any(stop in text for stop in self._stops)

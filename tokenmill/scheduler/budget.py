@@ -1,30 +1,30 @@
-"""The budget of a step and of its sequences, as a vector of named resources.
+"""The resources of a step and of running groups.
 
-    of one step        tokens                     handed out in parts: a long prompt takes what is left
-    while a group runs rows, blocks, ...          all that it needs or nothing
+    per step           tokens                     granted in parts: a long prompt gets what is left
+    per running group  rows, blocks, ...          all that the group needs, or the group waits
 
-A feature that needs room of its own (state slots, adapter slots, encoder tokens) adds a `Resource`; admission and
-preemption ask all of them alike.
+A feature with its own limited resource (state slots, adapter slots, encoder tokens) adds a `Resource`; admission and
+preemption treat all of them alike.
 
-The tokens of one step are first one for every running sequence, and what is left is for chunks and newcomers:
+Of a step's tokens, one is reserved for every running sequence; the rest is for prompt chunks and new groups:
 
-    total:  [ one each for the running sequences not asked yet | free for the sequence that asks now ]
+    total:  [ one each for the running sequences not planned yet | available to the sequence being planned ]
 
 So a long prompt gets the surplus and never the token that a decoding sequence needs.
 
-Lines of batches (`BACKGROUND_PRIORITY` and more) have a part of the tokens, so that interactive requests hardly notice
-them; rows that get nothing in a step keep their place and blocks:
+Background requests (`BACKGROUND_PRIORITY` and above: lines of batches) get a share of the tokens, so that they hardly
+slow interactive requests down; rows without tokens in a step keep their blocks:
 
-    a prompt of another request is being computed    nothing: its first token does not wait for them
-    others are here, or were a moment ago            a small part: the next request waits for a short step only
-    no other requests                                everything
+    a prompt of an interactive request is computed     none: its first token does not wait for background requests
+    interactive requests exist, or did recently        a small share: the next request waits only for a short step
+    no interactive requests                            all tokens
 
-Adapters lie in slots of the runner, and stay there when their last group leaves, for the next request that asks for
-them. One that a running group uses is never replaced: a group whose adapter has no slot waits, as it does for rows and
-blocks. The runner hears of new ones with the next plan, which it carries out behind all plans before.
+Adapters occupy slots of the runner and stay there when their last group ends, for the next request that uses them. An
+adapter used by a running group is never evicted: a group whose adapter finds no slot waits, as for rows and blocks.
+The next plan tells the runner about new adapters.
 
-    slots:  [ unused | idle, used longest ago | ... | idle, used last | used by running groups ]
-              ▲ a new adapter goes here: into an unused slot, else over the idle one that was used longest ago
+    slots:  [ unused | idle, least recently used | ... | idle, most recently used | used by running groups ]
+              ▲ a new adapter gets an unused slot, otherwise the least recently used idle one
 """
 
 from __future__ import annotations
@@ -37,31 +37,30 @@ from tokenmill.kv.cache import PrefixMatch
 from tokenmill.scheduler.request import SequenceGroup
 from tokenmill.types import BACKGROUND_PRIORITY
 
-PART = 16  # the background's tokens of a step while others are here: one in so many
-QUIET_S = 5.0  # others count as here for so long after they left
+BACKGROUND_DIVISOR = 16  # background requests get 1/16 of the tokens while there are interactive requests
+INTERACTIVE_GRACE_S = 5.0  # interactive requests count as present for this long after the last one ended
 
 
 class TokenBudget:
     """The tokens of one step."""
 
     def __init__(self, total: int, num_running: int, for_prompts: Callable[[], int] | None = None) -> None:
-        """`for_prompts`: the most tokens of prompts; asked once, by the first of them."""
+        """`for_prompts`: returns the most prompt tokens of the step; called once, for the first prompt."""
         self.left = total
         self._reserved = num_running
         self._for_prompts = for_prompts
         self._prompts_left: int | None = None
 
-    def grant(self, wanted: int) -> int:
-        """Give tokens to a running sequence, in exchange for the one reserved for it."""
+    def grant(self, num_wanted: int) -> int:
+        """Grant tokens to a running sequence, releasing the one reserved for it."""
         self.unreserve(1)
-        return self.spend(wanted) if wanted <= 1 else self.spend_on_prompt(wanted)
+        return self.spend(num_wanted) if num_wanted <= 1 else self.spend_on_prompt(num_wanted)
 
-    def spend_on_prompt(self, wanted: int) -> int:
-        """Give tokens to a prompt, or to what else computes several tokens of a sequence: one at least, as long as
-        there are any."""
+    def spend_on_prompt(self, num_wanted: int) -> int:
+        """Grant tokens to a sequence that computes several (usually a prompt): at least one if any is left."""
         if self._for_prompts is None:
-            return self.spend(wanted)
-        granted = self.spend(min(wanted, max(1, self._prompts())))
+            return self.spend(num_wanted)
+        granted = self.spend(min(num_wanted, max(1, self._prompts())))
         self._prompts_left = self._prompts() - granted
         return granted
 
@@ -73,24 +72,24 @@ class TokenBudget:
 
     @property
     def has_prompt_tokens(self) -> bool:
-        """Tell whether a newcomer's prompt could have tokens."""
+        """Tell whether tokens are left for a new group's prompt."""
         return self.spare > 0 and (self._for_prompts is None or self._prompts() > 0)
 
-    def spend(self, wanted: int) -> int:
-        """Give as many of the wanted tokens as are neither spent nor reserved."""
-        granted = max(0, min(wanted, self.left - self._reserved))
+    def spend(self, num_wanted: int) -> int:
+        """Grant as many of the wanted tokens as are neither spent nor reserved."""
+        granted = max(0, min(num_wanted, self.left - self._reserved))
         self.left -= granted
         return granted
 
     def refund(self, num_tokens: int) -> None:
-        """Take back tokens that were granted and will not be fed."""
+        """Return tokens to the budget that were granted and will not be computed."""
         self.left += num_tokens
         if self._prompts_left is not None and num_tokens > 1:
             self._prompts_left += num_tokens
 
     @property
     def spare(self) -> int:
-        """Return the tokens that could be spent now."""
+        """The number of tokens that could be spent now."""
         return max(0, self.left - self._reserved)
 
     def unreserve(self, num_sequences: int) -> None:
@@ -99,27 +98,27 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class Resource:
-    """Something that a group holds from its admission until it ends or is preempted."""
+    """A limited resource that a group holds from its admission until it ends or is preempted."""
 
     name: str
-    free: Callable[[], int]  # what a newcomer could have now
-    returning: Callable[[], int]  # held by steps in flight for sequences that are gone: free once those are collected
-    needed: Callable[[SequenceGroup, PrefixMatch | None], int]  # to admit a group; None: the least, without a match
-    held: Callable[[SequenceGroup], int]  # what preempting a running group gives back
+    free: Callable[[], int]  # how much a new group could get now
+    returning: Callable[[], int]  # how much is free once the steps in flight are applied: held for ended sequences
+    needed: Callable[[SequenceGroup, PrefixMatch | None], int]  # to admit a group; None: a lower bound, without a match
+    held: Callable[[SequenceGroup], int]  # how much preempting a running group frees
 
 
 class Resources:
-    """The resources that running groups hold."""
+    """All resources that running groups hold."""
 
     def __init__(self, resources: Sequence[Resource]) -> None:
         self._resources = tuple(resources)
 
     def first_lacking(self, group: SequenceGroup, match: PrefixMatch | None) -> Resource | None:
-        """Return the first resource of which too little is free to admit a group."""
+        """Return the first resource that is too scarce to admit a group; None if there is none."""
         return next((one for one in self._resources if one.needed(group, match) > one.free()), None)
 
     def would_suffice(self, group: SequenceGroup, match: PrefixMatch, victims: Sequence[SequenceGroup]) -> bool:
-        """Tell whether a group could be admitted once these groups are preempted and the steps in flight collected."""
+        """Tell whether a group could be admitted once these groups are preempted and the steps in flight applied."""
         return all(
             one.needed(group, match) <= one.free() + one.returning() + sum(map(one.held, victims))
             for one in self._resources
@@ -130,32 +129,32 @@ class Resources:
 
 
 class BackgroundShare:
-    """Counts background requests and others, and says how many tokens of a step the former may have."""
+    """Counts background and interactive requests, and limits the tokens of background requests."""
 
     def __init__(self, num_tokens: int, clock: Callable[[], float]) -> None:
         self.num_requests = 0
         self._num_tokens = num_tokens
         self._clock = clock
-        self._num_others = 0
-        self._others_left_s = float("-inf")
+        self._num_interactive = 0
+        self._interactive_ended_s = float("-inf")
 
     def note_added(self, priority: int) -> None:
         if priority >= BACKGROUND_PRIORITY:
             self.num_requests += 1
         else:
-            self._num_others += 1
+            self._num_interactive += 1
 
     def note_closed(self, priority: int) -> None:
         if priority >= BACKGROUND_PRIORITY:
             self.num_requests -= 1
         else:
-            self._num_others -= 1
-            self._others_left_s = self._clock()
+            self._num_interactive -= 1
+            self._interactive_ended_s = self._clock()
 
     def num_tokens(self) -> int:
-        """The most tokens of a step that computes no prompt of others."""
-        if self._num_others or self._clock() - self._others_left_s < QUIET_S:
-            return max(1, self._num_tokens // PART)
+        """Return the most background tokens of a step that computes no interactive prompt."""
+        if self._num_interactive or self._clock() - self._interactive_ended_s < INTERACTIVE_GRACE_S:
+            return max(1, self._num_tokens // BACKGROUND_DIVISOR)
         return self._num_tokens
 
 
@@ -163,27 +162,27 @@ class BackgroundShare:
 
 
 class ResidentAdapters:
-    """The adapters that lie in the runner's slots, and who uses them."""
+    """The adapters in the runner's slots, and the number of running groups that use each."""
 
     def __init__(self, num_slots: int) -> None:
         self._unused = list(range(num_slots, 0, -1))  # slots are numbered from 1: 0 is no adapter
-        self._slots: OrderedDict[str, int] = OrderedDict()  # by adapter, the one used longest ago first
-        self._users: Counter[str] = Counter()  # running groups
-        self._loads: dict[int, str] = {}  # by slot, since the last plan
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by adapter, least recently used first
+        self._users: Counter[str] = Counter()  # running groups, by adapter
+        self._loads: dict[int, str] = {}  # adapters to load since the last plan, by slot
 
     def num_free(self) -> int:
-        """Slots that an adapter could have which is in none."""
+        """Return how many slots are unused or could be reused."""
         return len(self._unused) + len(self._slots) - len(self._users)
 
     def num_needed(self, adapter: str) -> int:
         return int(bool(adapter) and adapter not in self._slots)
 
     def num_held(self, adapter: str) -> int:
-        """Slots that come free when one group less uses an adapter."""
+        """Return how many slots become free when one group less uses an adapter."""
         return int(self._users[adapter] == 1) if adapter in self._users else 0
 
     def acquire(self, adapter: str) -> int:
-        """The slot of an adapter for one more running group; room was checked."""
+        """Return the slot of an adapter for one more running group; a free slot must exist."""
         if adapter not in self._slots:
             self._slots[adapter] = slot = self._unused.pop() if self._unused else self._evict()
             self._loads[slot] = adapter
@@ -201,12 +200,12 @@ class ResidentAdapters:
         return self._slots.pop(oldest)
 
     def pop_loads(self) -> list[tuple[int, str]]:
-        """(slot, adapter) for those that the runner has yet to load."""
+        """Return (slot, adapter) of the adapters that the runner has to load."""
         loads, self._loads = self._loads, {}
         return list(loads.items())
 
     def reload(self) -> None:
-        """Load again what is in use and forget the rest: the runner may not have heard of the last plans."""
+        """Load the used adapters again and drop the others: the runner may not have received the last plans."""
         for adapter, slot in list(self._slots.items()):
             if adapter in self._users:
                 self._loads[slot] = adapter

@@ -1,4 +1,4 @@
-"""Assertions of the scheduler's invariants, which hold between any two of its calls; for tests and debugging."""
+"""Assertions of the scheduler's invariants, which hold between any two calls; for tests and debugging."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def check_integrity(cache: KVCache, running: RunningSet, waiting: WaitingQueue) 
     _check_rows(running, members)
     assert len(waiting) == len(waiting.groups), "waiting groups are miscounted"
     for group in waiting.groups:
-        assert not group.is_running and not group.is_gone, "a group that runs, or is gone, waits"
-        assert all(member.table is None and not member.planned for member in group.members), "a waiting group computes"
+        assert not group.is_running and not group.is_gone, "a running or ended group is in the waiting queue"
+        no_blocks = all(member.table is None and not member.planned for member in group.members)
+        assert no_blocks, "a waiting group has blocks or computed tokens"
 
 
 def _check_blocks(cache: KVCache, tables: list[BlockTable], running: RunningSet) -> None:
-    """Assert that reference counts match the tables that hold a block, and that no block a step in flight may write is
-    free."""
+    """Assert that reference counts match the tables that hold a block, and that no block is free which a step in flight
+    may write."""
     holders: Counter[int] = Counter()
     group_of: dict[int, int] = {}
     for table in [*tables, *running.loading, *(holding.table for holding in running.in_flight.releases)]:
@@ -43,11 +44,11 @@ def _check_blocks(cache: KVCache, tables: list[BlockTable], running: RunningSet)
 
 
 def _check_windows(cache: KVCache, members: list[Sequence]) -> None:
-    """Blocks that no later query can see have gone back."""
+    """Assert that blocks which no later query can see were released."""
     for sequence in members:
         for group, blocks in enumerate(sequence.held_table.groups):
             gone = min(cache.first_visible_block(group, sequence.computed), len(blocks))
-            assert not any(blocks[:gone]), "a block behind the window is still held"
+            assert not any(blocks[:gone]), "a block before the window is still held"
 
 
 def _check_rows(running: RunningSet, members: list[Sequence]) -> None:

@@ -1,17 +1,16 @@
-"""Outputs of a prompt's samples: each token as soon as it is sampled, under the sample's index. An embedding is output
-likewise, as a vector. (`best_of` is `n` here: the output processor ranks.)
-"""
+"""Output modes of samples and embeddings: each token is output as soon as it is sampled, with the index of its sample;
+an embedding is output as a vector. (`best_of` is handled as `n` here; the output processor ranks the samples.)"""
 
 from __future__ import annotations
 
 from tokenmill.scheduler.request import Ending, RequestState, Sequence, ending_after
 from tokenmill.types import RowResult, SequenceOutput, TokenLogprobs
 
-DEVICE_TIME_STRIDE = 16  # tokens between two reports of a request's device time, since a report costs time itself
+DEVICE_TIME_STRIDE = 16  # tokens between two reports of a request's device time, because each report costs time
 
 
 def whole_output(state: RequestState, index: int, best: Sequence, ending: Ending) -> SequenceOutput:
-    """Return the whole of a sequence as one output, under the index of its rank among the beams."""
+    """Return a whole sequence as one output; `index`: its rank among the beams."""
     return SequenceOutput(
         request_id=state.request.request_id,
         index=index,
@@ -44,29 +43,31 @@ def finished_prompt_logprobs(state: RequestState) -> list[TokenLogprobs] | None:
     return state.prompt_logprobs if state.request.params.prompt_logprobs is not None else None
 
 
-def append_drawn(sequence: Sequence, result: RowResult) -> tuple[list[int], list[TokenLogprobs] | None, Ending | None]:
-    """Append drawn tokens until the sequence ends; return those taken, their logprobs (None when not asked for) and the
-    ending."""
+def append_sampled(
+    sequence: Sequence, result: RowResult
+) -> tuple[list[int], list[TokenLogprobs] | None, Ending | None]:
+    """Append sampled tokens until the sequence ends; return the appended tokens, their logprobs (None if not requested)
+    and the ending."""
     state = sequence.state
-    taken: list[int] = []
+    appended: list[int] = []
     ending: Ending | None = None
     for token_id in result.token_ids:
         sequence.append(token_id)
-        taken.append(token_id)
+        appended.append(token_id)
         if ending := ending_after(state.request, state.stop_token_ids, token_id, sequence.num_outputs):
             break
-    if ending is None and sequence.num_outputs >= state.request.max_tokens:  # none was wanted (max_tokens=0)
+    if ending is None and sequence.num_outputs >= state.request.max_tokens:  # max_tokens=0
         ending = Ending("length")
-    logprobs = None if result.logprobs is None else result.logprobs[: len(taken)]
+    logprobs = None if result.logprobs is None else result.logprobs[: len(appended)]
     if logprobs is not None:
         sequence.logprob_sum += sum(logprob.logprob for logprob in logprobs)
     sequence.mirostat_mu = result.mirostat_mu
     sequence.is_finished = ending is not None
-    return taken, logprobs, ending
+    return appended, logprobs, ending
 
 
 class StreamedOutputs:
-    """The output mode of samples: every token as soon as it is drawn."""
+    """The output mode of samples: every token is output as soon as it is sampled."""
 
     holds_back = False
 
@@ -74,16 +75,16 @@ class StreamedOutputs:
         self._state = state
         self.num_logprobs = state.request.params.logprobs
 
-    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+    def process(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
         state = self._state
-        taken, logprobs, ending = append_drawn(sequence, result)
+        token_ids, logprobs, ending = append_sampled(sequence, result)
         is_first = not sequence.has_emitted
         sequence.has_emitted = True
         return [
             SequenceOutput(
                 request_id=state.request.request_id,
                 index=sequence.index,
-                token_ids=taken,
+                token_ids=token_ids,
                 logprobs=logprobs,
                 prompt_logprobs=finished_prompt_logprobs(state) if is_first and sequence.index == 0 else None,
                 cumulative_logprob=sequence.logprob_sum if ending and self.num_logprobs is not None else None,
@@ -102,7 +103,7 @@ class StreamedOutputs:
 
 
 class PooledOutput:
-    """The output mode of an embedding: one vector once the prompt is computed."""
+    """The output mode of an embedding: one vector when the prompt is computed."""
 
     holds_back = False
     num_logprobs: int | None = None
@@ -110,11 +111,11 @@ class PooledOutput:
     def __init__(self, state: RequestState) -> None:
         self._state = state
 
-    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+    def process(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
         state = self._state
         sequence.is_finished = True
         if result.embedding is None:
-            return [failure(state, sequence.index, "the model gave no embedding")]
+            return [failure(state, sequence.index, "the runner returned no embedding")]
         return [
             SequenceOutput(
                 request_id=state.request.request_id,

@@ -1,11 +1,11 @@
-"""A step plan while it is built, and the plans in flight: handed out, and not applied yet.
+"""Building a step plan, and the plans in flight: those returned to the engine and not applied yet.
 
-A plan is made as if the steps in flight were done (`Sequence.planned`, `Sequence.num_pending`). When a step is applied,
-each of its rows counts only if its sequence has not been voided since (`Sequence.epoch`): it may have ended, been
-aborted or preempted while the device was at work. The row and the blocks of such a sequence may still be written, so
-they are given back when the last step that holds them is applied, never earlier:
+A plan treats the steps in flight as done (`Sequence.planned`, `Sequence.num_pending`). When a step is applied, a row
+counts only if its sequence is still in the same epoch (`Sequence.epoch`): it may have ended, been aborted or been
+preempted while the device was computing. The row and the blocks of such a sequence may still be written, so they are
+freed when the last step that uses them is applied, never earlier:
 
-    launched:   step 7 [ A B C ]   step 8 [ A B C D ]        A ends with what step 7 drew
+    launched:   step 7 [ A B C ]   step 8 [ A B C D ]        A ends with the token of step 7
     releases:                      step 8: A's row, A's blocks
 """
 
@@ -22,13 +22,13 @@ from tokenmill.types import PENDING, RowInit, RowPlan, StepPlan
 
 
 class Planned(NamedTuple):
-    """One row of a plan, as the scheduler counts it."""
+    """The scheduler's record of one row of a plan."""
 
     sequence: Sequence
     epoch: int
-    num_tokens: int  # fed, drafts not counted
-    drafts: list[int]  # fed behind them
-    is_pending: bool  # the token it draws was counted as coming
+    num_tokens: int  # computed, without drafts
+    drafts: list[int]  # computed after them
+    is_pending: bool  # the token that it samples was counted as pending
 
     @property
     def is_void(self) -> bool:
@@ -36,10 +36,10 @@ class Planned(NamedTuple):
 
 
 class PlanBuilder:
-    """The rows of one step, one after another."""
+    """Collects the rows of one step."""
 
     def __init__(self, step: int, budget: TokenBudget, max_rows: int) -> None:
-        """`max_rows`: once it has so many rows, no other group joins it."""
+        """`max_rows`: no group is added once the step has this many rows."""
         self.step = step
         self.budget = budget
         self.max_rows = max_rows
@@ -87,7 +87,7 @@ def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int]) -> RowPlan:
     draws = end == num_known + sequence.num_pending and sequence.is_whole and state.draws_tokens
     is_scored = state.lacks_prompt_logprobs(end + sequence.num_dropped)
     fed = sequence.window[start:end] if end <= num_known else [PENDING]
-    assert len(fed) == num_tokens, "a row feeds known tokens, or the one that it draws in a step in flight"
+    assert len(fed) == num_tokens, "a row computes known tokens, or the pending one of a step in flight"
     return RowPlan(
         row=sequence.row,
         start=start,
@@ -106,11 +106,11 @@ def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int]) -> RowPlan:
 
 
 class Holding(NamedTuple):
-    """The blocks and the row that a sequence gives back."""
+    """The blocks and the row of a sequence that has ended or was preempted."""
 
     table: BlockTable
     row: int
-    is_on_runner: bool  # the next plan must report the row as free
+    is_on_runner: bool  # the next plan must report the row as freed
 
 
 class StepInFlight(NamedTuple):
@@ -120,7 +120,7 @@ class StepInFlight(NamedTuple):
 
 
 class StepsInFlight:
-    """Plans that were handed out and not applied yet, oldest first."""
+    """The plans in flight, oldest first."""
 
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
@@ -138,21 +138,21 @@ class StepsInFlight:
         self.next_step += 1
 
     def pop(self, step: int) -> StepInFlight:
-        """The oldest step, which must be this one: results come in the order of the plans."""
+        """Remove and return the oldest step, which must be this one: results arrive in the order of the plans."""
         oldest = self._steps.popleft()
         assert oldest.plan.step == step, f"a result of step {step} where step {oldest.plan.step} is the oldest"
         return oldest
 
     def holds(self, sequence: Sequence) -> bool:
-        """Tell whether a step in flight has a row of the sequence, void or not."""
+        """Tell whether a step in flight has a row of the sequence, even a void one."""
         return sequence.last_step >= self.next_step - len(self._steps)
 
     def release_later(self, sequence: Sequence, holding: Holding) -> None:
-        """Give something back when the last step with a row of the sequence is applied."""
+        """Free a holding when the last step with a row of the sequence is applied."""
         oldest = self.next_step - len(self._steps)
         self._steps[sequence.last_step - oldest].releases.append(holding)
 
     @property
     def releases(self) -> list[Holding]:
-        """Return everything that steps in flight will give back."""
+        """The holdings that will be freed when the steps in flight are applied."""
         return [holding for step in self._steps for holding in step.releases]

@@ -1,21 +1,21 @@
-"""The scheduler's state of a request: its sequences, the groups they run in, and which tokens they want computed.
+"""The scheduler's state of a request: its sequences, their groups, and the tokens that still have to be computed.
 
-A sequence wants tokens: those it has minus those that are computed or being computed. There are no phases.
+A sequence *wants* its tokens that are neither computed nor in flight. There are no separate phases.
 
     tokens:  [ prompt ............................ | outputs ... | pending ]
              [ computed (in the KV cache) | in flight | wanted ........... ]
 
-A long prompt, a prefix hit, a return from preemption and ordinary decoding differ only in how much is wanted. Steps in
-flight are counted as if they were done: their tokens as computed, and the token that one of them draws as `pending`,
-which a later step can feed because the device knows it. Where a grammar forces tokens behind a drawn one, what the next
-step draws is void: it has fed the drawn token, and the forced ones come in place of its own draw. What is in the cache
-is the sequence's window: all its tokens, unless they have outgrown the context (below). Drafts are tokens that may
-follow: they are fed behind the wanted ones, and those that turn out right count as computed.
+A long prompt, a prefix hit, a return from preemption and ordinary decoding differ only in the number of wanted tokens.
+Steps in flight are treated as done: their tokens count as computed, and the token that one of them samples counts as
+`pending`; a later step can take it as input because the device has it. If a grammar forces tokens after a sampled one,
+the sample of the next step in flight is void: that step took the sampled token as input, and the forced tokens replace
+its own sample. The cache holds the sequence's window: all its tokens, unless they have outgrown the context (below).
+Draft tokens are computed after the wanted ones; accepted ones count as computed.
 
-A sequence group is what is admitted, planned and preempted as one. Samples of one prompt (`n`) are independent once the
-prompt is computed: each is a group of one. Beams choose their next tokens together, so they are one group. Either way
-the prompt is computed once: the leader computes all of it but the last token, then the pending forks branch off, and
-each computes the last prompt token itself.
+A sequence group is admitted, planned and preempted as a unit. Samples of one prompt (`n`) are independent once the
+prompt is computed: each is a group of one. Beams choose their next tokens together, so they are one group. In both
+cases the prompt is computed once: the leader computes all of it except the last token, then the pending forks branch
+off, and each computes the last prompt token itself.
 
     leader:    [ prompt without its last token ][ last ][ outputs ...
     siblings:    shared blocks ─────────────────┴[ last ][ outputs ...
@@ -25,13 +25,13 @@ A sequence that has outgrown the context (`ContextShift`) keeps a window of it i
     tokens:  [ kept | dropped ................... | recent ............ ]
     window:  [ kept | recent ............ ]         at positions 0 ... context - 1
 
-The first tokens stay, since attention rests on them (StreamingLLM calls them sinks); of the others the older half goes
-whenever the window is full. What has gone depends on the number of tokens alone: the same tokens have the same window
-whether they came as a prompt, were drawn, or are computed again after a preemption. A new window is computed like a
-prompt of its own tokens. The keys could be turned to their new positions instead, which saves that computation, but
-then what they hold would depend on all that went before: every return from preemption and every longer prompt would
-have to go through it again, and no other request could share it. This way a window is a prompt like any other to the
-prefix cache, to preemption and to every kind of attention layer.
+The first tokens stay because they are attention sinks (StreamingLLM); of the others the older half is dropped whenever
+the window is full. The dropped tokens depend only on the number of tokens: the same tokens have the same window,
+whether they were a prompt, were sampled, or are recomputed after a preemption. A new window is computed like a prompt
+of its own tokens. Rotating the keys to their new positions instead would save that computation, but then their values
+would depend on all earlier tokens: every return from preemption and every longer prompt would have to repeat all
+shifts, and no other request could share the blocks. This way a window is an ordinary prompt for the prefix cache, for
+preemption and for every kind of attention layer.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ from tokenmill.types import (
     TokenLogprobs,
 )
 
-NOT_PLANNED = -1  # the last step of a sequence that no plan has held yet
+NOT_PLANNED = -1  # `Sequence.last_step` before its first plan
 
 
 class Ending(NamedTuple):
-    """Why a sequence is over."""
+    """Why a sequence has ended."""
 
     reason: FinishReason
     stop_token_id: int | None = None
 
 
 class OutputMode(Protocol):
-    """The way sampled tokens become outputs: at once, or held back until the best sequences are known."""
+    """How sampled tokens become outputs: immediately, or held back until the best sequences are known."""
 
-    num_logprobs: int | None  # what the runner is asked for with each drawn token
-    holds_back: bool  # outputs come at the end only, numbered by rank
+    num_logprobs: int | None  # alternatives to request from the runner for each sampled token
+    holds_back: bool  # outputs are returned at the end only, with their rank as index
 
-    def take(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
-        """Turn the result of a fully computed sequence into outputs; mark the sequence finished when it is over."""
+    def process(self, sequence: Sequence, result: RowResult) -> list[SequenceOutput]:
+        """Turn the result of a fully computed sequence into outputs; mark the sequence finished if it has ended."""
         ...
 
 
@@ -82,23 +82,23 @@ class RequestState:
     """A request that is waiting or running."""
 
     def __init__(self, request: Request, number: int, account: TenantAccount) -> None:
-        """`number`: the request's place in the order of arrival."""
+        """`number`: the request's index in the order of arrival."""
         self.request = request
         self.account = account
         self.number = number
-        self.continues = False  # a step may feed a token that was drawn before the host has seen it
+        self.continues = False  # a step may take a sampled token as input before the host has seen it
         self.groups: list[SequenceGroup] = []
         self.stop_token_ids = stop_ids(request)
         self.draws_tokens = request.pooling is None and request.max_tokens > 0
-        # Pooling over all positions may mean attention in both directions, whose blocks fit no other prompt.
+        # Pooling over all positions may use bidirectional attention, whose blocks fit no other prompt.
         self.is_shareable = request.pooling is None or request.pooling.kind == "last"
         self.output_mode: OutputMode  # set in `build_request_state`, once the sequences exist
         self.prompt_logprobs: list[TokenLogprobs] = []  # entry i belongs to prompt position i + 1
         self.num_cached_tokens = 0
         self.queue_s: float | None = None  # None: not scheduled yet
-        self.expected_s: float | None = None  # to its first token; None: nothing was promised
-        self.device_s = 0.0  # its part of the steps so far
-        self.adapter_slot = 0  # while one of its groups runs; 0: it has no adapter
+        self.expected_s: float | None = None  # estimated time to its first token; None: there is no objective
+        self.device_s = 0.0  # its share of the steps' durations so far
+        self.adapter_slot = 0  # valid while one of its groups runs; 0: it has no adapter
 
     @property
     def num_sequences(self) -> int:
@@ -106,18 +106,18 @@ class RequestState:
 
     @property
     def may_reuse_prefix(self) -> bool:
-        """Tell whether cached blocks may stand in for computing: not where every position must be computed (prompt
-        logprobs, vectors pooled over positions)."""
+        """Tell whether cached blocks may be used: not if every position must be computed (prompt logprobs, vectors
+        pooled over positions)."""
         return self.is_shareable and not self.wants_prompt_logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        asked = self.request.params.prompt_logprobs is not None
-        return asked and self.num_scored < len(self.request.prompt_token_ids) - 1
+        is_requested = self.request.params.prompt_logprobs is not None
+        return is_requested and self.num_scored < len(self.request.prompt_token_ids) - 1
 
     @property
     def num_scored(self) -> int:
-        """Prompt tokens that have their logprobs; the first one never gets any."""
+        """The number of prompt tokens that have logprobs; the first one never gets any."""
         return len(self.prompt_logprobs)
 
     def lacks_prompt_logprobs(self, end: int) -> bool:
@@ -125,7 +125,7 @@ class RequestState:
         return self.wants_prompt_logprobs and end > self.num_scored
 
     def keep_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Append the logprobs of positions start+1 ...; what a recomputed chunk repeats is dropped."""
+        """Append the logprobs of positions start+1 ...; those that a recomputed chunk repeats are dropped."""
         self.prompt_logprobs.extend(logprobs[self.num_scored - start :])
 
     def group_of(self, sequence: Sequence) -> SequenceGroup:
@@ -148,7 +148,8 @@ class RequestState:
 
 
 def stop_ids(request: Request) -> list[int]:
-    """Eos ids (unless ignored) and the user's stop ids, each once. A grammar that is over always ends with one."""
+    """Return the EOS ids (unless ignored) and the user's stop ids, without duplicates. A completed grammar always ends
+    with an EOS id."""
     is_ignored = request.params.ignore_eos and request.params.guided is None
     eos = [] if is_ignored else request.eos_token_ids
     return list(dict.fromkeys([*eos, *request.params.stop_token_ids]))
@@ -172,12 +173,12 @@ class SequenceGroup:
     """Sequences of one request that are admitted, planned and preempted together."""
 
     __slots__ = (
-        "arriving",
         "is_gone",
         "is_running",
         "key",
         "members",
         "num_rows",
+        "pending_fetch",
         "pending_forks",
         "refused_room",
         "spare_rows",
@@ -194,11 +195,11 @@ class SequenceGroup:
         self.num_rows = num_rows  # needed to run at all
         self.spare_rows: list[int] = []  # held for pending forks, and for beams yet to branch
         self.key = (state.request.priority, state.number, members[0].index)
-        self.arriving: object | None = None  # set while blocks are on their way to it (`fetches.py`)
+        self.pending_fetch: object | None = None  # set while blocks are fetched for it (`fetches.py`)
         self.is_gone = False
         self.is_running = False
-        self.refused_room = -1  # free blocks (less the margin) when it was last refused
-        self.waiting_since_s = 0.0  # at its level
+        self.refused_room = -1  # free blocks (minus the reserve) when it was last refused
+        self.waiting_since_s = 0.0  # when it reached its present priority level
         state.groups.append(self)
         for sequence in [*members, *pending_forks]:
             sequence.group = self
@@ -217,24 +218,25 @@ class SequenceGroup:
         return self.members[0]
 
     def target(self, sequence: Sequence) -> int:
-        """Return up to where a sequence may compute its window now: a leader stops where its siblings fork."""
+        """Return the end position up to which a sequence may compute its window now: a leader stops where its siblings
+        fork."""
         if self.pending_forks and sequence.is_whole:
             return len(sequence.window) - sequence.num_outputs - 1
         return len(sequence.window)
 
     def wants(self, sequence: Sequence) -> int:
-        """Return how many tokens of a sequence the next step could feed."""
-        if self.arriving is not None:
+        """Return how many tokens of a sequence the next step could compute."""
+        if self.pending_fetch is not None:
             return 0
         return self.target(sequence) + sequence.num_pending - sequence.planned
 
     def collapse(self) -> None:
-        """Go back to one member: the others will fork from it again."""
+        """Reduce the group to one member; the others will fork from it again."""
         self.pending_forks = self.members[1:] + self.pending_forks
         self.members = self.members[:1]
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop one of several samples before they fork."""
+        """Remove one of several samples before they fork."""
         if sequence in self.members:
             self.members.remove(sequence)
         else:
@@ -248,7 +250,7 @@ class SequenceGroup:
 
 
 class Sequence:
-    """The tokens of one sample or beam, how far they are computed, and where: its row and its block table."""
+    """The tokens of one sample or beam, how many of them are computed, and its row and block table."""
 
     __slots__ = (
         "chain",
@@ -286,26 +288,26 @@ class Sequence:
         self.seed = mixed_seed(state.request.seed, index)
         self.tokens = list(state.request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
-        self.window = self.tokens  # what is to be in the cache; a list of its own once something was dropped
+        self.window = self.tokens  # the tokens in the cache; a separate list once some were dropped
         self.num_dropped = 0
         self.computed = 0  # tokens of the window
-        self.num_in_flight = 0  # tokens of the window behind those, fed by steps that were not collected yet
-        self.num_pending = 0  # tokens that those steps draw and a later step may feed
-        self.num_void_draws = 0  # ... and that count for nothing: other tokens came in their place
-        self.last_step = NOT_PLANNED  # the id of the last plan that holds the sequence
-        self.epoch = 0  # what steps of an earlier epoch bring is void
+        self.num_in_flight = 0  # tokens of the window after those, computed by steps in flight
+        self.num_pending = 0  # tokens that those steps sample and a later step may take as input
+        self.num_void_draws = 0  # samples of those steps that are discarded: forced tokens replace them
+        self.last_step = NOT_PLANNED  # the id of the last plan with a row of the sequence
+        self.epoch = 0  # results of steps planned in an earlier epoch are void
         self.chain = chain  # block hashes of the window
         self.table: BlockTable | None = None
         self.row = -1
-        self.is_on_runner = False  # the runner knows the row
+        self.is_on_runner = False  # the runner has the sequence's state in the row
         self.is_finished = False
         self.has_emitted = False  # an output was emitted
-        self.draft_state: DraftState | None = None  # what speculation remembers of it
+        self.draft_state: DraftState | None = None  # the proposer's state
         self.num_drafted = 0  # drafts that were computed
-        self.num_accepted = 0  # ... and right
+        self.num_accepted = 0  # drafts that were accepted
         self.logprob_sum = 0.0
         self.mirostat_mu: float | None = None
-        self.logprobs: list[TokenLogprobs] = []  # kept only where results are held back to the end
+        self.logprobs: list[TokenLogprobs] = []  # kept only for beams, whose outputs are held back
         self.update_window()
 
     @property
@@ -318,7 +320,7 @@ class Sequence:
 
     @property
     def planned(self) -> int:
-        """Return the position at which the next step begins: after the tokens that are computed or in flight."""
+        """The position at which the next step starts: after the tokens that are computed or in flight."""
         return self.computed + self.num_in_flight
 
     @property
@@ -327,8 +329,8 @@ class Sequence:
         return self.table
 
     def may_continue(self) -> bool:
-        """Tell whether the token drawn behind all others can be fed before the host knows it: the device has it, it is
-        not the last one, and it still fits the window."""
+        """Tell whether the newly sampled token can be an input before the host knows it: the device has it, it is not
+        the last one, and it still fits the window."""
         state = self.state
         if not state.continues or self.num_outputs + self.num_pending + 1 >= state.request.max_tokens:
             return False
@@ -336,17 +338,17 @@ class Sequence:
         return shift is None or len(self.window) + self.num_pending < shift.context
 
     def void_steps(self) -> None:
-        """Start again at what is computed: steps in flight count for nothing."""
+        """Discard all steps in flight: continue after the computed tokens."""
         self.epoch += 1
         self.num_in_flight = self.num_pending = self.num_void_draws = 0
 
     def void_draws(self) -> None:
-        """Let the draws of steps in flight count for nothing. What those steps feed stays computed."""
+        """Discard the samples of steps in flight. The tokens that those steps compute stay valid."""
         self.num_void_draws += self.num_pending
         self.num_pending = 0
 
     def note_draw(self) -> None:
-        """Count a pending draw as arrived. Draws arrive in order: void ones come first."""
+        """Note that the oldest sample of the steps in flight has arrived: void ones come first."""
         if self.num_void_draws:
             self.num_void_draws -= 1
         else:
@@ -369,18 +371,18 @@ class Sequence:
         if self.window is not self.tokens:
             self.window.append(token_id)
 
-    def resume(self, given: SequenceProgress) -> None:
-        """Take over what another engine has computed of the sequence."""
-        for token_id in given.token_ids:
+    def resume(self, earlier: SequenceProgress) -> None:
+        """Append the tokens that another engine has generated for the sequence."""
+        for token_id in earlier.token_ids:
             self.append(token_id)
-        self.mirostat_mu = given.mirostat_mu
-        self.num_drafted, self.num_accepted = given.num_drafted, given.num_accepted
+        self.mirostat_mu = earlier.mirostat_mu
+        self.num_drafted, self.num_accepted = earlier.num_drafted, earlier.num_accepted
         self.update_window()
 
     def update_window(self) -> bool:
-        """Move the window where it is not (or no longer) the right one; True: what was computed is void.
+        """Move the window if it is not the right one any more; return True if so, which voids the computed tokens.
 
-        While a prompt longer than the context is scored, the window is that of the next token without a score.
+        While a prompt longer than the context is scored, the window is the one of the next token without a score.
         """
         shift = self.state.request.shift
         if shift is None:
@@ -394,14 +396,14 @@ class Sequence:
         return True
 
     def adopt_prefix(self, parent: Sequence) -> None:
-        """Take over the window of a sequence with the same tokens, as far as it is computed."""
+        """Copy the window and the computed position of a sequence with the same tokens."""
         self.window = self.tokens if parent.window is parent.tokens else list(parent.window)
         self.num_dropped, self.computed, self.chain = parent.num_dropped, parent.computed, parent.chain.fork()
 
     # ── copies ─────────────────────────────────────────────────────────────────────────────────────────
 
     def row_init(self) -> RowInit:
-        """Return what the runner needs to place the sequence on a row."""
+        """Return the data with which the runner initialises the sequence's row."""
         request = self.state.request
         return RowInit(
             row=self.row,
@@ -418,7 +420,7 @@ class Sequence:
         )
 
     def fork(self) -> Sequence:
-        """A copy with the same tokens; table and row are the caller's to give."""
+        """Return a copy with the same tokens; the caller sets its table and row."""
         copy = Sequence(self.state, self.index, self.chain)
         copy.tokens = list(self.tokens)
         copy.adopt_prefix(self)
@@ -428,16 +430,19 @@ class Sequence:
 
 
 def mixed_seed(seed: int, index: int) -> int:
-    """A seed of its own for every sequence of a request (SplitMix64's stream), as a non-negative 63-bit number."""
+    """Return a different seed for every sequence of a request (SplitMix64's stream), as a non-negative 63-bit
+    number."""
     return mix(seed + index * GOLDEN) >> 1
 
 
 def num_dropped(shift: ContextShift, num_tokens: int) -> int:
-    """Tokens that have gone from a sequence of `num_tokens`: as many times `drop` as it takes for the rest to fit."""
+    """Return how many tokens are dropped from a sequence of `num_tokens`: the smallest multiple of `drop` after which
+    the rest fits."""
     surplus = num_tokens - shift.context
     return max(0, -(-surplus // shift.drop) * shift.drop)
 
 
 def window_of(shift: ContextShift, tokens: list[int], dropped: int) -> list[int]:
-    """Return at most `context` tokens; the last ones are missing while a long prompt is scored window by window."""
+    """Return the window: at most `context` tokens. While a long prompt is scored window by window, it does not reach
+    the last token."""
     return tokens[: shift.keep] + tokens[shift.keep + dropped : shift.context + dropped]

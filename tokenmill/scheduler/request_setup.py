@@ -1,4 +1,4 @@
-"""Makes the scheduler's state of a request: the sequences it needs and how their results are output.
+"""Building the scheduler's state of a request: its sequences, their groups and its output mode.
 
 A request that could never run, even alone, is refused here; all others wait until there is room (`admission.py`).
 """
@@ -28,35 +28,34 @@ def build_request_state(
     state.output_mode = _output_mode(state)
     chain = cache.chain(request.cache_salt, request.adapter)
     sequences = [Sequence(state, index, chain.fresh()) for index in range(state.num_sequences)]
-    # Beams choose on the host what comes next.
-    chooses_on_host = state.output_mode.holds_back
+    chooses_on_host = state.output_mode.holds_back  # beams: their next tokens are chosen on the host
     state.continues = state.draws_tokens and not chooses_on_host and continues(sequences[0].row_init())
     if request.params.beam:
         SequenceGroup(state, sequences[:1], [], num_rows=len(sequences))  # beams branch off the first one
         return state
-    if any(given.token_ids or given.is_finished for given in request.given):
+    if any(earlier.token_ids or earlier.is_finished for earlier in request.progress):
         _resume(state, sequences)
         return state
-    num_rows = most_rows(request, num_rows)
+    num_rows = max_request_rows(request, num_rows)
     SequenceGroup(state, sequences[:1], sequences[1:num_rows], num_rows=min(len(sequences), num_rows))
-    for sequence in sequences[num_rows:]:  # more samples than rows: the others run as rows come free
+    for sequence in sequences[num_rows:]:  # more samples than rows: the others run when rows become free
         SequenceGroup(state, [sequence], [], num_rows=1)
     return state
 
 
 def _resume(state: RequestState, sequences: list[Sequence]) -> None:
-    """Go on with samples that another engine has begun: each on its own, as if it had been preempted there."""
-    for sequence, given in zip(sequences, state.request.given, strict=True):
-        if not given.is_finished:
-            sequence.resume(given)
+    """Continue samples that another engine has started: each in a separate group, like a preempted one."""
+    for sequence, earlier in zip(sequences, state.request.progress, strict=True):
+        if not earlier.is_finished:
+            sequence.resume(earlier)
             SequenceGroup(state, [sequence], [], num_rows=1)
     state.queue_s = 0.0  # its wait and its cached tokens were reported with its first token
 
 
-def most_rows(request: Request, num_rows: int) -> int:
-    """Return how many sequences of a request can run at once: no more than its tenant may have."""
-    most = request.tenant.max_sequences
-    return num_rows if most is None else min(most, num_rows)
+def max_request_rows(request: Request, num_rows: int) -> int:
+    """Return how many sequences of a request can run at the same time, given its tenant's limit."""
+    limit = request.tenant.max_sequences
+    return num_rows if limit is None else min(limit, num_rows)
 
 
 def _output_mode(state: RequestState) -> OutputMode:
@@ -66,15 +65,15 @@ def _output_mode(state: RequestState) -> OutputMode:
 
 
 def check_feasible(request: Request, cache: KVCache, num_rows: int, chunk: int) -> None:
-    """Refuse a request that could not run even with the machine for itself."""
+    """Refuse a request that could not run even if it were the only one."""
     if not request.prompt_token_ids:
         raise InvalidRequest("the prompt is empty", param="prompt", hint="send at least one token")
     width = request.params.beam.width if request.params.beam else 1
-    if width > (num_rows := most_rows(request, num_rows)):
+    if width > (num_rows := max_request_rows(request, num_rows)):
         raise InvalidRequest(
-            f"beam width {width} exceeds the {num_rows} sequences that run at once",
+            f"beam width {width} exceeds the {num_rows} sequences that can run at the same time",
             param="beam.width",
-            hint="ask for fewer beams or raise max_running",
+            hint="use fewer beams or raise max_running",
         )
     for region in cache.regions:
         needed, usable = blocks_needed(request, cache, chunk, region), cache.pool.usable[region]
@@ -85,15 +84,15 @@ def check_feasible(request: Request, cache: KVCache, num_rows: int, chunk: int) 
             raise InvalidRequest(
                 f"the request needs up to {needed} {what}, the pool has {usable}",
                 param="max_tokens",
-                hint="shorten the prompt, lower max_tokens, or give the cache more memory",
+                hint="shorten the prompt, lower max_tokens, or enlarge the KV cache",
             )
 
 
 def blocks_needed(request: Request, cache: KVCache, chunk: int, region: int = 0) -> int:
-    """Return the most blocks of a region that a request must hold at once: beams together, samples one after another if
-    need be.
+    """Return the most blocks of a region that a request must hold at the same time: beams run together, samples may run
+    one after another.
 
-    The last token drawn is never computed.   prompt + max_tokens - 1 positions, or the context where it shifts
+    The last sampled token is never computed:   prompt + max_tokens - 1 positions, or the context if it shifts
     """
     prompt_len = len(request.prompt_token_ids)
     longest = prompt_len + max(0, request.max_tokens - 1)

@@ -1,8 +1,8 @@
-"""The groups that run, in the order in which they are served, with their rows and blocks.
+"""The running groups, in the order in which they are planned, with their rows and blocks.
 
-The order is total (priority, arrival, index), and a sequence that is short of blocks takes them from the end of it. So
-the first group always advances: nothing deadlocks, nothing starves, and what was planned in a step is never taken back,
-because victims come after everything already served.
+The order is total (priority, arrival, index), and a sequence that is short of blocks preempts groups from its end. So
+the first group always advances: there is no deadlock and no starvation, and nothing planned in a step is revoked,
+because victims come after all groups already planned.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tokenmill.types import BACKGROUND_PRIORITY
 
 
 class RowAllocator:
-    """Permanent rows: a live sequence keeps one row of the runner's state until it is freed or preempted.
+    """Allocates rows of the runner's state: a running sequence keeps its row until it ends or is preempted.
 
-    The runner hears of freed rows with the next plan, and only of rows it was told about.
+    The next plan reports freed rows to the runner, but only rows that it has initialised.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -42,11 +42,11 @@ class RowAllocator:
         heapq.heappush(self._free, row)
 
     def mark_released(self, row: int) -> None:
-        """Note that the runner must forget the row's present sequence."""
+        """Note that the runner must drop the row's current sequence."""
         self._released.append(row)
 
     def pop_released(self) -> list[int]:
-        """Rows that were released since the last call."""
+        """Return the rows that were released since the last call."""
         released, self._released = self._released, []
         return released
 
@@ -58,7 +58,7 @@ class RunningSet:
         self.row_allocator = RowAllocator(num_rows)
         self.in_flight = StepsInFlight()
         self.groups: list[SequenceGroup] = []
-        self.loading: list[BlockTable] = []  # of blocks that are on their way (`fetches.py`)
+        self.loading: list[BlockTable] = []  # tables of blocks that are being fetched (`fetches.py`)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -68,39 +68,40 @@ class RunningSet:
         return sum(len(group.members) for group in self.groups)
 
     def num_growing(self, region: int) -> int:
-        """Return how many sequences take blocks from a region."""
+        """Return how many sequences allocate blocks from a region as they grow."""
         return sum(len(group.members) for group in self.groups if self._cache.grows_in(group.leader.held_table, region))
 
     def count(self, first: int, end: int) -> int:
-        """Return how many sequences some of the groups have."""
+        """Return the number of sequences in groups [first, end)."""
         return sum(len(group.members) for group in self.groups[first:end])
 
     def num_rows_of(self, account: TenantAccount) -> int:
-        """Rows that the groups of a tenant hold."""
+        """Return the number of rows that the groups of a tenant hold."""
         return sum(group.num_rows for group in self.groups if group.state.account is account)
 
     @property
     def first_background(self) -> int:
-        """The place of the first background group; all behind it are too."""
+        """The index of the first background group; all later groups are background too."""
         return bisect_left(self.groups, (BACKGROUND_PRIORITY, -1, -1), key=_key)
 
     def victim(self, group: SequenceGroup) -> SequenceGroup:
-        """The group that makes way for a running one: of those behind it, the last one of the tenant that was given
-        most. It is the group itself where none is behind it."""
+        """Return the group to preempt for a running one: of the later groups, the last one of the tenant with the
+        largest counter; the group itself if there is no later one."""
         behind = self.groups[bisect_left(self.groups, group.key, key=_key) + 1 :]
         own = group.leader.held_table
         behind = [one for one in behind if self._cache.may_help(one.leader.held_table, own)]
         if not behind:
             return group
-        most = max(one.state.account.counter_s for one in behind)
-        return next(one for one in reversed(behind) if one.state.account.counter_s == most)
+        largest = max(one.state.account.counter_s for one in behind)
+        return next(one for one in reversed(behind) if one.state.account.counter_s == largest)
 
-    # ── coming and going ───────────────────────────────────────────────────────────────────────────────
+    # ── adding and removing ────────────────────────────────────────────────────────────────────────────
 
-    def enter(self, group: SequenceGroup, match: PrefixMatch) -> None:
-        """Start a group: the leader's table opens on what is cached already; rows are taken for all that will run."""
+    def add(self, group: SequenceGroup, match: PrefixMatch) -> None:
+        """Start a group: its leader's block table begins with the cached blocks; allocate rows for all its
+        sequences."""
         leader = group.leader
-        self._take_adapter(group)
+        self._acquire_adapter(group)
         leader.table = self._cache.open(match, group.state.account.tenant.id)
         leader.computed = match.num_tokens
         leader.row = self.row_allocator.allocate()
@@ -108,21 +109,22 @@ class RunningSet:
         insort(self.groups, group, key=_key)
         group.is_running = True
 
-    def _take_adapter(self, group: SequenceGroup) -> None:
+    def _acquire_adapter(self, group: SequenceGroup) -> None:
         if adapter := group.state.request.adapter:
             group.state.adapter_slot = self.adapters.acquire(adapter)
 
     def reopen(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Give a sequence whose window has moved other blocks, on the same row. It may not be in flight."""
+        """Replace the blocks of a sequence whose window has moved, or whose blocks were fetched; it keeps its row. It
+        must not be in flight."""
         old = sequence.held_table
         self._cache.release(old)
         table = sequence.table = self._cache.open(match, sequence.state.account.tenant.id)
         sequence.computed = match.num_tokens
-        if table.part != old.part:  # a new row tells the runner which rank has the blocks
+        if table.part != old.part:  # the row's initialisation tells the runner which rank has the blocks
             self._restart_row(sequence)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Take a group's rows and blocks away; its tokens stay, and will be computed again."""
+        """Release a group's rows and blocks; it keeps its tokens, which will be recomputed."""
         self.remove(group)
         for sequence in group.members:
             sequence.computed = 0
@@ -135,12 +137,12 @@ class RunningSet:
             self.row_allocator.free(row)
         group.spare_rows = []
         del self.groups[bisect_left(self.groups, group.key, key=_key)]
-        group.is_running, group.arriving = False, None
+        group.is_running, group.pending_fetch = False, None
         if adapter := group.state.request.adapter:
             self.adapters.release(adapter)
 
     def drop_sibling(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Remove one of several samples that still share a leader; if it is the leader, the next takes its place."""
+        """Remove one of several samples that have not forked yet; if it is the leader, the next one replaces it."""
         if sequence is group.leader:
             self._start_on(group.pending_forks[0], sequence, group)
             group.members.append(group.pending_forks.pop(0))
@@ -150,7 +152,7 @@ class RunningSet:
         group.forget(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Give back a sequence's blocks and row, once no step in flight can write them."""
+        """Free a sequence's blocks and row once no step in flight can write them."""
         holding = Holding(sequence.held_table, sequence.row, sequence.is_on_runner)
         sequence.table, sequence.is_on_runner = None, False
         sequence.void_steps()
@@ -160,7 +162,7 @@ class RunningSet:
             self._free(holding)
 
     def free_releases(self, step: StepInFlight) -> None:
-        """Free what was held until a step that is now over."""
+        """Free the rows and blocks that were held until this step was applied."""
         for holding in step.releases:
             self._free(holding)
 
@@ -173,7 +175,8 @@ class RunningSet:
     # ── forking ────────────────────────────────────────────────────────────────────────────────────────
 
     def fork_pending(self, group: SequenceGroup) -> None:
-        """Fork the siblings from the leader, whose prompt is computed. Beams stay together, samples part."""
+        """Fork the siblings from the leader, whose prompt is computed. Beams stay in one group, samples get separate
+        groups."""
         leader, pending_forks, group.pending_forks = group.leader, group.pending_forks, []
         for sequence in pending_forks:
             self._start_on(sequence, leader, group)
@@ -184,11 +187,12 @@ class RunningSet:
         for sequence in pending_forks:
             sibling = SequenceGroup(group.state, [sequence], [], 1)
             sibling.is_running = True
-            self._take_adapter(sibling)
+            self._acquire_adapter(sibling)
             insort(self.groups, sibling, key=_key)
 
     def branch(self, group: SequenceGroup, chosen: list[tuple[Branch, bool]]) -> None:
-        """Move beams on: chosen parents continue or fork, the others make room for the forks. None is in flight."""
+        """Advance beams by one token: chosen parents continue or fork, the rows of the others are freed for the forks.
+        No beam is in flight."""
         parents = {branch.parent for branch, _ in chosen}
         for sequence in group.members:
             if sequence not in parents:
@@ -212,20 +216,20 @@ class RunningSet:
             beams.append(fork)
         for parent, (branch, was_drawn) in continuing.items():
             branch.grow(parent, keep_logprobs=keep_logprobs)
-            if not was_drawn:  # the runner remembers the token that it drew
+            if not was_drawn:  # the runner's row has another token than the chosen one
                 self._restart_row(parent)
                 parent.held_table.resend_all()
         return [*continuing, *beams]
 
     def _start_on(self, sequence: Sequence, parent: Sequence, group: SequenceGroup) -> None:
-        """Start a sequence on its parent's blocks and a spare row of its group."""
+        """Start a sequence with its parent's blocks and a spare row of its group."""
         sequence.table = self._cache.fork(parent.held_table)
         sequence.adopt_prefix(parent)
         sequence.row = group.spare_rows.pop()
         sequence.group = group
 
     def _restart_row(self, sequence: Sequence) -> None:
-        """Let the runner forget the row's sequence; the next plan tells it what the row holds instead."""
+        """Let the runner drop the row's sequence; the next plan initialises the row again."""
         if sequence.is_on_runner:
             self.row_allocator.mark_released(sequence.row)
             sequence.is_on_runner = False

@@ -1,13 +1,13 @@
-"""The scheduler: decides which tokens the next step computes, and takes in its results.
+"""The scheduler: decides which tokens the next step computes, and applies the step's results.
 
-    plan    running sequences first, one token each at least; waiting ones with what is left of the budget
+    plan    running sequences first, at least one token each; waiting ones with the rest of the token budget
             (`admission.py`: which groups start, and which are preempted)
-    apply   computed tokens are committed, drawn ones appended; what is done leaves
+    apply   commit computed tokens, append sampled tokens, remove finished sequences
 
-Several plans may be handed out before the first is applied (`plan_builder.py`): a plan counts the steps in flight as
-done, and a sequence that needs to know what came of one, or finds no blocks while it is in one, is left out until that
-step is applied. The scheduler knows token ids, blocks and rows; tensors are the runner's, text is the output
-processor's. Time is an argument (`clock`), so that everything here runs on a virtual one.
+Several plans may be in flight before the first is applied (`plan_builder.py`): a plan treats the steps in flight as
+done. A sequence that needs the result of a step in flight, or finds no blocks while it is in one, is left out until
+that step is applied. The scheduler handles token ids, blocks and rows; the runner handles tensors, the output processor
+text. Time is an argument (`clock`), so that tests and simulations can use a virtual clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from tokenmill.config.engine import SchedulerConfig
 from tokenmill.config.promises import ServiceLevel
 from tokenmill.errors import InvalidRequest, Overloaded
-from tokenmill.kv.blocks import BlockNews
+from tokenmill.kv.blocks import BlockEvents
 from tokenmill.kv.cache import KVCache
 from tokenmill.kv.names import Fetcher
 from tokenmill.scheduler.admission import Admission
@@ -33,7 +33,7 @@ from tokenmill.scheduler.promises import Promises
 from tokenmill.scheduler.request import RequestState, Sequence, SequenceGroup
 from tokenmill.scheduler.request_setup import build_request_state, check_feasible
 from tokenmill.scheduler.running import RunningSet
-from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_right
+from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_accepted_drafts
 from tokenmill.scheduler.stats import Counters, SchedulerStats
 from tokenmill.scheduler.step_time import StepSize, StepTime
 from tokenmill.scheduler.suspects import Suspects
@@ -41,7 +41,7 @@ from tokenmill.scheduler.tenants import QUANTUM_S, Tenants
 from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import Request, RowInit, RowResult, SequenceOutput, StepPlan, StepResult
 
-LEARNING_STRIDE = 8  # of the steps without a prompt one in so many is measured
+MEASURED_STEP_STRIDE = 8  # every 8th step without a prompt is measured; steps with a prompt always are
 
 
 def never(_: RowInit) -> bool:
@@ -59,9 +59,9 @@ def _pairs(num_tokens: int, start: int) -> int:
     return num_tokens * (start + num_tokens // 2)
 
 
-def _turn(group: SequenceGroup) -> tuple[int, float, tuple[int, int, int]]:
-    """Return the sort key of prompts of several tenants. A prompt that has begun continues until its tenant is ahead of
-    the others by a quantum: sharing the device among many prompts at once would delay all of them."""
+def _fair_order(group: SequenceGroup) -> tuple[int, float, tuple[int, int, int]]:
+    """Return the sort key of prompts of several tenants. A started prompt continues until its tenant is ahead of the
+    others by a quantum: computing many prompts concurrently would delay all of them."""
     ahead_s = group.state.account.counter_s - (QUANTUM_S if group.is_running else 0.0)
     return group.priority, ahead_s, group.key
 
@@ -82,13 +82,13 @@ class Scheduler:
         num_lanes: int = 1,
         fetcher: Fetcher | None = None,
     ) -> None:
-        """`continues`: whether the runner can feed the token that a row drew last before the host has seen it.
-        `drafter`: proposes tokens that running sequences may draw. `step_limit_s`: how long a step may take that
-        computes a prompt beside running answers. `promised`: what clients may rely on. `num_lanes`: steps that the
-        runner computes at the same time (`lanes.py`). `fetcher`: brings blocks that others have; None: none."""
+        """`continues`: whether the runner can take a row's newly sampled token as input before the host has seen it.
+        `drafter`: proposes draft tokens. `step_limit_s`: the time limit of a step that computes a prompt while other
+        sequences decode. `promised`: the latency objectives. `num_lanes`: steps that the runner computes at the same
+        time (`lanes.py`). `fetcher`: fetches blocks from tiers and other cores, if any."""
         self._config = config
         self._cache = cache
-        # A token of each step is reserved for every running sequence, so no more may run than the budget has tokens.
+        # One token of each step is reserved for every running sequence, so at most the token budget of them may run.
         self._num_rows = min(max_rows, config.num_rows, config.num_tokens)
         self._running = RunningSet(cache, self._num_rows, num_adapter_slots)
         self._lanes = Lanes(num_lanes, self._num_rows, config.num_tokens)
@@ -112,20 +112,20 @@ class Scheduler:
         )
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
-        # Drafts follow the last known token, so a sequence that may have some waits for each result.
+        # Drafts follow the last known token, so a sequence that may have drafts waits for each result.
         self._continues = continues if drafter is NO_DRAFTS else never
         self._drafter = drafter
         self._drafts: dict[Sequence, list[int]] = {}  # for the plan being built
         self._background = BackgroundShare(config.num_tokens, clock)
         self._applied_s = float("-inf")  # when the last step was applied
-        self._was_short = False  # of blocks, in the last plan
+        self._was_short = False  # the last plan lacked blocks
         self._suspects = Suspects()
 
     # ── requests come and go ───────────────────────────────────────────────────────────────────────────
 
     def add(self, request: Request) -> None:
         if request.request_id in self._states:
-            raise InvalidRequest(f"a request {request.request_id!r} is running already", param="request_id")
+            raise InvalidRequest(f"a request {request.request_id!r} is already running", param="request_id")
         check_feasible(request, self._cache, self._num_rows, self._config.num_tokens)
         account = self._tenants.open(request.tenant)
         expected_s: float | None = None
@@ -151,8 +151,8 @@ class Scheduler:
     def has(self, request_id: str) -> bool:
         return request_id in self._states
 
-    def watch_blocks(self) -> BlockNews:
-        """Begin to tell which blocks are in the prefix cache."""
+    def watch_blocks(self) -> BlockEvents:
+        """Start recording which blocks are in the prefix cache."""
         return self._cache.watch_blocks()
 
     def uses_adapter(self, adapter: str) -> bool:
@@ -161,12 +161,13 @@ class Scheduler:
         return is_planned or any(state.request.adapter == adapter for state in self._states.values())
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; one that is unknown or already over is no error."""
+        """End a request; an unknown or finished one is ignored."""
         if state := self._states.get(request_id):
             self._close(state)
 
     def abort_sequence(self, request_id: str, index: int) -> None:
-        """Drop one of the samples that a request streams. Held-back ones have no index before they are over."""
+        """End one of the samples that a request streams. Beams are ignored: they have no index until they are
+        finished."""
         state = self._states.get(request_id)
         if state is None or state.output_mode.holds_back or (sequence := state.open_sequence(index)) is None:
             return
@@ -182,7 +183,7 @@ class Scheduler:
             self._close(state)
 
     def _close(self, state: RequestState) -> None:
-        """End a request, whatever the reason; its rows and blocks go back once no step in flight uses them."""
+        """End a request for any reason; its rows and blocks are freed once no step in flight uses them."""
         for group in list(state.groups):
             self._remove(group)
         del self._states[state.request.request_id]
@@ -203,31 +204,30 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a request is waiting or running, a plan was handed out and not applied, or blocks are on their
-        way."""
+        """Tell whether a request is waiting or running, a step is in flight, or blocks are being fetched."""
         return bool(self._states) or bool(len(self._running.in_flight)) or bool(len(self._fetches))
 
     @property
     def is_fetching(self) -> bool:
-        """Tell whether blocks are on their way."""
+        """Tell whether blocks are being fetched."""
         return len(self._fetches) > 0
 
-    def wait_for_blocks(self, patience_s: float) -> None:
-        """Wait for blocks that are on their way."""
-        self._fetches.wait(patience_s)
+    def wait_for_blocks(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for blocks that are being fetched."""
+        self._fetches.wait(timeout_s)
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences that run, in the order in which they are served."""
+        """The running sequences, in the order in which they are planned."""
         return [sequence for group in self._running.groups for sequence in group.members]
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that were handed out and not applied yet."""
+        """The number of plans that were returned and not applied yet."""
         return len(self._running.in_flight)
 
     def check_integrity(self) -> None:
-        """Assert what must hold between any two calls: no block or row lost, leaked or shared wrongly."""
+        """Assert the invariants that hold between any two calls: no block or row is lost, leaked or shared wrongly."""
         check_integrity(self._cache, self._running, self._waiting)
 
     def stats(self) -> SchedulerStats:
@@ -242,13 +242,14 @@ class Scheduler:
     # ── plan ───────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self) -> StepPlan | None:
-        """The next step, as if those in flight were done; None when there is nothing to run before one is applied."""
+        """Return the plan of the next step, treating those in flight as done; None if nothing can run before one of
+        them is applied."""
         if len(self._fetches):
             self._fetches.advance()
-        on_trial = self._suspects.on_trial(self._states)
-        builder = self._plan_trial(on_trial) if on_trial else self._plan_all()
-        if on_trial and not builder.planned and not len(self._running.in_flight) and not len(self._fetches):
-            self._suspects.give_up()  # they find no room beside those that run
+        suspects = self._suspects.current(self._states)
+        builder = self._plan_only(suspects) if suspects else self._plan_all()
+        if suspects and not builder.planned and not len(self._running.in_flight) and not len(self._fetches):
+            self._suspects.clear()  # the running groups leave no room for them
             builder = self._plan_all()
         self._was_short = builder.is_short
         if not builder.planned:
@@ -289,8 +290,8 @@ class Scheduler:
             self._plan_background(builder)
         return builder
 
-    def _plan_trial(self, names: Mapping[str, int]) -> PlanBuilder:
-        """Plan a step of some requests alone."""
+    def _plan_only(self, names: Mapping[str, int]) -> PlanBuilder:
+        """Plan a step of only the requests with these ids."""
         running = [group for group in self._running.groups if group.state.request.request_id in names]
         waiting = [group for group in self._waiting.groups if group.state.request.request_id in names]
         budget = TokenBudget(self._config.num_tokens, sum(len(group.members) for group in running))
@@ -305,7 +306,7 @@ class Scheduler:
         return builder
 
     def _admit(self, builder: PlanBuilder, *, background: bool = False) -> None:
-        """Start waiting groups with what is left of the step's tokens."""
+        """Start waiting groups with the tokens that are left in the step."""
         if not len(self._waiting):
             return
         self._admission.begin()
@@ -314,23 +315,23 @@ class Scheduler:
             if group is None or not self._admission.admit(group, builder):
                 return
 
-    # ── between tenants ────────────────────────────────────────────────────────────────────────────────
+    # ── fair sharing between tenants ───────────────────────────────────────────────────────────────────
 
     def _share(self, builder: PlanBuilder, end: int) -> None:
-        """Plan a step of several tenants: answers first, then prompts, running ones and newcomers alike, those of the
-        tenant first that was given least."""
+        """Plan a step of several tenants: decoding sequences first, then running and new prompts, ordered by their
+        tenants' counters, smallest first."""
         prompts = self._serve_answers(builder, end)
         self._charge(builder, 0)
         self._admission.begin()
         may_start = not builder.is_short
         while True:
-            prompts.sort(key=_turn)  # by the counters of this moment
-            has_room = builder.budget.has_prompt_tokens and not builder.is_full
-            first = self._admission.next_group() if may_start and has_room else None
+            prompts.sort(key=_fair_order)  # by the current counters
+            has_capacity = builder.budget.has_prompt_tokens and not builder.is_full
+            first = self._admission.next_group() if may_start and has_capacity else None
             if first is None and not prompts:
                 return
             num_planned = len(builder.planned)
-            if first is None or (prompts and _turn(prompts[0]) <= _turn(first)):
+            if first is None or (prompts and _fair_order(prompts[0]) <= _fair_order(first)):
                 self._serve(prompts.pop(0), builder, may_preempt=False)
                 may_start = may_start and not builder.is_short
             else:
@@ -338,7 +339,7 @@ class Scheduler:
             self._charge(builder, num_planned)
 
     def _serve_answers(self, builder: PlanBuilder, end: int) -> list[SequenceGroup]:
-        """Plan the running groups of which each sequence wants one token; return the others."""
+        """Plan the running groups whose sequences each want at most one token; return the others."""
         prompts: list[SequenceGroup] = []
         position = 0
         while position < end and position < len(self._running.groups):
@@ -351,7 +352,7 @@ class Scheduler:
         return [group for group in prompts if group.is_running]
 
     def _charge(self, builder: PlanBuilder, first: int) -> None:
-        """Let the tenants of planned rows pay for what they compute."""
+        """Charge the tenants of planned rows, from index `first` on, for the estimated device time."""
         model, num_rows = self.step_time, max(1, self._running.num_sequences)
         for planned in builder.planned[first:]:
             sequence = planned.sequence
@@ -359,7 +360,8 @@ class Scheduler:
             self._tenants.charge(sequence.state.account, model.cost_s(num_tokens, sequence.planned, num_rows))
 
     def _plan_background(self, builder: PlanBuilder) -> None:
-        """Give background requests what the others leave, or nothing while a prompt of those is computed."""
+        """Plan background requests with their share of the remaining tokens, or none while another request's prompt is
+        computed."""
         if any(not planned.sequence.has_emitted for planned in builder.planned):
             return
         share = min(builder.budget.left, self._background.num_tokens())
@@ -372,24 +374,24 @@ class Scheduler:
             self._admit(builder, background=True)
 
     def _serve_running(self, builder: PlanBuilder, position: int, end: int) -> None:
-        """Plan running groups in order; the tail may be preempted on the way, so the list is walked by position."""
+        """Plan running groups in order. The list is walked by position, because groups at its end may be preempted."""
         while position < end and position < len(self._running.groups):
             if not self._serve(self._running.groups[position], builder):
                 return
             position += 1
 
     def _serve(self, group: SequenceGroup, builder: PlanBuilder, *, may_preempt: bool = True) -> bool:
-        """Plan all members of a group; False when no group behind it may be planned in this step. `may_preempt`: False
-        where groups behind it are planned already."""
+        """Plan all members of a group; return False if no later group may be planned in this step. `may_preempt`: False
+        if later groups may already be planned."""
         if builder.is_full:
             return True
         served, is_short = [], False
         for sequence in group.members:
             if self._lanes.number > 1 and group.wants(sequence) <= 0:
-                continue  # in flight on another lane: nothing is reserved for it
+                continue  # in flight on another lane, so no token is reserved for it
             if sequence.num_in_flight:
                 if sequence.has_outgrown_window:
-                    continue  # by forced tokens: the window moves once no step in flight is in it
+                    continue  # outgrown by forced tokens: the window moves once no step in flight uses it
             elif sequence.update_window():
                 self._running.reopen(sequence, self._admission.match(group, sequence, group.target(sequence) - 1))
             granted = builder.budget.grant(group.wants(sequence))
@@ -404,34 +406,35 @@ class Scheduler:
             else:
                 is_short = True
                 break
-        if group.is_running:  # also when it is short: copies that were reserved for some members must be made
+        if group.is_running:  # even if it is short of blocks: the copies reserved for some members must be made
             for sequence, granted, copies, drafts in served:
                 builder.add(sequence, granted, copies, drafts)
         return not is_short
 
     def _fitting_drafts(self, sequence: Sequence, granted: int, builder: PlanBuilder) -> list[int]:
-        """Drafts as far as tokens and blocks are left over: no sequence gets less, or is preempted, for them."""
+        """Return the drafts for which tokens and blocks are left over: drafts never reduce the tokens of other
+        sequences or preempt them."""
         end = sequence.planned + granted
         drafts = self._drafts.get(sequence, [])[: builder.budget.spare]
         if not drafts or end < len(sequence.window):
             return []
         if not self._cache.has_spare(len(drafts), self._running.num_sequences):
             return []
-        # The blocks behind a sequence's last one are new, so there is nothing to copy.
+        # Blocks after a sequence's last one are new, so there is nothing to copy.
         copies = self._cache.reserve(sequence.held_table, end, end + len(drafts), is_certain=False)
         if copies is None:
             return []
-        assert not copies, "the block behind the last token is shared"
+        assert not copies, "the block after the last token is shared"
         builder.budget.spend(len(drafts))
         return drafts
 
     def _make_room(
         self, group: SequenceGroup, sequence: Sequence, num_tokens: int, builder: PlanBuilder, *, may_preempt: bool
     ) -> list[tuple[int, int]] | None:
-        """Reserve blocks for a sequence's next tokens, if need be those of the last group in order.
+        """Reserve blocks for a sequence's next tokens, if necessary by preempting the last group in order.
 
-        None: it has to wait. A sequence in flight does so rather than preempt others; a sequence that preempts others
-        does so where the blocks are still in use by steps in flight; the last group in order is preempted itself.
+        Return None if the sequence has to wait: if it is in flight itself (it does not preempt others then), if blocks
+        of preempted groups are still in use by steps in flight, or if it was the last group and is preempted itself.
         """
         start = sequence.planned
         end = start + num_tokens
@@ -450,8 +453,8 @@ class Scheduler:
     # ── apply ──────────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, result: StepResult) -> list[SequenceOutput]:
-        """Take in what the oldest step in flight brought. Rows whose sequence has ended, or was preempted, since the
-        step was planned are ignored."""
+        """Apply the result of the oldest step in flight. Rows whose sequence has ended or was preempted since the step
+        was planned are ignored."""
         step = self._running.in_flight.pop(result.step)
         num_tokens = step.plan.num_tokens
         self._share_time(step, num_tokens, self._learn(step.plan, num_tokens, result))
@@ -465,19 +468,20 @@ class Scheduler:
         return outputs
 
     def _learn(self, plan: StepPlan, num_tokens: int, result: StepResult) -> float:
-        """Learn the cost of a step (every step with a prompt, some of the others), and return its seconds."""
+        """Update the step-time model (for every step with a prompt, for some of the others) and return the step's
+        duration."""
         now_s = self._clock()
-        # With several steps in flight, a step begins when the one before it ends.
+        # With several steps in flight, a step starts on the device when the previous one ends.
         seconds = min(result.step_s, now_s - self._applied_s)
         self._applied_s = now_s
-        if result.step_s > 0.0 and (plan.step % LEARNING_STRIDE == 0 or num_tokens > len(plan.rows)):
+        if result.step_s > 0.0 and (plan.step % MEASURED_STEP_STRIDE == 0 or num_tokens > len(plan.rows)):
             self.step_time.note(size_of(plan), seconds)
             self._promises.note_step(plan)
         return seconds
 
     def _share_time(self, step: StepInFlight, num_tokens: int, seconds: float) -> None:
-        """Put a step's seconds down to the requests in it: to all rows alike, or by what they are expected to cost
-        where some compute more than one token."""
+        """Distribute a step's duration over its requests: equally over all rows, or, if some compute more than one
+        token, in proportion to their estimated costs."""
         rows = step.plan.rows
         if num_tokens == len(rows):
             part_s = seconds / len(rows)
@@ -491,9 +495,9 @@ class Scheduler:
             planned.sequence.state.device_s += cost_s * scale
 
     def apply_failure(self, error: str) -> list[SequenceOutput]:
-        """Take in that the oldest step in flight failed as a whole. Requests found to cause the failure end with an
-        error (`suspects.py`); the others are preempted and computed again, as are those of later steps, which the
-        runner may not have received."""
+        """Handle the failure of the oldest step in flight. Requests found to cause it end with an error
+        (`suspects.py`); the others are preempted and recomputed, as are those of later steps, which the runner may not
+        have received."""
         oldest = next(iter(self._running.in_flight))
         states = {planned.sequence.state: None for planned in oldest.planned if not planned.is_void}
         outputs: list[SequenceOutput] = []
@@ -530,50 +534,50 @@ class Scheduler:
         return self._deliver(sequence, result, planned.drafts)
 
     def _commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count so many more of a sequence's tokens as computed."""
+        """Count `num_tokens` more of a sequence's tokens as computed."""
         sequence.computed += num_tokens
         chain = sequence.chain if sequence.state.is_shareable else None
         self._cache.commit(sequence.held_table, sequence.computed, sequence.window, chain)
 
     def _deliver(self, sequence: Sequence, result: RowResult, drafts: list[int]) -> list[SequenceOutput]:
-        """Append what was drawn, and end what it ends."""
+        """Append the sampled tokens and return their outputs; remove the sequence or the request if it has ended."""
         state = sequence.state
-        right = self._count_drafts(sequence, drafts, result)
+        num_accepted = self._count_drafts(sequence, drafts, result)
         if state.draws_tokens and not result.token_ids:
-            return self._fail(state, "the model drew no token")
+            return self._fail(state, "the runner returned no token")
         self._counters.generated_tokens += len(result.token_ids)
         num_before = len(sequence.tokens)
         if state.expected_s is not None and not sequence.num_outputs and sequence.index == 0:
             self._promises.note_first_token(state, self._clock())
-        outputs = state.output_mode.take(sequence, result)
-        if len(sequence.tokens) - num_before > 1:  # forced tokens, or drafts, which are never in flight with others
+        outputs = state.output_mode.process(sequence, result)
+        if len(sequence.tokens) - num_before > 1:  # forced tokens, or drafts, which have no later step in flight
             sequence.void_draws()
-        if right:
-            # A sequence that ended took fewer; the last token drawn was not fed, or not at its position.
-            self._commit(sequence, min(right, len(sequence.tokens) - num_before - 1))
+        if num_accepted:
+            # A sequence that ended appended fewer; the last sampled token was not computed, or not at its position.
+            self._commit(sequence, min(num_accepted, len(sequence.tokens) - num_before - 1))
         if isinstance(state.output_mode, BeamSearch) and (chosen := state.output_mode.next_beams()):
             self._running.branch(state.groups[0], chosen)
         elif sequence.is_finished:
             self._promises.note_end(sequence)
-            # Its group ends too: samples are alone in theirs, beams end together.
+            # Its group ends too: a sample is the only member of its group, beams end together.
             self._remove(state.group_of(sequence))
         if not state.groups:
             self._close(state)
         return outputs
 
     def _count_drafts(self, sequence: Sequence, drafts: list[int], result: RowResult) -> int:
-        """Count how many drafts were right: what was computed for those may stay."""
+        """Count and return the accepted drafts, whose KV entries stay valid."""
         if not drafts:
             return 0
-        right = num_right(drafts, result.token_ids)
+        num_accepted = num_accepted_drafts(drafts, result.token_ids)
         sequence.num_drafted += len(drafts)
-        sequence.num_accepted += right
+        sequence.num_accepted += num_accepted
         self._counters.drafted_tokens += len(drafts)
-        self._counters.accepted_tokens += right
-        return right
+        self._counters.accepted_tokens += num_accepted
+        return num_accepted
 
     def _fail(self, state: RequestState, error: str, error_code: str | None = None) -> list[SequenceOutput]:
-        """End a request with an error on every index that has not ended yet; other requests go on."""
+        """End a request with an error output for every index that has not ended yet; other requests continue."""
         outputs = [failure(state, index, error, error_code) for index in state.open_indices()]
         self._close(state)
         return outputs

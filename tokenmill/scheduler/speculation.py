@@ -1,12 +1,12 @@
-"""Draft tokens: the interface between the scheduler and a proposer. A wrong draft costs computation and changes no
-token.
+"""Speculative decoding: the interface between the scheduler and a proposer of draft tokens. A rejected draft costs
+computation but never changes a token.
 
-    tokens:  [ computed | wanted | drafts ]        the step draws after the last wanted token and after each draft
-    drawn:                      [ a b c x ]        drafts a b c d: three were right, x is the model's own next token
-    then:    [ computed ......... a b c | x ]      what was computed for a b c stays, what was for d is overwritten
+    tokens:   [ computed | wanted | drafts ]       the step samples after the last wanted token and after each draft
+    sampled:                     [ a b c x ]       of the drafts a b c d three are accepted; x is the next token
+    then:     [ computed ......... a b c | x ]     the KV entries of a b c stay, that of d is overwritten
 
-Right means equal to what the model drew at that position, with the random number of that position: the tokens of a
-sequence are the same with and without drafts.
+A draft is accepted if it equals the token that the model samples at that position with that position's random number:
+the tokens of a sequence are the same with and without drafts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tokenmill.speculate.draft_state import DraftRequest, DraftState
 from tokenmill.types import StepPlan, StepResult
 
 NumAllowed = Callable[[int, Seq[int]], int]
-"""(row, drafts) → how many of them, in order, the row's grammar allows"""
+"""(row, drafts) → how many of the first drafts the row's grammar allows"""
 
 
 class Drafter(Protocol):
     def propose(self, groups: Seq[SequenceGroup]) -> dict[Sequence, list[int]]:
-        """Drafts for those of the running sequences that draw in the next step."""
+        """Return drafts for the running sequences that sample in the next step."""
         ...
 
     def note_step(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn what a step cost."""
+        """Note the measured duration of a step."""
         ...
 
     def note_end(self, sequence: Sequence) -> None:
-        """Learn that a sequence is over."""
+        """Note that a sequence has ended."""
         ...
 
 
@@ -52,7 +52,7 @@ NO_DRAFTS: Drafter = _NoDrafts()
 
 
 class Speculation(Protocol):
-    """A proposer of drafts that knows nothing of groups and requests (`speculate/`)."""
+    """A proposer of draft tokens (`speculate/`), independent of the scheduler's classes."""
 
     def propose(self, requests: Seq[DraftRequest], num_rows: int, num_tokens: int) -> list[list[int]]: ...
 
@@ -62,7 +62,7 @@ class Speculation(Protocol):
 
 
 class Drafting:
-    """Asks a proposer about the sequences that may be drafted for, and cuts what their grammars refuse."""
+    """Requests drafts from a proposer for the sequences that can use them, and drops those that a grammar forbids."""
 
     def __init__(self, speculation: Speculation, num_allowed: NumAllowed, token_budget: int) -> None:
         self._speculation = speculation
@@ -70,20 +70,20 @@ class Drafting:
         self._token_budget = token_budget
 
     def propose(self, groups: Seq[SequenceGroup]) -> dict[Sequence, list[int]]:
-        asked = [
-            (sequence, most)
+        candidates = [
+            (sequence, max_drafts)
             for group in groups
             for sequence in group.members
-            if (most := room_for_drafts(group, sequence)) > 0
+            if (max_drafts := room_for_drafts(group, sequence)) > 0
         ]
-        if not asked:
+        if not candidates:
             return {}
         num_rows = sum(len(group.members) for group in groups)
         num_tokens = sum(group.wants(sequence) for group in groups for sequence in group.members)
-        requests = [draft_request(sequence, most) for sequence, most in asked]
+        requests = [draft_request(sequence, max_drafts) for sequence, max_drafts in candidates]
         found = self._speculation.propose(requests, num_rows, min(num_tokens, self._token_budget))
-        drafts = zip(asked, found, strict=True)
-        return {sequence: tokens for (sequence, _), proposed in drafts if (tokens := self._allowed(sequence, proposed))}
+        pairs = zip(candidates, found, strict=True)
+        return {sequence: drafts for (sequence, _), proposed in pairs if (drafts := self._allowed(sequence, proposed))}
 
     def _allowed(self, sequence: Sequence, drafts: list[int]) -> list[int]:
         if not drafts or sequence.state.request.params.guided is None:
@@ -91,7 +91,7 @@ class Drafting:
         return drafts[: self._num_allowed(sequence.row, drafts)]
 
     def note_step(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn the cost of a step, unless it has prompt chunks: their tokens sample nothing, which is cheaper than
+        """Note the duration of a step without prompt chunks, whose tokens are not sampled and so are cheaper than
         drafts."""
         if all(row.sample and len(row.token_ids) == 1 + row.num_drafts for row in plan.rows):
             self._speculation.note_step(plan.num_tokens, result.step_s)
@@ -101,20 +101,26 @@ class Drafting:
             self._speculation.note_end(sequence.draft_state, sequence.tokens, sequence.prompt_len)
 
 
-def draft_request(sequence: Sequence, most: int) -> DraftRequest:
+def draft_request(sequence: Sequence, max_drafts: int) -> DraftRequest:
     request = sequence.state.request
     if sequence.draft_state is None:
         sequence.draft_state = DraftState(request.cache_salt)
     return DraftRequest(
-        sequence.draft_state, sequence.tokens, sequence.prompt_len, most, sequence.row, request.params, sequence.seed
+        sequence.draft_state,
+        sequence.tokens,
+        sequence.prompt_len,
+        max_drafts,
+        sequence.row,
+        request.params,
+        sequence.seed,
     )
 
 
-def num_right(drafts: Seq[int], drawn: Seq[int]) -> int:
-    """Return how many drafts equal the sampled tokens. The last sampled token was not computed itself, so it does not
-    count."""
+def num_accepted_drafts(drafts: Seq[int], sampled: Seq[int]) -> int:
+    """Return how many of the first drafts equal the sampled tokens. The last sampled token does not count: it was not
+    computed as a draft."""
     count = 0
-    for draft, token in zip(drafts, drawn[:-1], strict=False):
+    for draft, token in zip(drafts, sampled[:-1], strict=False):
         if draft != token:
             break
         count += 1
@@ -122,10 +128,10 @@ def num_right(drafts: Seq[int], drawn: Seq[int]) -> int:
 
 
 def room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:
-    """Return how many drafts are useful: one token is sampled anyway, and the last one is never computed.
+    """Return how many drafts a sequence can use: one token is sampled anyway, and the last one is never computed.
 
-    0 for beams, which choose among alternatives; before the prompt's samples have forked or its logprobs are complete;
-    while the runner does not have the row, or a step of it is in flight; and beyond the end of a context that shifts.
+    0 for beams; before the prompt's samples have forked or its logprobs are complete; and while the runner does not
+    have the row, or a step of it is in flight. Drafts must fit into a context that shifts.
     """
     state, shift = sequence.state, sequence.state.request.shift
     is_excluded = (
@@ -133,5 +139,5 @@ def room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:
     )
     if is_excluded or not sequence.is_on_runner or sequence.num_in_flight or not sequence.is_whole:
         return 0
-    most = state.request.max_tokens - sequence.num_outputs - 1
-    return max(0, most if shift is None else min(most, shift.context - len(sequence.window)))
+    max_drafts = state.request.max_tokens - sequence.num_outputs - 1
+    return max(0, max_drafts if shift is None else min(max_drafts, shift.context - len(sequence.window)))

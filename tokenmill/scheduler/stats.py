@@ -1,4 +1,4 @@
-"""Statistics of the scheduler: the first five fields are momentary, the others only grow."""
+"""Statistics of the scheduler: the first five fields are gauges, the others are counters."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import msgspec
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     running: int  # sequences
-    waiting: int  # requests, and sequences that were preempted
+    waiting: int  # sequence groups: requests, and preempted samples
     kv_blocks_used: int
     kv_blocks_total: int
-    wait_s: float = 0.0  # how long requests waited that started lately
+    wait_s: float = 0.0  # moving average of the queue time of started requests
     steps: int = 0
     preemptions: int = 0
-    finished: int = 0  # requests, whatever the reason
+    finished: int = 0  # requests, for any reason
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0  # of admitted requests
-    computed_tokens: int = 0  # fed to the model, recomputed ones included
+    computed_tokens: int = 0  # fed to the model, including recomputed ones
     generated_tokens: int = 0
     drafted_tokens: int = 0  # drafts that were computed
-    accepted_tokens: int = 0  # ... and right
-    fetched_tokens: int = 0  # prompt tokens whose blocks were brought from elsewhere
+    accepted_tokens: int = 0  # drafts that were accepted
+    fetched_tokens: int = 0  # prompt tokens whose blocks were fetched from tiers or other cores
     block_waits: int = 0  # rows left out of a plan because blocks were held by steps in flight
 
 
 class Counters:
-    """The counters behind the stats that only grow."""
+    """The running values of `SchedulerStats`."""
 
     __slots__ = (
         "accepted_tokens",
@@ -62,7 +62,7 @@ class Counters:
         self.block_waits = 0
 
     def note_wait(self, seconds: float) -> None:
-        """Count how long a request waited; the newest weighs a tenth."""
+        """Update the moving average of queue times; the newest one has a weight of 1/10."""
         self.wait_s += 0.1 * (seconds - self.wait_s)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Finding the request that makes steps fail, so that it alone ends with an error.
+"""Finding the request that makes steps fail, so that only this request ends with an error.
 
-A step that raises does not say whose fault it was. Its requests lose their rows and blocks, keep their tokens, and are
-tried again in halves; only those on trial are planned meanwhile:
+The exception of a failed step does not tell which request caused it. The step's requests are preempted (they keep their
+tokens) and retried in halves; meanwhile only the current half is planned:
 
     a b c d e f g h    fails
     a b c d            fails       e f g h waits
@@ -9,11 +9,11 @@ tried again in halves; only those on trial are planned meanwhile:
     c d                fails
     c                  fails: c ends with an error
     d                  passes
-    e f g h            passes, and all go on together
+    e f g h            passes, and all continue together
 
-A request has passed when it has drawn another token, or is over. Where all pass apart and fail together again (memory
-that many rows need at a time), the requests of such a step end after a few rounds, so that the search does not hold up
-all others for ever.
+A request has passed when it has a new token or has ended. If all pass separately but fail together again (for example
+for lack of memory), the requests of such a step end after a few rounds, so that the search does not block the other
+requests forever.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ MAX_UNEXPLAINED = 3  # failures in which each half passed on its own
 
 class Suspects:
     def __init__(self) -> None:
-        self._sets: list[dict[str, int]] = []  # by request, the tokens that it had; the first set is on trial
+        # Sets of suspects, each with the number of tokens that they had; the first set is being retried.
+        self._sets: list[dict[str, int]] = []
         self._num_unexplained = 0
 
-    def on_trial(self, states: Mapping[str, RequestState]) -> Mapping[str, int]:
+    def current(self, states: Mapping[str, RequestState]) -> Mapping[str, int]:
         """Return the requests that the next step is restricted to; empty: there is no restriction."""
         while self._sets:
             suspects = self._sets[0]
-            for name in [name for name, had in suspects.items() if has_passed(states.get(name), had)]:
+            for name in [name for name, num_before in suspects.items() if has_passed(states.get(name), num_before)]:
                 del suspects[name]
             if suspects:
                 return suspects
@@ -42,32 +43,32 @@ class Suspects:
         return {}
 
     def note_failure(self, states: Sequence[RequestState]) -> Sequence[RequestState]:
-        """Return the requests that caused a failed step of these requests; empty: not known yet, halves of them are
-        tried first."""
+        """Return which of these requests caused their step to fail; empty if that is not known yet: then halves of them
+        are retried next."""
         tried = {state.request.request_id: num_tokens(state) for state in states}
         if not self._sets:
             self._num_unexplained += 1
         if len(states) <= 1 or self._num_unexplained > MAX_UNEXPLAINED:
             self._num_unexplained = 0
-            self._acquit(tried)
+            self._remove(tried)
             return states
-        self._acquit(tried)
+        self._remove(tried)
         names = list(tried)
         half = len(names) // 2
         self._sets[:0] = [{name: tried[name] for name in part} for part in (names[:half], names[half:])]
         return []
 
-    def give_up(self) -> None:
-        """Let all go on together."""
+    def clear(self) -> None:
+        """End the search: all requests continue together."""
         self._sets.clear()
 
-    def _acquit(self, names: Mapping[str, int]) -> None:
-        """Take requests out of the sets that they are in."""
-        self._sets = [left for one in self._sets if (left := {k: had for k, had in one.items() if k not in names})]
+    def _remove(self, names: Mapping[str, int]) -> None:
+        """Remove requests from the sets of suspects."""
+        self._sets = [left for one in self._sets if (left := {name: one[name] for name in one if name not in names})]
 
 
-def has_passed(state: RequestState | None, had: int) -> bool:
-    return state is None or num_tokens(state) > had
+def has_passed(state: RequestState | None, num_before: int) -> bool:
+    return state is None or num_tokens(state) > num_before
 
 
 def num_tokens(state: RequestState) -> int:

@@ -46,11 +46,11 @@ class ResponseCache:
     def key_of(self, prepared: PreparedRequest, info: ModelInfo) -> bytes | None:
         """Return a digest of everything the answer depends on; None if the same request may get a different answer
         next time."""
-        client_request, request = prepared.asked, prepared.request
+        client_request, request = prepared.client_request, prepared.request
         if (
             not self._max_bytes
             or not info.is_deterministic
-            or request.given
+            or request.progress
             or isinstance(client_request, EmbedRequest)
         ):
             return None

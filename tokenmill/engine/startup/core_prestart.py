@@ -1,9 +1,9 @@
-"""The core's process, started before the command line is read.
+"""Starting the core process before the command line is parsed.
 
     main ─► prestart_core ─► flags, TOML file, environment ─► `command` ─► take_core ─► the model
-               └── child: imports torch, the longest part of a start, beside all that
+               └── child: imports torch, the longest part of a start, at the same time
 
-A verb that opens a model takes the child; where none does (a wrong flag, no prompt) it is killed unused.
+A command that opens a model takes the child; if it ends before that (an invalid flag, no prompt), the child is killed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tokenmill.engine.core_process import CoreProcess
 
 VERBS = frozenset({"run", "chat", "serve", "batch", "up"})
 HELP = frozenset({"-h", "--help"})
-PLAN_ONLY = ("--dry-run", "--virtual")  # `up` without weights
-NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
+PLAN_ONLY = ("--dry-run", "--virtual")  # `up` without loading a model
+FALSE_VALUES = frozenset({"0", "false", "no", "off", "n", "f"})
 
 _waiting: ContextVar[list[CoreProcess] | None] = ContextVar("waiting", default=None)
 
 
 @contextmanager
 def prestart_core(verb: str, arguments: list[str], environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Inside, a verb that will need a core finds one that is starting."""
+    """Start a core process if the command will need one; inside, `take_core` returns it."""
     opens_nothing = HELP & set(arguments) or any(argument.startswith(PLAN_ONLY) for argument in arguments)
     if verb not in VERBS or opens_nothing or not _is_fast(arguments, environment):
         yield
@@ -41,8 +41,8 @@ def prestart_core(verb: str, arguments: list[str], environment: Mapping[str, str
 
 
 def take_core(*, fast_start: bool) -> CoreProcess | None:
-    """Hand over the process that was started early, which the caller must end; None where there is none, or where a
-    setting that was read later (in a TOML file) has turned fast starts off."""
+    """Return the process that was started early, which the caller must end; None if there is none, or if a setting read
+    later (in a TOML file) has turned fast starts off."""
     waiting = _waiting.get()
     if not waiting:
         return None
@@ -54,8 +54,8 @@ def take_core(*, fast_start: bool) -> CoreProcess | None:
 
 
 def _is_fast(arguments: list[str], environment: Mapping[str, str]) -> bool:
-    """Guess the switch from the raw arguments, before anything is parsed; the parsed setting decides."""
-    given = [argument for argument in arguments if argument in ("--fast-start", "--no-fast-start")]
-    if given:
-        return given[-1] == "--fast-start"
-    return environment.get("TOKENMILL_FAST_START", "").strip().lower() not in NO_WORDS
+    """Guess the setting `fast_start` from the raw arguments, before they are parsed; the parsed setting decides."""
+    flags = [argument for argument in arguments if argument in ("--fast-start", "--no-fast-start")]
+    if flags:
+        return flags[-1] == "--fast-start"
+    return environment.get("TOKENMILL_FAST_START", "").strip().lower() not in FALSE_VALUES

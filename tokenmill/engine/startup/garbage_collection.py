@@ -1,11 +1,11 @@
-"""Python's cycle collector during a start, while steps run, and while a server streams what they bring.
+"""Settings of Python's garbage collector during a start, while steps run, and while a server streams.
 
-A start imports thousands of modules and loads a model: many objects, hardly any garbage. A collection of all of them
-takes a sixth of a second, and there would be several.
+A start imports thousands of modules and loads a model: many objects, hardly any garbage. A full collection then takes a
+sixth of a second, and there would be several.
 
-A full collection looks through everything that lives, 70 ms with a thousand requests, and a GPU that has finished its
-step waits for it, or all clients of a server do; so full collections are rare here. The others come less often than by
-Python's own thresholds, because a step of a thousand rows makes thousands of objects that live until the next one.
+While serving, a full collection scans all live objects: 70 ms with a thousand requests, during which a GPU is idle and
+all clients wait. So full collections are made rare. The others run less often than by default too, because a step of a
+thousand rows makes thousands of objects that live until the next step.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG_AFTER = 20_000  # objects more than there were; Python's own figure is 700 or 2,000
-FROZEN_BY_PYTHON = 1000  # objects at most that are frozen when a process begins: 375 of Python 3.12, none of others
-FULL_AFTER = 200  # collections of middle-aged objects; Python's own figure is 10
+YOUNG_THRESHOLD = 20_000  # net new objects before a young collection; Python's default is 700 or 2,000
+MAX_FROZEN_BY_PYTHON = 1000  # objects frozen when a process starts: 375 in Python 3.12, none in other versions
+FULL_THRESHOLD = 200  # collections of the middle generation before a full one; Python's default is 10
 
 
 @contextmanager
 def gc_paused(*, fast_start: bool = True) -> Iterator[None]:
-    """Inside, nothing is collected. Without `fast_start` nothing is done."""
+    """Pause garbage collection inside. Without `fast_start` do nothing."""
     if not fast_start or not gc.isenabled():
         yield
         return
@@ -34,18 +34,18 @@ def gc_paused(*, fast_start: bool = True) -> Iterator[None]:
 
 
 def age_live_objects() -> None:
-    """Let all that lives count as old: the next collections of young objects need not look through it. Nothing is done
-    where the program has frozen objects of its own, which this would thaw."""
-    if gc.get_freeze_count() <= FROZEN_BY_PYTHON:
+    """Move all live objects to the oldest generation, so that the next young collections need not scan them. Do nothing
+    if the program has frozen objects itself, which this would unfreeze."""
+    if gc.get_freeze_count() <= MAX_FROZEN_BY_PYTHON:
         gc.freeze()
         gc.unfreeze()
 
 
 @contextmanager
 def relaxed_gc() -> Iterator[None]:
-    """Inside, collections are rare; afterwards the thresholds are what they were."""
+    """Raise the collector's thresholds inside, and restore them afterwards."""
     young, middle, full = gc.get_threshold()
-    gc.set_threshold(max(young, YOUNG_AFTER), middle, max(full, FULL_AFTER))
+    gc.set_threshold(max(young, YOUNG_THRESHOLD), middle, max(full, FULL_THRESHOLD))
     try:
         yield
     finally:
@@ -53,6 +53,6 @@ def relaxed_gc() -> Iterator[None]:
 
 
 def freeze_live_objects() -> None:
-    """Take what lives now, as long as the process, out of all later collections. Only for a process of our own."""
+    """Exclude all live objects from later collections. Only for core processes, where they live until the end."""
     gc.collect()
     gc.freeze()

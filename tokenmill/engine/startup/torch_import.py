@@ -1,8 +1,8 @@
-"""Torch's import, a second and more of every start, made shorter.
+"""Shortening the import of torch, which takes more than a second of every start.
 
-preload_libraries       its largest library is loaded by a thread while the tokenizer is read
-without_meta_kernels    what only tensors without memory need, nearly half of the time, is left out
-cuda_preinit            the GPU's context, a third of a second without any Python, is made meanwhile
+preload_libraries       a thread loads torch's largest library while the tokenizer is read
+without_meta_kernels    skips the Python kernels of meta tensors, nearly half of the import time
+cuda_preinit            a thread creates the GPU's context meanwhile: a third of a second without the GIL
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DRIVER, FIRST_GPU = "libcuda.so.1", 0
 
 @contextmanager
 def torch_import(*, fast_start: bool, device: str = "cpu") -> Iterator[None]:
-    """Inside, import torch. `device`: as in the config, where it is known. Without `fast_start`, or with a torch that
-    this was not tested with, nothing is done."""
+    """Import torch inside this context. `device`: the configured device, if known. Without `fast_start`, or with an
+    untested version of torch, do nothing."""
     if not fast_start or not is_tested("torch"):
         yield
         return
@@ -39,8 +39,8 @@ def torch_import(*, fast_start: bool, device: str = "cpu") -> Iterator[None]:
 
 @contextmanager
 def preload_libraries(*, fast_start: bool = True) -> Iterator[None]:
-    """Inside, torch's largest library is loaded beside what is done. Not the place to import compiled modules: the
-    system loads one library at a time, and an import of a second one waits."""
+    """Load torch's largest library in a thread while the body runs. The body should not import compiled modules: the
+    system loads one library at a time, so that import would wait."""
     path = _torch_file(LIBRARY) if fast_start else None
     if path is None:
         yield
@@ -54,7 +54,7 @@ def preload_libraries(*, fast_start: bool = True) -> Iterator[None]:
 
 
 def _torch_file(name: Path) -> Path | None:
-    """A file of torch, None where it has none; finding it must not import torch."""
+    """Return the path of a file of torch, None if it does not exist; must not import torch."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return None
@@ -67,9 +67,9 @@ def _torch_file(name: Path) -> Path | None:
 
 @contextmanager
 def without_meta_kernels() -> Iterator[None]:
-    """Inside, torch is imported without its kernels for tensors on "meta"; a later import of their module brings them.
-    A process of our own never needs them. In any other `import_meta_kernels` must follow, while the start waits for
-    something else or at its end: code there may use such tensors and not know that anything is missing."""
+    """Import torch inside without its kernels for meta tensors; a later import of their module adds them. Core
+    processes never need them. Other processes must call `import_meta_kernels` before the start ends, because their
+    program may use such tensors."""
     name = f"torch.{META_KERNELS}"
     if "torch" in sys.modules:
         yield
@@ -92,9 +92,8 @@ def import_meta_kernels() -> None:
 
 @contextmanager
 def cuda_preinit(device: str) -> Iterator[None]:
-    """Inside, the first GPU's primary context is made, of which a process has one: torch finds it made. Nothing is
-    opened for a torch that can't use a GPU, nor for one that was imported before: the program may have chosen another
-    device with it."""
+    """Create the first GPU's primary context in a thread while the body runs; torch will use it. Do nothing if torch
+    can't use a GPU, or was imported before: the program may have selected another device."""
     if device == "cpu" or "torch" in sys.modules or _torch_file(GPU_LIBRARY) is None:
         yield
         return
@@ -107,7 +106,7 @@ def cuda_preinit(device: str) -> Iterator[None]:
 
 
 def open_first_gpu() -> bool:
-    """Make the first GPU's primary context; False where there is none, which torch will explain where it matters."""
+    """Create the first GPU's primary context; return False if that fails, for which torch raises an error later."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

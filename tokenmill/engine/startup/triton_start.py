@@ -1,6 +1,7 @@
-"""Triton's part of a start: preparations of libraries in threads, and kernels compiled by copies of this process.
+"""Triton's part of the start-up optimisations: loading libraries in threads, and compiling kernels in copies of this
+process.
 
-The code lives in `ops/triton/launch` (`preload`, `compile_workers`) and is switched on here only.
+The code is in `ops/triton/launch` (`preload`, `compile_workers`); this module turns it on.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from tokenmill.engine.startup.versions import is_tested
 
 
 def prestart_triton(config: EngineConfig) -> None:
-    """Let Triton get ready while the device is opened and weights are loaded, where it may be needed."""
-    is_wanted = config.ops.backend in ("auto", TRITON.name) and config.ops.device in ("auto", "cuda")
-    if not is_wanted or not torch.cuda.is_available() or not is_tested("triton"):
+    """Prepare Triton, if it may be used, while the device is opened and weights are loaded."""
+    may_be_used = config.ops.backend in ("auto", TRITON.name) and config.ops.device in ("auto", "cuda")
+    if not may_be_used or not torch.cuda.is_available() or not is_tested("triton"):
         return
-    from tokenmill.ops.triton.launch import compile_workers, preload  # imports Triton: once, in one thread
+    from tokenmill.ops.triton.launch import compile_workers, preload  # imports Triton
 
     compile_workers.enable()
     preload.begin()
 
 
 def prestart_products(config: EngineConfig) -> None:
-    """Load the library of matrix products beside the model. `config` is resolved: the device's memory is counted."""
+    """Load the library of matrix products while the model is loaded. `config` must be resolved: the library takes
+    device memory, which must be measured before."""
     if config.ops.backend != TRITON.name:
         return
     from tokenmill.ops.triton.launch import compile_workers, preload

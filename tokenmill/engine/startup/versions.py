@@ -1,4 +1,4 @@
-"""Versions of torch and Triton that the start-up tricks were tested with; others take the ordinary way."""
+"""The versions of torch and Triton that the start-up optimisations were tested with."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ VERSION_FILES = {"torch": "version.py", "triton": "__init__.py"}
 
 
 def is_tested(package: str) -> bool:
-    """Return whether the installed version is one that the tricks were tested with."""
+    """Tell whether the start-up optimisations were tested with the installed version."""
     version = installed_version(package)
     is_known = version is not None and ".".join(version.split(".")[:2]) in TESTED[package]
     if not is_known:
-        log.debug("%s %s: start-up tricks are off, tested are %s", package, version, ", ".join(TESTED[package]))
+        tested = ", ".join(TESTED[package])
+        log.debug("%s %s: start-up optimisations are off, they were tested with %s", package, version, tested)
     return is_known
 
 
 def installed_version(package: str) -> str | None:
-    """The version, read from the package's own file: importing it is what a fast start puts off, and the standard
-    library's metadata reader takes longer than most tricks save."""
+    """Return the installed version, read from the package's own file: importing the package is too slow, and the
+    standard library's metadata reader takes longer than most of the optimisations save."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         return None

@@ -1,7 +1,7 @@
-"""Blocks in host memory beside a GPU: pinned, so that the copy engine moves them at the bus's full speed.
+"""The tier in host memory for a pool on a GPU: pinned, so that the copy engine reaches the full speed of the bus.
 
-The memory is taken once, as slots of one record each. A new block takes the least recently used slot that no thread is
-copying from; the GPU writes into it directly.
+The memory is allocated once, in slots of one record each. A new block replaces the least recently used one that no
+thread is copying from; the GPU writes into its slot directly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from tokenmill.kv.names import BlockName
-from tokenmill.kv.records import Record, Room
+from tokenmill.kv.records import BufferOf, Record
 
 
 class HostTier:
@@ -21,16 +21,17 @@ class HostTier:
     def __init__(
         self, empty: Callable[[int, int], list[Record]], sizes: Sequence[int], regions: Sequence[int], max_bytes: int
     ) -> None:
-        """`empty`: room for records of a region; `sizes`: bytes of a record by region; `regions`: by cache group."""
+        """`empty`: allocates records of a region; `sizes`: bytes of a record, by region; `regions`: the region of each
+        cache group."""
         self._lock = threading.Lock()
-        self._slots: dict[int, list[Record]] = {}  # free ones, by region
-        self._kept: dict[int, OrderedDict[BlockName, Record]] = {}  # by region, the one used last at the end
-        self._copied: Counter[BlockName] = Counter()  # how many copies are made from a slot
+        self._slots: dict[int, list[Record]] = {}  # free slots, by region
+        self._kept: dict[int, OrderedDict[BlockName, Record]] = {}  # by region, least recently used first
+        self._copied: Counter[BlockName] = Counter()  # threads that are copying from a slot
         self._regions = regions
         used = sorted(set(regions))
         per_set = sum(sizes[region] for region in used)
         for region in used:
-            self._slots[region] = empty(region, max(1, max_bytes // per_set))[::-1]  # taken in the order of memory
+            self._slots[region] = empty(region, max(1, max_bytes // per_set))[::-1]  # used in memory order
             self._kept[region] = OrderedDict()
         self._num_slots = {region: len(slots) for region, slots in self._slots.items()}
 
@@ -43,13 +44,12 @@ class HostTier:
     def find(self, names: Sequence[BlockName]) -> list[bool]:
         return [self.has(name) for name in names]
 
-    def scratch(self, region: int, room: Room) -> Sequence[Record]:
+    def scratch(self, region: int, buffer: BufferOf) -> Sequence[Record]:
         return ()
 
     @contextlib.contextmanager
     def records(self, names: Sequence[BlockName], scratch: Sequence[Record]) -> Iterator[list[Record | None]]:
-        """Return the slots of these blocks, which are not overwritten while the context lasts; None for a missing
-        block."""
+        """Return the slots of these blocks, which are not overwritten inside the context; None for a missing block."""
         found: list[Record | None] = []
         with self._lock:
             for name in names:
@@ -64,11 +64,11 @@ class HostTier:
         finally:
             with self._lock:
                 self._copied.subtract(held)
-                self._copied += Counter()  # forget those at zero
+                self._copied += Counter()  # remove zero counts
 
     def take_slots(self, names: Sequence[BlockName]) -> list[Record | None]:
-        """Take slots for some blocks, which belong to the caller until they are put back; None for a block that is
-        there already, and where no slot can be had."""
+        """Allocate slots for some blocks, which the caller fills and returns with `put_slot`; None for a block that is
+        already stored, or if no slot is available."""
         with self._lock:
             return [self._take_slot(name) for name in names]
 
@@ -84,7 +84,7 @@ class HostTier:
         return slots.pop()
 
     def put_slot(self, name: BlockName, slot: Record, *, is_whole: bool) -> int:
-        """Keep a slot that was written, or free it; return the bytes that are kept."""
+        """Store the block in a filled slot, or free the slot if it is not whole; return the bytes that are stored."""
         region = self._regions[name.group]
         with self._lock:
             if not is_whole or name in self._kept[region]:

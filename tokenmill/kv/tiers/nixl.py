@@ -1,16 +1,16 @@
-"""Memory that other cores read blocks from by NIXL: over whatever UCX finds between the two, RDMA, NVLink, the shared
-memory of a machine or TCP.
+"""Reading blocks from the memory of other cores with NIXL, over the transport that UCX selects: RDMA, NVLink, shared
+memory or TCP.
 
-    BlockMap      where the pieces of a core's blocks lie, for those who read them
-    MemoryAgent   this process's part: its pool can be read, and it reads from others into memory of its own
+    BlockMap      the locations of a core's blocks, for cores that read them
+    MemoryAgent   registers this core's pool for reading, and reads blocks of other cores
 
-A piece is what one tensor of the pool has of a block in one layer; the pieces of a block, one after another, are its
-record (`kv/records.py`). What is read lands in records of this agent, not in the pool: a transfer that was given up may
-still write when nobody expects it any more, and then only into memory that is never used again.
+A piece is the part of a block in one layer of one tensor; the pieces of a block, one after another, are its record
+(`kv/records.py`). Blocks are read into separate landing records, not into the pool: a transfer that timed out may still
+write later, and then only into records that are never used again.
 
-Nothing here trusts the bytes: the protocol around it (`peer.py`) asks afterwards whether the blocks were there all the
-time. UCX does its work when it is called, so a core that is read from calls it while someone reads (`drive`); nothing
-runs when nobody does.
+The bytes are not trusted here: the protocol (`peer.py`) verifies afterwards that the blocks were not overwritten
+meanwhile. UCX makes progress only when it is called, so a core calls it while another one reads (`make_progress`), and
+not otherwise.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from tokenmill.kv.records import BlockRecords, Piece, Record
 log = logging.getLogger(__name__)
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
-# What UCX does by default, and nobody here wants: listen at every address of the machine, write warnings to the
-# standard output, take over signals.
+# UCX would otherwise listen on every address of the machine, write warnings to standard output and handle signals.
 ENVIRONMENT = {
     "UCX_NET_DEVICES": "lo",
     "UCX_LOG_LEVEL": "fatal",
@@ -44,13 +43,13 @@ ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",
 }
 POLL_S = 0.0002
-RETRY_S = 60.0  # until a core is read from again after a failure; until then its blocks come over the stream
-LANDING_BYTES = 32 << 20  # a thread's records that are read into at a time; at least one
-MAX_ABANDONED = 8  # landing records that were given up, until nothing is read any more
+RETRY_S = 60.0  # after a failure, blocks of that core are requested over the stream for this long
+LANDING_BYTES = 32 << 20  # a thread's landing records (at least one record)
+MAX_ABANDONED = 8  # sets of landing records abandoned after failures; then no more memory is read
 
 
 class BlockMap(msgspec.Struct, frozen=True, array_like=True):
-    """Where blocks lie in a core's memory: a piece of the block in row r lies at `address + r * stride`."""
+    """The locations of blocks in a core's memory: a piece of the block in row r is at `address + r * stride`."""
 
     agent: str
     metadata: bytes  # for NIXL
@@ -60,7 +59,7 @@ class BlockMap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferFailed(OSError):
-    """Blocks could not be read; nothing is known about the memory they were to land in."""
+    """Blocks could not be read; the contents of their landing records are undefined."""
 
 
 def is_installed() -> bool:
@@ -69,17 +68,17 @@ def is_installed() -> bool:
 
 def require_installed() -> None:
     if not is_installed():
-        problem = "kv_transfer nixl was asked for, but NIXL is not installed"
+        problem = "kv_transfer is nixl, but NIXL is not installed"
         raise InvalidConfig(problem, param="kv_transfer", hint='pip install "tokenmill[nixl]"')
 
 
 def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
-    """Import NIXL, the one for this torch's CUDA if both are there; return its API and its errors."""
+    """Import NIXL, preferring the package for this torch's CUDA version; return its API and its error types."""
     require_installed()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    wanted = f"nixl_cu{(torch.version.cuda or '13').partition('.')[0]}"
-    name = next(name for name in sorted(PACKAGES, key=lambda name: name != wanted) if find_spec(name))
+    preferred = f"nixl_cu{(torch.version.cuda or '13').partition('.')[0]}"
+    name = next(name for name in sorted(PACKAGES, key=lambda name: name != preferred) if find_spec(name))
     bindings = importlib.import_module(f"{name}._bindings")
     kinds = [kind for kind in vars(bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     return importlib.import_module(f"{name}._api"), tuple(kinds)
@@ -87,19 +86,19 @@ def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
 
 class MemoryAgent:
     def __init__(self, records: BlockRecords, regions: Sequence[int]) -> None:
-        """`records`: of the pool that others may read from; all its memory is registered with NIXL. `regions`: of the
-        pool, by cache group."""
+        """`records`: of the pool, whose memory is registered with NIXL so that other cores can read it. `regions`: the
+        pool's region of each cache group."""
         api, self._errors = load_nixl()
         self._records, self._regions = records, regions
         self._lock = threading.Lock()
         self._own = threading.local()  # each thread's landing records
         self._known: set[str] = set()  # agents of other cores
-        self._failed: dict[str, float] = {}  # when reading from them failed
+        self._failed: dict[str, float] = {}  # when reading from an agent last failed
         self._abandoned: list[Sequence[Record]] = []
         self._agent: Any = api.nixl_agent(
             f"tokenmill-{os.urandom(16).hex()}",
             api.nixl_agent_config(
-                enable_prog_thread=False,  # it would never rest
+                enable_prog_thread=False,  # that thread would busy-wait
                 backends=["UCX"],
                 sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             ),
@@ -117,21 +116,21 @@ class MemoryAgent:
         spans = {(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()) for tensor in tensors}
         self._agent.register_memory([(*span, self._device, "") for span in sorted(spans) if span[1]], self._kind)
 
-    def drive(self) -> None:
-        """Let UCX serve those who read from this process."""
+    def make_progress(self) -> None:
+        """Let UCX serve the cores that are reading from this process."""
         with self._lock:
             self._agent.get_new_notifs()
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────
 
     def can_read(self, other: BlockMap) -> bool:
-        """Tell whether blocks of another core may be read, now."""
+        """Tell whether the memory of another core may be read now."""
         failed = self._failed.get(other.agent)
-        is_well = failed is None or time.monotonic() - failed > RETRY_S
-        return is_well and other.is_on_device == self.is_on_device and len(self._abandoned) < MAX_ABANDONED
+        may_try = failed is None or time.monotonic() - failed > RETRY_S
+        return may_try and other.is_on_device == self.is_on_device and len(self._abandoned) < MAX_ABANDONED
 
     def landing(self, region: int) -> Sequence[Record]:
-        """Return the calling thread's records to read into."""
+        """Return the calling thread's landing records."""
         kept: dict[int, Sequence[Record]] = self._own.__dict__.setdefault("landing", {})
         if region not in kept:
             number = max(1, LANDING_BYTES // self._records.sizes[region])
@@ -142,16 +141,16 @@ class MemoryAgent:
         return kept[region]
 
     def read(self, other: BlockMap, group: int, blocks: Sequence[tuple[int, Record]], limit_s: float) -> None:
-        """Read blocks of a cache group from another core: rows there, and this thread's landing records for them."""
+        """Read blocks of a cache group from another core; `blocks`: their rows there, and landing records for them."""
         region = self._regions[group]
         pieces = np.array(other.regions[region], dtype=np.int64)  # [pieces, (address, stride, bytes)]
         addresses, strides, lengths = pieces.T
         if lengths.sum() != self._records.sizes[region]:
-            raise TransferFailed(f"its blocks have {lengths.sum()} bytes, not {self._records.sizes[region]}")
+            raise TransferFailed(f"blocks of {lengths.sum()} bytes instead of {self._records.sizes[region]}")
         starts = np.cumsum(lengths) - lengths
         rows = np.array([row for row, _ in blocks], dtype=np.int64)
-        places = np.array([record.data_ptr() for _, record in blocks], dtype=np.int64)
-        local = spans_of(places[:, None] + starts, lengths, self._device)
+        targets = np.array([record.data_ptr() for _, record in blocks], dtype=np.int64)
+        local = spans_of(targets[:, None] + starts, lengths, self._device)
         remote = spans_of(addresses + rows[:, None] * strides, lengths, other.device)
         try:
             with self._lock:
@@ -160,10 +159,10 @@ class MemoryAgent:
                     self._known.add(other.agent)
             self._transfer(other.agent, local, remote, limit_s)
         except self._errors as problem:
-            self._give_up(other.agent, region)
+            self._abandon(other.agent, region)
             raise TransferFailed(f"NIXL: {problem}") from problem
         except TransferFailed:
-            self._give_up(other.agent, region)
+            self._abandon(other.agent, region)
             raise
 
     def _transfer(self, agent: str, local: np.ndarray, remote: np.ndarray, limit_s: float) -> None:
@@ -182,10 +181,10 @@ class MemoryAgent:
             with self._lock:
                 handle.release()
         if state != "DONE":
-            raise TransferFailed(f"a transfer has not ended after {limit_s:.0f} s")
+            raise TransferFailed(f"a transfer took longer than {limit_s:.0f} s")
 
-    def _give_up(self, agent: str, region: int) -> None:
-        """Forget another core, and never use again what was to be read into."""
+    def _abandon(self, agent: str, region: int) -> None:
+        """Remove another core's agent, and never use again the landing records of the failed transfer."""
         self._failed[agent] = time.monotonic()
         with self._lock:
             self._abandoned.append(self._own.landing.pop(region))
@@ -194,7 +193,7 @@ class MemoryAgent:
                 try:
                     self._agent.remove_remote_agent(agent)
                 except self._errors as problem:
-                    log.info("NIXL can't forget %s: %s", agent, problem)
+                    log.info("NIXL could not remove the agent %s: %s", agent, problem)
 
 
 def spans_of(addresses: np.ndarray, lengths: np.ndarray, device: int) -> np.ndarray:

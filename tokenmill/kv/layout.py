@@ -296,7 +296,7 @@ def _block_bytes_per_token(kinds: Kinds) -> int:
 
 @dataclass(frozen=True)
 class EntryRule:
-    """Which entries of its block tables a group needs, as arithmetic on positions."""
+    """Determines which entries of its block tables a group needs, by arithmetic on positions."""
 
     kind: CacheKind
     window: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def gguf_adapter(path: Path, peft: Path, heads: dict[str, int], **metadata: Any)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_string("general.type", "adapter")
     writer.add_string("adapter.type", metadata.get("kind", "lora"))
-    writer.add_float32("adapter.lora.alpha", float(config["lora_alpha"]))
+    writer.add_float32("adapter.lora.alpha", metadata.get("alpha", float(config["lora_alpha"])))
     for name, tensor in load_file(peft / "adapter_model.safetensors").items():
         _, _, _, _, layer, _, module, part, _ = name.split(".")
         letter = module[0]
@@ -148,6 +149,8 @@ def gguf_adapter(path: Path, peft: Path, heads: dict[str, int], **metadata: Any)
             reordered = torch.empty_like(tensor)
             reordered[order] = tensor
             tensor = reordered
+        if metadata.get("stacked"):
+            tensor = tensor.repeat(2, 1, 1)
         writer.add_tensor(f"blk.{layer}.attn_{letter}.weight.{part.lower()}", tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -167,6 +170,15 @@ def test_a_gguf_adapter_is_the_peft_adapter_it_was_made_from(stories: AdaptableM
     assert adapter_size(tmp_path / "adapter.gguf") == adapter_size(peft)
     with pytest.raises(UnsupportedModel, match="adapter"):
         stories.read(gguf_adapter(tmp_path / "other.gguf", peft, {}, kind="control"))
+
+
+@pytest.mark.parametrize("fault", [{"alpha": math.nan}, {"alpha": math.inf}, {"stacked": True}])
+def test_damaged_gguf_adapters_are_refused(stories: AdaptableModel, tmp_path: Path, fault: dict[str, Any]) -> None:
+    """A scale that is not finite would turn answers into NaN; stacked factors belong to experts only."""
+    sizes = {"v_proj": (32, 64)}
+    peft = write_adapter(tmp_path / "peft", plain_config(target_modules=list(sizes)), llama_shapes(sizes, 5, 4))
+    with pytest.raises(DamagedFile):
+        stories.read(gguf_adapter(tmp_path / "adapter.gguf", peft, {}, **fault))
 
 
 def test_an_adapter_of_a_file_with_quantised_weights(stories_dir: Path, shared_dir: Path, tmp_path: Path) -> None:

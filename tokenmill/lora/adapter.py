@@ -1,12 +1,12 @@
-"""An adapter as it is held in memory: what it adds to each of a model's matrices, under our own names.
+"""An adapter in memory: its low-rank update of each of a model's matrices, by our tensor names.
 
     layers.3.q                   a matrix [rows, columns], named as its tensor without ".weight"
     layers.3.experts.up.7        the matrix of one expert
     embed                        the embedding; its `a` is [rank, vocabulary], its `b` [hidden, rank]
-    head                         the head, also where the model itself has the embedding in its place
+    head                         the head, also if the model's head is tied to its embedding
 
-Its digest, of all bytes it was read from, is its identity: two files with the same digest answer alike, and a file that
-was changed under the same name is another adapter.
+Its digest, over all bytes that it was read from, is its identity: files with the same digest give the same answers, and
+a changed file of the same name is another adapter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its matrices'."""
+        """Return the largest rank of its matrices."""
         return max(matrix.rank for matrix in self.matrices.values())
 
     @property

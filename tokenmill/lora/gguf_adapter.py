@@ -4,12 +4,13 @@
     <tensor>.lora_a    [rank, columns], of experts [experts, rank, columns]
     <tensor>.lora_b    [rows, rank], of experts [experts, rows, rank]
 
-Tensors are named as in a GGUF file of the model, and their rows are in the order that such a file has. The scale is
-alpha / rank; without an alpha it is 1.
+Tensors are named as in a GGUF file of the model, and their rows are in that file's order. The scale is alpha / rank, or
+1 without an alpha.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def gguf_matrices(path: Path, spec: ModelSpec) -> dict[str, LowRank]:
     if tokens := file.metadata.get("adapter.alora.invocation_tokens"):
         raise UnsupportedModel(f"{path}: adapter.alora.invocation_tokens ({len(tokens)}) is not implemented")
     alpha = file.metadata.get("adapter.lora.alpha", 0.0)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise DamagedFile(f"{path}: adapter.lora.alpha is {alpha!r}")
     checkpoint = GGUFCheckpoint(file)
     names = {name.removesuffix(A).removesuffix(B) for name in checkpoint.shapes}
@@ -79,11 +80,12 @@ def _matrices(
 ) -> Iterator[tuple[str, LowRank]]:
     rank = a.shape[-2] if a.dim() >= 2 else 0
     is_embedding = target.name == "embed"
-    if is_embedding:  # llama.cpp has a's numbers token by token
+    if is_embedding:  # llama.cpp stores `a` transposed, token by token
         a = a.transpose(-1, -2).contiguous() if a.shape[0] == target.rows else a
         rank = a.shape[0]
     sizes = (target.columns, target.rows) if is_embedding else (target.rows, target.columns)
-    fits = a.dim() == b.dim() >= 2 and (b.shape[-2], a.shape[-1]) == sizes and b.shape[-1] == rank
+    experts = target.source.shape[:-2]  # (number of experts,), or () for a single matrix
+    fits = a.shape[:-2] == b.shape[:-2] == experts and (b.shape[-2:], a.shape[-1:]) == ((sizes[0], rank), sizes[1:])
     if not fits or not 0 < rank <= MAX_RANK:
         raise DamagedFile(
             f"{path}: {name} has factors {list(b.shape)} and {list(a.shape)}, the matrix is {list(sizes)}"

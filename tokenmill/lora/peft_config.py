@@ -1,7 +1,8 @@
-"""The settings of a PEFT adapter (adapter_config.json), read strictly: what changes an answer acts or is refused.
+"""The settings of a PEFT adapter (adapter_config.json), read strictly: a setting that affects answers is applied or
+refused.
 
-The scale of a matrix's addition is alpha / rank, with rsLoRA alpha / sqrt(rank). `rank_pattern` and `alpha_pattern`
-give some modules their own: the first key that matches the end of a module's name, as a regular expression, counts.
+The scale of an update is alpha / rank, with rsLoRA alpha / sqrt(rank). `rank_pattern` and `alpha_pattern` override both
+for some modules: the first key that matches the end of a module's name, as a regular expression, applies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.errors import UnsupportedModel
 
-# Keys that say nothing about what the adapter computes, or that are read below.
+# Keys that do not affect what the adapter computes, or that are read below.
 _KNOWN = frozenset(
     (
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"),
@@ -24,7 +25,7 @@ _KNOWN = frozenset(
         *("revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora"),
     )
 )
-# Ways to begin a training that leave the base model as it is; others change it and the adapter rests on that.
+# Initialisations for training that do not change the base model; adapters with others need the changed base model.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 MAX_PATTERNS = 4096
 MAX_PATTERN_CHARS = 1000
@@ -57,11 +58,11 @@ class PeftConfig:
         return float(alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank)
 
     def targets(self, module: str) -> bool:
-        """Tell whether the adapter says that it changes a module."""
+        """Return whether the config names a module as changed by the adapter."""
         if self.exclude_modules is not None and _names(self.exclude_modules, module):
             return False
         if self.target_modules is None or self.target_modules == "all-linear":
-            return False  # which modules are linear is the base model's affair
+            return False  # the config does not name modules; the file's tensors do
         number = re.match(r".*?\.[^.]*\.(\d+)\.", module)
         if self.layers is not None and (number is None or int(number[1]) not in self.layers):
             return False

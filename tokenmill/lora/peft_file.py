@@ -5,9 +5,9 @@
     base_model.model.<module>.lora_magnitude_vector        [rows], DoRA's
     base_model.model.<module>.lora_embedding_A, ..._B      [rank, vocabulary], [hidden, rank]
 
-What the file has is what the adapter changes; every tensor in it is used, or is the reason for a refusal. Modules that
-the config names and that the model has must be in the file. The file is read whole, so that a training that writes the
-next one over it changes nothing here.
+The tensors in the file define what the adapter changes; every tensor is used, or the file is refused. Modules that the
+config names and the model has must be in the file. The file is read at once instead of mapped, so that training may
+overwrite it later.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tokenmill.lora.targets import EXPERTS, AdapterTarget, ExpertsTarget, Target
 from tokenmill.ops.low_rank import LowRank
 
 BaseWeight = Callable[[str], torch.Tensor]
-"""Our name of a matrix, without ".weight" → its values in float32"""
+"""Takes our name of a matrix, without ".weight", and returns its values in float32"""
 
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(\.default)?(\.weight)?"
 )
 _SAVED_BASE = re.compile(r"base_model\.model\.(?P<module>.+?)(\.base_layer)?\.weight")
-DORA_ROWS_AT_ONCE = 4096  # of a matrix, whose sum with the adapter is held in memory
-SAVED_TOLERANCE = 0.05  # of a saved embedding's mean size: what quantising the base model may have changed
+DORA_ROWS_AT_ONCE = 4096  # rows of the adapted matrix in memory at a time
+SAVED_TOLERANCE = 0.05  # relative difference of a saved embedding that quantisation of the base model may cause
 
 
 @dataclass
@@ -166,7 +166,7 @@ class PeftReader:
             )
 
     def _require_all(self, modules: Mapping[str, Module], targets: Targets) -> None:
-        """Refuse a file that lacks modules which its config names: it is cut, or of another model."""
+        """Refuse a file that lacks modules that its config names: it is truncated, or belongs to another model."""
         prefixes = {name.partition("layers.")[0] for name in modules}
         missing = [
             name
@@ -178,7 +178,8 @@ class PeftReader:
             raise DamagedFile(f"{self.place}: target_modules names {missing[0]}, which the file does not have")
 
     def _require_unchanged(self, module: str, weight: torch.Tensor, targets: Targets) -> None:
-        """PEFT saves an embedding that it adapts; one that was trained itself can't be used."""
+        """Refuse a saved embedding or head that differs from the base model's: PEFT saves those that it adapts, but one
+        that was trained itself is not supported."""
         found = targets.modules.get(module)
         if found is None or found[0].name not in ("embed", "head"):
             raise UnsupportedModel(f"{self.place}: the file has {module} as a whole, which is not implemented")
@@ -194,14 +195,14 @@ class PeftReader:
 
 
 def scaled(b: torch.Tensor, scale: float) -> torch.Tensor:
-    """b times the scale, in its own precision where that loses nothing"""
+    """Return b times the scale, in b's dtype if that is exact, else in float32."""
     found = b.float() * scale
     rounded = found.to(b.dtype)
     return rounded if bool((rounded.float() == found).all()) else found
 
 
 def _sorted(tensors: Mapping[str, torch.Tensor], place: str) -> tuple[dict[str, Module], dict[str, torch.Tensor]]:
-    """The adapted modules, and matrices of the base model that were saved beside them."""
+    """Sort tensors into those of adapted modules, and matrices of the base model that were saved with them."""
     modules: dict[str, Module] = {}
     saved: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -217,11 +218,11 @@ def _sorted(tensors: Mapping[str, torch.Tensor], place: str) -> tuple[dict[str, 
 def row_factors(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude: torch.Tensor
 ) -> torch.Tensor:
-    """Return m / |W + scale * b a| by rows, float32 [rows]; weight [rows, columns], magnitude m [rows].
+    """Return m / |W + scale * b a| per row, float32 [rows]; weight [rows, columns], magnitude m [rows].
 
-    DoRA: an adapted matrix keeps its direction from W + scale * b a, and has its rows' lengths from a trained vector m:
+    DoRA: the rows of an adapted matrix have the direction of W + scale * b a, and their lengths are a trained vector m:
 
-        y = m / |W + scale * b a| * ((W + scale * b a) x)          lengths and m by rows
+        y = m / |W + scale * b a| * ((W + scale * b a) x)          lengths and m per row
 
     The factor does not depend on x: it is computed once, from the base model's weights.
     """

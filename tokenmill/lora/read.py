@@ -1,5 +1,4 @@
-"""Read an adapter of a model: a PEFT folder or a GGUF file. Safe formats only; sizes are checked before they are
-used."""
+"""Read an adapter: a PEFT folder or a GGUF file. Only safe formats are read, and sizes are checked before use."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_adapter(path: Path, spec: ModelSpec, base_weight: BaseWeight) -> Adapter:
-    """The adapter at `path` for a model of this spec; `base_weight` gives the model's own matrices, for DoRA."""
+    """Read the adapter at `path` for a model of this spec; `base_weight` returns the model's matrices, for DoRA."""
     if path.is_dir():
         return _read_peft(path, spec, base_weight)
     if not path.exists():

@@ -1,6 +1,6 @@
-"""The size of an adapter from its headers alone, without torch: its largest rank and how many numbers it has.
+"""The size of an adapter from its headers, without torch: its largest rank and its number of values.
 
-What a slot must hold is known from this before a model is loaded, and by the planner.
+Loading and the planner size adapter slots by it, before the model is loaded.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from tokenmill.errors import DamagedFile, ModelError
 WEIGHTS = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_RANK = 1024
-PANEL = 16  # ranks that kernels take at a time
+PANEL = 16  # kernels pad ranks to multiples of this
 
-
-# Parts of the names of experts' matrices, in checkpoints and in GGUF; and of the MLP of all tokens beside them.
+# Parts of the names of experts' matrices, in checkpoints and in GGUF; and of the shared expert's.
 _EXPERTS = re.compile(r"\.experts\.|_exps\.")
 _SHARED = re.compile(r"\.shared_(experts?|mlp)\.|_shexp\.")
-_STACKED = re.compile(r"\.experts\.(base_layer\.)*lora_A")  # of a parameter that has the matrices of all experts
+_STACKED = re.compile(r"\.experts\.(base_layer\.)*lora_A")  # of a parameter that stacks the matrices of all experts
 
 
 class AdapterSize(NamedTuple):
     rank: int
     num_values: int
-    expert_rank: int = 0  # the largest of experts' matrices; 0: it changes none
+    expert_rank: int = 0  # the largest rank of experts' matrices; 0: it changes none
 
 
 def adapter_size(path: Path, spec: ModelSpec | None = None) -> AdapterSize:
-    """`spec`: the model that it adapts, where that is known."""
+    """Read the size of the adapter at `path`. `spec`: the model that it adapts, if known."""
     shapes = _safetensors_shapes(path / WEIGHTS) if path.is_dir() else _gguf_shapes(path)
     moes = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)] if spec else []
     count, is_joined = max((moe.num_experts for moe in moes), default=1), any(m.is_shared_like_experts for m in moes)
@@ -48,8 +47,8 @@ def adapter_size(path: Path, spec: ModelSpec | None = None) -> AdapterSize:
 
 
 def slot_values(spec: ModelSpec, rank: int, expert_rank: int = 0) -> int:
-    """Numbers of an adapter of this rank that changes every matrix; those of experts in `expert_rank`, which may be
-    0."""
+    """Return the number of values of an adapter of this rank that changes every matrix, and experts' matrices with
+    `expert_rank`, which may be 0."""
     ranks, of_experts = (-(-one // PANEL) * PANEL for one in (rank, expert_rank))
     kinds = ("linear", "embedding")
     tensors = [tensor for tensor in tensors_of(spec).values() if tensor.kind in kinds]
@@ -64,7 +63,7 @@ def slot_values(spec: ModelSpec, rank: int, expert_rank: int = 0) -> int:
 
 def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     if path.suffix != ".gguf" or not path.exists():
-        raise ModelError(f"{path} is no adapter", hint="name a PEFT folder or a GGUF file")
+        raise ModelError(f"{path}: not an adapter", hint="name a PEFT folder or a GGUF file")
     return {name: tensor.shape for name, tensor in read_gguf(path).tensors.items()}
 
 

@@ -1,12 +1,12 @@
-"""The matrices of ours that a module of an adapter's file means, and their rows in it.
+"""Maps the modules of an adapter file to our matrices and their rows.
 
-An adapter's module is named as the checkpoint's tensor: the rules that read a model's weights (`arch/tensors.py`) read
-its adapters too. A module may hold several of ours (Phi-3's qkv_proj), whose rows are then taken from `b`, while all of
-them have the same `a`. Newer transformers keep a layer's experts as two parameters of three dimensions, whatever the
-checkpoint does: gate and up, and down. An adapter of such a parameter has factors of each expert:
+An adapter's module has the name of the checkpoint's tensor, so the rules that map a model's weights (`arch/tensors.py`)
+apply to its adapters too. A module may hold several of our matrices (Phi-3's qkv_proj): they share `a`, and each takes
+its rows of `b`. Recent transformers store a layer's experts as two 3-dimensional parameters, whatever the checkpoint
+does: gate and up, and down. An adapter of such a parameter has factors of each expert:
 
-    a [experts * rank, columns]                 expert by expert
-    b [rows, rank * experts]                    rank by rank, an expert's column in each
+    a [experts * rank, columns]                 ordered by expert
+    b [rows, rank * experts]                    ordered by rank, then by expert
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """One of our matrices, or one for each expert, as a module of an adapter has it."""
+    """One of our matrices (or one per expert) as a part of an adapter's module."""
 
     name: str  # ours, without ".weight"
     source: TensorSource
-    rows: int  # of the module, in which ours are found
+    rows: int  # of the module, which include ours
     columns: int
     expert: int | None = None
 
     def own_rows(self, b: torch.Tensor) -> torch.Tensor:
-        """Take from `b` [rows of the module, rank] those of our matrix, in our order."""
+        """Return the rows of `b` [rows of the module, rank] that belong to our matrix, in our order."""
         source = replace(self.source, transposed=False, unit_axes=())
         return transformed(RawTensor(self.name, tuple(b.shape), b), source).data.contiguous()
 
 
 @dataclass(frozen=True)
 class ExpertsTarget:
-    """A parameter that holds matrices of all experts of a layer: gate and up, or down."""
+    """A parameter that stacks matrices of all experts of a layer: gate and up, or down."""
 
     parameter: str  # its whole name
     parts: tuple[AdapterTarget, ...]
@@ -62,14 +62,14 @@ class ExpertsTarget:
 
 @dataclass(frozen=True)
 class Targets:
-    """The matrices of a model that an adapter may change, by their names in its file."""
+    """The matrices of a model that an adapter may change, by their names in the adapter's file."""
 
     modules: Mapping[str, tuple[AdapterTarget, ...]]
     experts: Mapping[str, tuple[ExpertsTarget, ...]]  # by the module that has them
 
 
 def peft_targets(spec: ModelSpec) -> Targets:
-    """Return the targets by the names of transformers' modules, with every prefix that a family's checkpoints have."""
+    """Return the targets by names of transformers' modules, with all prefixes of the family's checkpoints."""
     family = BY_NAME[spec.family]
     modules: dict[str, tuple[AdapterTarget, ...]] = {}
     experts: dict[str, tuple[ExpertsTarget, ...]] = {}
@@ -82,7 +82,7 @@ def peft_targets(spec: ModelSpec) -> Targets:
 
 
 def _with_new_names(found: Mapping[str, Found]) -> dict[str, Found]:
-    """The same by names that transformers gives to modules whose checkpoints keep the old ones."""
+    """Add the names that newer versions of transformers use for modules with another name in checkpoints."""
     return {**found, **{name.replace(".block_sparse_moe.", ".mlp."): one for name, one in found.items()}}
 
 
@@ -100,7 +100,7 @@ def targets_by(spec: ModelSpec, rules: Rules) -> Targets:
             modules.setdefault(_module(source.names[0]), []).append(AdapterTarget(name, source, rows, columns))
             continue
         rows, columns = source.shape[-2:]
-        for number, theirs in enumerate(source.names):  # one tensor of each expert, or one of all
+        for number, theirs in enumerate(source.names):  # one tensor per expert, or one for all
             expert = number if len(source.names) > 1 else None
             modules.setdefault(_module(theirs), []).append(AdapterTarget(name, source, rows, columns, expert))
         is_gated = f"{name.rpartition('.')[0]}.gate.weight" in shapes
@@ -118,7 +118,7 @@ def targets_by(spec: ModelSpec, rules: Rules) -> Targets:
 
 
 def _matrices(spec: ModelSpec, rules: Rules) -> dict[str, TensorSource]:
-    """The sources of all our matrices, named without ".weight"; of a head even where the model has none of its own."""
+    """Return the sources of all our matrices, named without ".weight"; including a tied head."""
     kinds = tensors_of(spec)
     sources = {
         name.removesuffix(".weight"): source
@@ -135,7 +135,8 @@ def _module(theirs: str) -> str:
 
 
 def _stacked(name: str, shape: tuple[int, ...], source: TensorSource, *, is_gated: bool) -> tuple[str, AdapterTarget]:
-    """Return the target of a tensor of all experts [experts, rows, columns], as a part of transformers' parameter."""
+    """Return transformers' parameter for a tensor of all experts [experts, rows, columns], and the part that is
+    ours."""
     _, rows, columns = shape
     own = name.rpartition(".")[2]
     parameter = f"{own}_proj" if own == "down" or not is_gated else "gate_up_proj"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenmill.speculate.depth import LONGEST_PATIENCE, CostModelDepth, DraftDepth, StepCost, ThresholdDepth
+from tokenmill.speculate.depth import MAX_PROBE_INTERVAL, CostModelDepth, DraftDepth, StepCost, ThresholdDepth
 from tokenmill.speculate.draft_state import FIRST_RATES, AcceptanceRates, RequestAcceptance, length_class
 
 Machine = Callable[[int], float]
@@ -104,7 +104,7 @@ def test_a_draft_model_that_does_not_pay_is_tried_ever_more_rarely() -> None:
     depth = DraftDepth(learned(SMALL_CPU, [1, 4]), learned(SMALL_CPU, [1, 4]))
     tried = [number for number in range(6000) if depth.choose([[0.2, 0.04]], 1, 1, 1)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(tried)]
-    assert 4 < len(tried) < 16 and gaps == sorted(gaps) and max(gaps) <= LONGEST_PATIENCE
+    assert 4 < len(tried) < 16 and gaps == sorted(gaps) and max(gaps) <= MAX_PROBE_INTERVAL
 
 
 def test_rates_follow_what_is_seen() -> None:

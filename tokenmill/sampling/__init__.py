@@ -1,1 +1,1 @@
-"""From logits to tokens: per-row parameters, logits steps, the draw, log-probabilities."""
+"""From logits to tokens: per-row parameters, sampler steps, sampling, log-probabilities."""

@@ -37,7 +37,7 @@ def to_fixed_probs(logits: Tensor) -> Tensor:
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    """Softmax by the native kernel that `NativeDraws` uses, where there is one: both ways sample the same token."""
+    """Softmax by the native kernel that `NativeDraws` uses, if it is built: both then sample the same token."""
     if logits.device.type != "cpu" or not is_available()[0]:
         return torch.softmax(logits, dim=-1)
     probabilities = torch.empty_like(logits)

@@ -107,7 +107,8 @@ def hold_back_stops(logits: Tensor, rows: RowsInUse) -> Tensor:
 def _held_back(state: RowState, output_index: int) -> list[int]:
     """Return the stop tokens that must not be sampled.
 
-    Before `min_tokens` these are all; later, with ignore_eos and a grammar, those that the request did not name itself.
+    Before `min_tokens` these are all of them; later, with ignore_eos and a grammar, those that the request did not
+    name.
     """
     params = state.params
     if output_index < params.min_tokens:
@@ -192,8 +193,8 @@ def _processed(row: Tensor, state: RowState, vocab_size: int) -> Tensor:
 
 
 def _called(processor: Callable[..., Any], prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
-    given = (prompt, output, logits) if num_arguments(processor) == 3 else (output, logits)
-    changed = processor(*given)
+    args = (prompt, output, logits) if num_arguments(processor) == 3 else (output, logits)
+    changed = processor(*args)
     if not isinstance(changed, Tensor) or changed.shape != logits.shape:
         raise ValueError(f"it must return logits of shape {list(logits.shape)}")
     return changed.to(logits)

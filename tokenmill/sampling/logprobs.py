@@ -55,10 +55,10 @@ def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:
     own = logits.gather(1, chosen)
     top, _ = topk(logits, min(_RANK_SEARCHED, logits.shape[-1]))
     ranks = 1 + (top > own).sum(dim=-1)
-    # counted among the best few only, which is exact if the token is one of them and has no equal
-    unsure = (((top == own).sum(dim=-1) > 1) | (own <= top[:, -1:]).squeeze(1)).nonzero().squeeze(1)
-    if unsure.numel():
-        ranks[unsure] = _counted_ranks(logits[unsure], chosen[unsure], own[unsure])
+    # counted among the best few only, which is exact if the token is one of them and no other has the same logit
+    inexact = (((top == own).sum(dim=-1) > 1) | (own <= top[:, -1:]).squeeze(1)).nonzero().squeeze(1)
+    if inexact.numel():
+        ranks[inexact] = _counted_ranks(logits[inexact], chosen[inexact], own[inexact])
     return ranks
 
 

@@ -8,8 +8,8 @@ other rows (see `fixed_point` and `rng`). A row with NaN or infinite logits gets
     sampler.sample(logits, plans)   sample, and record each token in its row's history
     sampler.verify(logits, plans)   the same where rows may carry draft tokens
     sampler.needs_logits(plans)     whether the rows need more than the argmax of their logits
-    sampler.plain_draws(plans)      parameters with which the model itself may sample them, if it may
-    sampler.free_row(row)           forget a row
+    sampler.plain_draws(plans)      parameters with which the model itself can sample the rows, if it can
+    sampler.free_row(row)           release a row
 
 Verification of draft tokens: each position is sampled as it would be without drafts, with its own random number; a
 draft token is accepted if it equals the sampled token. So drafts change no token, sampled or greedy, whatever the

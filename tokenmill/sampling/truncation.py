@@ -19,9 +19,9 @@ from tokenmill.sampling.fixed_point import exact_sum, to_fixed_probs, topk
 from tokenmill.sampling.rng import XTC
 from tokenmill.sampling.rows import RowsInUse
 
-_LOWEST = 1000.0  # a logit further below the highest counts as this far, so that sums of squares fit into 63 bits
-_FIRST_SEARCHED = 64  # number of best tokens searched at first; then _WIDEN times as many
-_WIDEN = 16
+_MAX_DISTANCE = 1000.0  # distances below the highest logit are clamped to this, so that sums of squares fit in 63 bits
+_FIRST_SEARCHED = 64  # number of best tokens searched at first; then _SEARCH_GROWTH times as many
+_SEARCH_GROWTH = 16
 _ABOVE_ALL = 2**62  # larger than any fixed-point probability
 
 
@@ -30,7 +30,7 @@ _ABOVE_ALL = 2**62  # larger than any fixed-point probability
 
 def scale_temperature(logits: Tensor, rows: RowsInUse) -> Tensor:
     """Divide the logits by the temperature."""
-    # relative to the maximum first: a tiny temperature then cannot overflow the best token to inf
+    # relative to the maximum first: so a tiny temperature cannot overflow the highest logit to inf
     return _divided(logits - logits.amax(dim=-1, keepdim=True), rows.param("temperature"))
 
 
@@ -66,7 +66,7 @@ def _dynamic_temperature(params: SamplingParams, entropy: float, num_alive: int)
 def keep_top_n_sigma(logits: Tensor, rows: RowsInUse) -> Tensor:
     """Keep the logits within n standard deviations of the highest (Tang et al. 2024); removed tokens do not count."""
     below = logits - logits.amax(dim=-1, keepdim=True)
-    bounded = below.clamp(min=-_LOWEST).masked_fill(below == -torch.inf, 0.0).double()
+    bounded = below.clamp(min=-_MAX_DISTANCE).masked_fill(below == -torch.inf, 0.0).double()
     num_alive = (below != -torch.inf).sum(dim=-1, keepdim=True).double()
     mean = exact_sum(bounded, bits=20) / num_alive
     variance = exact_sum(bounded * bounded, bits=20) / num_alive - mean * mean
@@ -76,8 +76,8 @@ def keep_top_n_sigma(logits: Tensor, rows: RowsInUse) -> Tensor:
 def keep_top_k(logits: Tensor, rows: RowsInUse) -> Tensor:
     """Keep the k most likely tokens, and those equal to the k-th (as transformers)."""
     vocab = logits.shape[-1]
-    most = min(max(state.params.top_k for state in rows.states), vocab)
-    top, _ = topk(logits, most)
+    max_k = min(max(state.params.top_k for state in rows.states), vocab)
+    top, _ = topk(logits, max_k)
     kth = top.gather(1, rows.param64("top_k").long().clamp(max=vocab) - 1)
     return _remove(logits, logits < kth)
 
@@ -164,8 +164,8 @@ def share_of(fixed_probs: Tensor, share: Tensor) -> Tensor:
 def last_kept(score: Tensor, fixed_probs: Tensor, needed: Tensor, num_searched: int = _FIRST_SEARCHED) -> Tensor:
     """Return the score of the last token kept when tokens are kept best score first until `needed` is reached: [U, 1].
 
-    Only the `num_searched` best are looked at, and more of them for the rows where they were not enough. Fixed-point
-    sums are exact, so the result does not depend on that number.
+    Only the `num_searched` best tokens are searched, and more for the rows that need them. Fixed-point sums are exact,
+    so the result does not depend on that number.
     """
     vocab = score.shape[-1]
     top, where = topk(score, min(num_searched, vocab))
@@ -174,6 +174,6 @@ def last_kept(score: Tensor, fixed_probs: Tensor, needed: Tensor, num_searched: 
     last = top.gather(1, position.clamp(max=top.shape[1] - 1))
     short = (position.squeeze(1) == top.shape[1]).nonzero().squeeze(1)
     if short.numel() and num_searched < vocab:
-        wider = last_kept(score[short], fixed_probs[short], needed[short], num_searched * _WIDEN)
+        wider = last_kept(score[short], fixed_probs[short], needed[short], num_searched * _SEARCH_GROWTH)
         last = last.index_copy(0, short, wider)
     return last

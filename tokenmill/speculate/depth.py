@@ -1,17 +1,17 @@
 """The number of draft tokens to verify in one step: the one that gives the most tokens per second.
 
-Each draft token has a probability that it and all before it are right; the most likely ones of all sequences go first.
-A step with m of them yields  rows + Σ probability  tokens and takes the time of a step of that many tokens.
+Each draft token has a probability that it and all before it are right; the most likely ones of all sequences are chosen
+first. A step with m of them yields  rows + Σ probability  tokens and takes the time of a step of that many tokens.
 
-    tokens a second │     ●   ●
+    tokens/second   │     ●   ●
                     │  ●          ●          drafts pay up to the top
                     │●               ●
                     └──────────────────── m
 
-The time of a step by the number of its tokens is learned from the steps that ran (`StepCost`).
+The time of a step as a function of its number of tokens is learned from measured steps (`StepCost`).
 
-Each size keeps a running mean. A line fitted through the means, small sizes weighing more, estimates sizes that were
-not seen (lately); its prior is steep, so that speculation starts only where it is shown to pay.
+Each size keeps a running mean. A line fitted through the means, weighted towards small sizes, estimates sizes without
+(recent) measurements; its prior is steep, so that speculation starts only after measurements show that it pays.
 
     seconds │            ·  ╱           one token per row costs reading the weights;
             │       ·  ╱                more tokens read the same weights and compute more
@@ -28,18 +28,18 @@ from math import log2
 from typing import Protocol
 
 MAX_DRAFTS = 15  # per sequence and step
-NEGLIGIBLE = 0.05  # probabilities below this are not considered
+NEGLIGIBLE_CHANCE = 0.05  # probabilities below this are not considered
 MIN_CHANCE = 0.3  # `ThresholdDepth` feeds draft tokens that are at least this likely
 DRAFT_COST_MARGIN = 1.15  # factor on the estimated cost of drafts, because estimates are uncertain
 PROBE_DEPTH = 2
-FIRST_PATIENCE, LONGEST_PATIENCE = 16, 1024  # steps without drafts before the next probe
+MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 16, 1024  # steps without drafts before the next probe
 
-LARGEST_SIZE = 256  # tokens; larger steps are prefill and say little about drafts
-EXACT_SIZES = 16  # up to here each size has its own mean
-STEEPNESS = 0.6  # prior: the share of a step's time that grows with its tokens
-VALUES_IN_MEAN = 10  # the newest value weighs a tenth in a mean
+MAX_STEP_TOKENS = 256  # larger steps are prefill and say little about drafts
+EXACT_SIZES = 16  # up to this many tokens each size has its own mean
+PRIOR_TOKEN_SHARE = 0.6  # prior: the share of a step's time that grows with its tokens
+VALUES_IN_MEAN = 10  # the newest value has a weight of 1/10 in a mean
 HALF_LIFE_STEPS = 400
-LINE_WEIGHT = 2.0  # of the line against a size's own mean, in observations
+LINE_WEIGHT = 2.0  # of the line relative to a size's own mean, in observations
 PRIOR_WEIGHT = 1.0
 
 
@@ -47,7 +47,7 @@ class Depth(Protocol):
     """A rule for how many draft tokens each sequence gets."""
 
     def least_chance(self, num_rows: int, num_tokens: int) -> float:
-        """The probability below which no draft token is fed, so that proposers can stop there."""
+        """Return the probability below which no draft token is fed, so that proposers can stop there."""
         ...
 
     def choose(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int) -> list[int]:
@@ -79,10 +79,10 @@ class CostModelDepth:
         self._cost = cost
 
     def least_chance(self, num_rows: int, num_tokens: int) -> float:
-        """Half the probability at which one more token costs what it brings, by the fitted line alone."""
+        """Return half the break-even probability of one more token, by the fitted line alone."""
         if not self._cost.is_known:
             return 1.0
-        return max(NEGLIGIBLE, 0.5 * self._cost.slope * num_rows / self._cost.seconds(num_tokens))
+        return max(NEGLIGIBLE_CHANCE, 0.5 * self._cost.slope * num_rows / self._cost.seconds(num_tokens))
 
     def choose(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int) -> list[int]:
         if not self._cost.is_known:
@@ -100,26 +100,27 @@ class CostModelDepth:
 
 
 class DraftDepth:
-    """One depth for all sequences, since the draft model drafts for them together and its steps cost time too.
+    """Chooses one depth for all sequences, since the draft model drafts for them together and its steps take time too.
 
-    While no draft pays, a short draft now and then, ever more rarely, shows whether that is still so."""
+    While drafts don't pay, short probes at growing intervals check whether that is still so.
+    """
 
     def __init__(self, cost: StepCost, draft_cost: StepCost) -> None:
         self._cost = cost
         self._draft_cost = draft_cost
-        self._patience = FIRST_PATIENCE
-        self._num_waited = 0
+        self._probe_interval = MIN_PROBE_INTERVAL
+        self._steps_since_probe = 0
 
     def choose(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int, num_behind: int) -> int:
         """Choose the depth; `num_behind` tokens must be fed to the draft model before it can draft."""
         best = self._best(chances, num_rows, num_tokens, num_behind)
         if best:
-            self._patience, self._num_waited = FIRST_PATIENCE, 0
+            self._probe_interval, self._steps_since_probe = MIN_PROBE_INTERVAL, 0
             return best
-        self._num_waited += 1
-        if self._num_waited < self._patience:
+        self._steps_since_probe += 1
+        if self._steps_since_probe < self._probe_interval:
             return 0
-        self._patience, self._num_waited = min(2 * self._patience, LONGEST_PATIENCE), 0
+        self._probe_interval, self._steps_since_probe = min(2 * self._probe_interval, MAX_PROBE_INTERVAL), 0
         return PROBE_DEPTH
 
     def _best(self, chances: Sequence[Sequence[float]], num_rows: int, num_tokens: int, num_behind: int) -> int:
@@ -143,7 +144,7 @@ class DraftDepth:
 
 
 class SizeMean:
-    """Running mean over the steps of about one size."""
+    """Running mean over the steps of one size class."""
 
     __slots__ = ("count", "last", "seconds", "tokens", "weight")
 
@@ -153,7 +154,7 @@ class SizeMean:
 
     def note(self, tokens: int, seconds: float) -> None:
         if self.count > 2:
-            seconds = min(seconds, 2.0 * self.seconds)  # an outlier: the machine was busy otherwise
+            seconds = min(seconds, 2.0 * self.seconds)  # limits outliers, such as other load on the machine
         self.count = min(self.count + 1, VALUES_IN_MEAN)
         self.tokens += (tokens - self.tokens) / self.count
         self.seconds += (seconds - self.seconds) / self.count
@@ -169,7 +170,7 @@ class StepCost:
     def __init__(self) -> None:
         self._sizes: dict[int, SizeMean] = {}
         self._num_steps = 0
-        self._line = (0.0, 0.0)  # seconds, seconds a token
+        self._line = (0.0, 0.0)  # seconds, seconds per token
 
     @property
     def is_known(self) -> bool:
@@ -177,11 +178,11 @@ class StepCost:
 
     @property
     def slope(self) -> float:
-        """Seconds per additional token."""
+        """Return the seconds per additional token."""
         return self._line[1]
 
     def note(self, tokens: int, seconds: float) -> None:
-        if not 0 < tokens <= LARGEST_SIZE or seconds <= 0.0:
+        if not 0 < tokens <= MAX_STEP_TOKENS or seconds <= 0.0:
             return
         self._num_steps += 1
         key = _size_class(tokens)
@@ -198,7 +199,7 @@ class StepCost:
         return base + slope * tokens + self._deviation(_size_class(tokens))
 
     def seconds_up_to(self, tokens: int, more: int) -> list[float]:
-        """Seconds of steps with `tokens`, `tokens` + 1 … `tokens` + `more` tokens, computed together."""
+        """Return the seconds of steps with `tokens`, `tokens` + 1 … `tokens` + `more` tokens."""
         base, slope = self._line
         found: list[float] = []
         while len(found) <= more:
@@ -209,7 +210,7 @@ class StepCost:
         return found
 
     def _deviation(self, kind: int) -> float:
-        """Deviation of a size class from the line, weighted by its observations."""
+        """Return the deviation of a size class from the line, weighted by its observations."""
         size = self._sizes.get(kind)
         if size is None:
             return 0.0
@@ -230,7 +231,7 @@ class StepCost:
             tokens += weight * size.tokens
             seconds += weight * size.seconds
         mean_tokens, mean_seconds = tokens / total, seconds / total
-        first = STEEPNESS * newest.seconds / newest.tokens
+        first = PRIOR_TOKEN_SHARE * newest.seconds / newest.tokens
         square = PRIOR_WEIGHT / newest.seconds**2
         product = square * first
         for size, weight in weighed:
@@ -253,5 +254,5 @@ def _size_class(tokens: int) -> int:
 
 @cache
 def _class_end(kind: int) -> int:
-    """The first number of tokens beyond a class."""
+    """Return the first number of tokens beyond a class."""
     return next(tokens for tokens in count(1) if _size_class(tokens) > kind)

@@ -1,15 +1,15 @@
 """Speculation with a draft model: a second, smaller model with a KV cache of its own.
 
     tokens       t0 … tn                    sampled by the target model
-    draft model  t0 … tn │ a  b  c          feeds the new ones of these, then its own samples, one after another
+    draft model  t0 … tn │ a  b  c          feeds the new tokens, then its own samples, one after another
     next time    t0 … tn  a  b  x           c was wrong: its cache entry is overwritten, nothing else to undo
 
 The draft model samples with the random numbers that the target model will use at the same positions, so where the two
 distributions are close, the samples are mostly equal, greedy or not. Parameters that depend on the history or on a
-grammar are left out: they decide what is accepted, not what is proposed.
+grammar are left out: they affect what is accepted, not what is proposed.
 
-Where the draft model is a head of the target model itself (`mtp.py`), each of its tokens needs a state of the target
-model: its rows begin where such states do, and what it has computed from its own guesses is computed again.
+If the draft model is an MTP head of the target model (`mtp.py`), each of its tokens needs a hidden state of the target
+model: its rows begin where such states are available, and what it computed from its own states is recomputed.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class PlanRunner(Protocol):
 
 
 class States(Protocol):
-    """What a draft model's tokens need beside themselves, of the target model."""
+    """The target model's states that a draft model's tokens need as a second input."""
 
     def first_token(self, request: DraftRequest) -> int | None:
-        """The first token of the sequence that can be fed; None: none can."""
+        """Return the first token of the sequence that can be fed; None if none can."""
         ...
 
     def can_feed(self, request: DraftRequest, first: int) -> bool:
-        """Tell whether all tokens from `first` on can be fed."""
+        """Return whether all tokens from `first` on can be fed."""
         ...
 
     def feed(self, plans: Sequence[RowPlan], rows: dict[int, DraftRow]) -> None:
-        """Hand over what the tokens of these plans need, before they are run."""
+        """Pass the states of these plans' tokens to the draft model, before they are run."""
         ...
 
     def take(self, plans: Sequence[RowPlan], rows: dict[int, DraftRow]) -> None:
-        """Take what the rows that have drawn leave for their next token."""
+        """Keep the output states of rows that sampled, for their next token."""
         ...
 
 
@@ -65,63 +65,63 @@ class States(Protocol):
 class DraftRow:
     """One sequence in the draft model's runner and cache."""
 
-    draft_state: DraftState  # of the sequence that holds the row
+    draft_state: DraftState  # of the sequence that occupies the row
     new: RowInit  # sent to the runner with the first step
     table: BlockTable
     chain: HashChain
-    computed: int  # of its tokens, in the cache
-    skipped: int = 0  # tokens of the sequence before its first
-    num_true: int = 0  # tokens of the sequence when it was last drafted for
-    drafts: list[int] = field(default_factory=list)  # sampled then; all but the last are in the cache
+    computed: int  # number of its tokens in the cache
+    skipped: int = 0  # number of the sequence's tokens before its first one
+    num_true: int = 0  # length of the sequence when it was last drafted for
+    drafts: list[int] = field(default_factory=list)  # the last drafts; all but the last one are in the cache
     is_on_runner: bool = False
-    is_broken: bool = False  # its logits are not finite: no drafts from it
+    is_broken: bool = False  # its logits were not finite: no more drafts
     last_used: int = 0
 
 
 class DraftModel:
-    """Keeps the draft model's rows in step with the target's sequences and samples draft tokens for them."""
+    """Keeps the draft model's rows up to date with the target's sequences and samples draft tokens for them."""
 
     def __init__(
         self, runner: PlanRunner, cache: KVCache, max_context: int, token_budget: int, states: States | None = None
     ) -> None:
-        """`states`: what its tokens need of the target model, where they do."""
+        """`states`: the target model's states, for an MTP head."""
         self._runner = runner
         self._states = states
         self._cache = cache
         self._max_context = max_context
         self._token_budget = token_budget
         self._rows: dict[int, DraftRow] = {}
-        self._freed: list[int] = []  # freed rows that the runner does not know of yet
+        self._freed: list[int] = []  # freed rows that are not reported to the runner yet
         self._num_rounds = 0
         self.cost = StepCost()
 
     def draft(self, requests: Sequence[DraftRequest], depths: Sequence[int]) -> list[list[int]]:
         """Sample up to depths[i] draft tokens for requests[i]; fewer where its context or the cache is full."""
         self._num_rounds += 1
-        wanted = {
+        requested = {
             request.row: (request, depth)
             for request, depth in zip(requests, depths, strict=True)
             if depth > 0 and self._can_begin(request)
         }
-        rows = {row: self._synced(request) for row, (request, _) in wanted.items()}
+        rows = {row: self._synced(request) for row, (request, _) in requested.items()}
         open_rows = {
             row: request
-            for row, (request, depth) in wanted.items()
-            if self._has_room(request, rows[row], depth, wanted)
+            for row, (request, depth) in requested.items()
+            if self._reserve(request, rows[row], depth, requested)
         }
         self._catch_up({row: (request, rows[row]) for row, request in open_rows.items()})
         for _ in range(max(depths, default=0) - 1):
-            going = [
-                (request, rows[row]) for row, request in open_rows.items() if len(rows[row].drafts) < wanted[row][1]
+            unfinished = [
+                (request, rows[row]) for row, request in open_rows.items() if len(rows[row].drafts) < requested[row][1]
             ]
-            plans = [self._row_plan(request, row, row.drafts[-1:]) for request, row in going if not row.is_broken]
+            plans = [self._row_plan(request, row, row.drafts[-1:]) for request, row in unfinished if not row.is_broken]
             if not plans:
                 break
             self._run(plans, rows)
         return [rows[request.row].drafts if request.row in open_rows else [] for request in requests]
 
     def num_behind(self, request: DraftRequest) -> int:
-        """Tokens that the draft model has to feed before its first draft token."""
+        """Return the number of tokens that the draft model has to feed before its first draft token."""
         row = self._rows.get(request.row)
         if row is not None and row.draft_state is request.draft_state:
             return len(request.tokens) - row.skipped - row.computed
@@ -133,7 +133,7 @@ class DraftModel:
         return self._states is None or self._states.first_token(request) is not None
 
     def _synced(self, request: DraftRequest) -> DraftRow:
-        """The row of this sequence, with wrong drafts no longer counted as computed."""
+        """Return the row of this sequence, with wrong drafts no longer counted as computed."""
         row = self._rows.get(request.row)
         if row is None or row.draft_state is not request.draft_state or row.is_broken:
             row = self._opened(request)
@@ -154,7 +154,7 @@ class DraftModel:
             self._close(request.row)
         chain = self._cache.chain(request.draft_state.salt)
         skipped = 0 if self._states is None else self._states.first_token(request) or 0
-        # What a head has computed depends on states too, which tokens alone don't tell apart: it shares no blocks.
+        # An MTP head's cache also depends on states, which the hash of tokens does not cover: it shares no blocks.
         hit = self._cache.match(request.tokens, chain, 0 if self._states else len(request.tokens) - 1)
         table = self._cache.open(hit)
         row = DraftRow(request.draft_state, new_row(request), table, chain, hit.num_tokens, skipped)
@@ -168,15 +168,15 @@ class DraftModel:
         if row.is_on_runner:
             self._freed.append(number)
 
-    def _has_room(
-        self, request: DraftRequest, row: DraftRow, depth: int, wanted: dict[int, tuple[DraftRequest, int]]
+    def _reserve(
+        self, request: DraftRequest, row: DraftRow, depth: int, requested: dict[int, tuple[DraftRequest, int]]
     ) -> bool:
-        """Reserve blocks for all tokens to feed, taking those of sequences that are not drafted for now if needed."""
+        """Reserve blocks for all tokens to feed, if needed by closing rows that are not drafted for now."""
         end = len(request.tokens) - row.skipped + depth - 1
         if end > self._max_context:
             return False
         while (copies := self._cache.reserve(row.table, row.computed, end)) is None:
-            idle = [number for number in self._rows if number not in wanted]
+            idle = [number for number in self._rows if number not in requested]
             if not idle:
                 return False
             self._close(min(idle, key=lambda number: self._rows[number].last_used))
@@ -185,12 +185,12 @@ class DraftModel:
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _catch_up(self, asked: dict[int, tuple[DraftRequest, DraftRow]]) -> None:
+    def _catch_up(self, requests: dict[int, tuple[DraftRequest, DraftRow]]) -> None:
         """Feed the new tokens of each sequence, in chunks; the last one samples the first draft token."""
-        rows = {number: row for number, (_, row) in asked.items()}
+        rows = {number: row for number, (_, row) in requests.items()}
         while True:
             left, plans = self._token_budget, []
-            for request, row in asked.values():
+            for request, row in requests.values():
                 first = row.skipped + row.computed
                 count = min(left, len(request.tokens) - first)
                 if count > 0 and not row.is_broken:
@@ -232,7 +232,7 @@ class DraftModel:
 
 
 def new_row(request: DraftRequest) -> RowInit:
-    """The draft model's row for a sequence: its seed, and the parameters that apply to drafts."""
+    """Make the draft model's row for a sequence: with its seed, and the parameters that apply to drafts."""
     return RowInit(
         row=request.row,
         params=without_history(request.params),
@@ -249,7 +249,7 @@ def without_history(params: SamplingParams) -> SamplingParams:
 
 
 class DraftModelProposer:
-    """Draft tokens by the draft model, as deep as pays."""
+    """Proposes draft tokens of the draft model, to the depth that pays."""
 
     def __init__(self, model: DraftModel, depth: int | None = None) -> None:
         """`depth`: always this many draft tokens, instead of as many as pay."""

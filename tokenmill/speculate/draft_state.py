@@ -1,7 +1,7 @@
-"""Speculation's state of one sequence, and the request that a proposer gets.
+"""The drafting state of one sequence, and the request that a proposer receives.
 
 `DraftState` lives as long as the sequence: its index of token pairs, its acceptance statistics, and the last proposal,
-which is compared with the tokens that came when the next one is asked for.
+which is compared with the sampled tokens when the next one is requested.
 
 `BigramIndex` answers: where did the last two tokens of a sequence occur before, and what followed?
 
@@ -10,21 +10,20 @@ which is compared with the tokens that came when the next one is asked for.
     _last      (a, b) ──► its latest position
     _before    position ──► the previous position of the same pair
 
-Among the latest few positions of a pair, the one with the longest matching context wins: the longer the match, the more
-likely the continuation. This is the match search of LZ77 compressors. Adding a token takes well under a microsecond,
-a search a few; the list is never scanned.
+Among the latest few positions of a pair, the one with the longest matching context is chosen: the longer the match, the
+more likely the continuation. This is the match search of LZ77 compressors. Adding a token takes well under a
+microsecond and a search a few; the list is never scanned.
 
-`RecentOutputs` applies the same index to what other requests were answered lately, in bounded memory. Requests with
-different cache salts share nothing, as in the prefix cache: the speed of an answer would reveal what others received.
+`RecentOutputs` applies the same index to recent outputs of other requests, in bounded memory. Requests with different
+cache salts share nothing, as in the prefix cache: the speed of an answer would reveal the outputs of others.
 
     older segment    [ output | output | output ]      searched, no longer extended; dropped when the newer one is full
     newer segment    [ output | output | ...    ]
 
-How likely draft tokens are to be accepted is learned from the tokens that were really sampled. A draft token is more
-likely to be right the longer the matching context before it, so `AcceptanceRates` keeps one rate per match length for
-all requests together. Some requests repeat themselves more than others: `RequestAcceptance` says how one request does
-against those rates. A draft token need not have been computed to be learned from: it is compared with the token that
-was sampled in its place.
+Acceptance rates are learned from the sampled tokens. A draft token is more likely to be right the longer the matching
+context before it, so `AcceptanceRates` keeps one rate per class of match lengths over all requests. Some requests are
+more repetitive than others: `RequestAcceptance` compares one request with those rates. Draft tokens that were not fed
+are also compared with the token that was sampled in their place.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_POSITIONS = 8  # positions of one pair that are compared
 LONGEST_MATCH = 16  # tokens; longer matches are not more reliable
 SEPARATOR = -1  # between two outputs; no match reaches across it
 SEGMENT_TOKENS = 16_384  # about 2 MB with its index
-MAX_SALTS = 64  # every API key has its own
+MAX_SALTS = 64  # every API key has its own salt
 
 
 class Match(NamedTuple):
@@ -57,7 +56,7 @@ class BigramIndex:
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}  # pair → index of its second token
-        self._before = array("i", [-1])  # one entry a token
+        self._before = array("i", [-1])  # one entry per token
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Index the tokens that were added to the list since the last call."""
@@ -73,7 +72,7 @@ class BigramIndex:
         if len(tail) < 2:
             return None
         position, best = self._last.get(_pair(tail, len(tail) - 1), -1), None
-        if position == len(tokens) - 1 and tokens is tail:  # the end itself
+        if position == len(tokens) - 1 and tokens is tail:  # the pair at the end itself
             position = self._before[position]
         for _ in range(MAX_POSITIONS):
             if position < 0:
@@ -88,7 +87,7 @@ class BigramIndex:
 
 
 def continuation(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """The `count` tokens from `start`; past the end of the list it repeats itself, as a repeating passage would."""
+    """Return `count` tokens from `start`; beyond the end of the list, the tokens from `start` are repeated."""
     found = list(tokens[start : start + count])
     if SEPARATOR in found:
         return found[: found.index(SEPARATOR)]
@@ -111,7 +110,7 @@ def _match_length(tokens: Sequence[int], position: int, tail: Sequence[int]) -> 
 
 
 class Segment:
-    """Outputs one after another, with separators, and their index."""
+    """Concatenated outputs, with separators, and their index."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = [SEPARATOR]
@@ -138,7 +137,7 @@ class SaltedOutputs:
             self._segments = [Segment(), self._segments[0]]
 
     def find(self, tail: Sequence[int]) -> tuple[Sequence[int], Match] | None:
-        """Find the segment with the longest match; returns its tokens and the match."""
+        """Return the tokens of the segment with the longest match, and the match."""
         found = [(one.tokens, match) for one in self._segments if (match := one.find(tail)) is not None]
         return max(found, key=lambda pair: pair[1].length) if found else None
 
@@ -212,8 +211,8 @@ class RequestAcceptance:
         self._seen += 1
 
     def chance(self, rate: float) -> float:
-        """Probability that a draft token with the general acceptance rate `rate` is right in this request: the odds,
-        multiplied by how much better or worse this request has done than expected."""
+        """Return the probability that a draft token with the general acceptance rate `rate` is right in this request:
+        the odds, multiplied by the ratio of this request's results to the expected ones."""
         wrong, expected_wrong = self._seen - self._right, self._seen - self._expected
         better = (self._right + REQUEST_PRIOR_WEIGHT) * (expected_wrong + REQUEST_PRIOR_WEIGHT)
         worse = (wrong + REQUEST_PRIOR_WEIGHT) * (self._expected + REQUEST_PRIOR_WEIGHT)
@@ -238,7 +237,7 @@ class DraftState:
         self.index = BigramIndex()
         self.acceptance = RequestAcceptance()
         self.proposal: list[int] = []  # the last one
-        self.match_length = 0  # tokens before the proposal that agree with what it was read from
+        self.match_length = 0  # number of matching tokens before the proposal
         self.num_seen = 0  # tokens of the sequence when the proposal was made
         self.position: DraftPosition | None = None  # where it was read
 
@@ -249,10 +248,10 @@ class DraftState:
         self.proposal, self.match_length, self.num_seen, self.position = proposal, match_length, num_seen, position
 
     def learn(self, tokens: list[int], rates: AcceptanceRates, class_of: Callable[[int], int]) -> int:
-        """Compare the last proposal with the tokens that came and return how many of it were right.
+        """Compare the last proposal with the sampled tokens and return how many of its tokens were right.
 
-        The comparison ends at the first wrong token: nothing is known about those behind it. `class_of` maps a match
-        length to its class in `rates`.
+        The comparison ends at the first wrong token: nothing is known about later ones. `class_of` maps a match length
+        to its class in `rates`.
         """
         num_right = 0
         for draft, token in zip(self.proposal, tokens[self.num_seen :], strict=False):
@@ -266,12 +265,12 @@ class DraftState:
 
 
 class DraftRequest(NamedTuple):
-    """A sequence that samples in the next step, as far as a proposer must know it."""
+    """A sequence that samples in the next step, with what a proposer needs to know."""
 
     draft_state: DraftState
     tokens: list[int]  # prompt and output so far
     prompt_len: int
-    max_drafts: int  # more could not be used
+    max_drafts: int  # more can't be used
     row: int
     params: SamplingParams
     seed: int

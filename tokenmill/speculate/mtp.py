@@ -1,11 +1,11 @@
-"""Speculation with a head of the model itself that predicts one more token (`arch/mtp.py`, `models/mtp_head.py`).
+"""Speculation with a multi-token prediction (MTP) head of the model (`arch/mtp.py`, `models/mtp_head.py`).
 
     tokens        t0  t1 … tn           tn is sampled, and not computed yet
     states        h0  h1 … h(n-1)       kept by the runner as the model computes tokens
     the head      (t1, h0) … (tn, h(n-1)) │ a            the first draft token
-                                          (a, g) │ b     g: what the head itself has left behind tn
+                                          (a, g) │ b     g: the head's own output state at tn
 
-Next time the head computes again what it had computed from its own states, with those of the model.
+Next time the head recomputes the tokens that it had computed from its own states, with those of the model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tokenmill.types import RowPlan
 
 
 class HeadStates:
-    """The states that a head's tokens are joined with: the model's, behind those the head's own."""
+    """The states that are joined with the head's tokens: the model's, and for later drafts the head's own."""
 
     def __init__(self, head: MtpHead, kept: KeptStates) -> None:
         self._head = head
         self._kept = kept
-        self._own: dict[int, torch.Tensor] = {}  # what the head has left behind each row's last token
+        self._own: dict[int, torch.Tensor] = {}  # the head's output state of each row's last token
 
     def first_token(self, request: DraftRequest) -> int | None:
         first = self._kept.first(request.row)
@@ -47,8 +47,8 @@ class HeadStates:
         return states
 
     def take(self, plans: Sequence[RowPlan], rows: dict[int, DraftRow]) -> None:
-        drawing = [plan for plan in plans if plan.sample]
-        for plan, state in zip(drawing, self._head.outputs, strict=True):
+        sampling = [plan for plan in plans if plan.sample]
+        for plan, state in zip(sampling, self._head.outputs, strict=True):
             row = rows[plan.row]
             if not row.drafts:  # the model's states up to here are in the head's cache
                 self._kept.forget_before(plan.row, row.skipped + plan.start + len(plan.token_ids) - 2)

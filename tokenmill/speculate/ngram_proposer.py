@@ -1,8 +1,8 @@
 """Speculation without a second model: n-gram lookup in the request's own text and in recent outputs.
 
-`NgramLookup` finds what may follow and how likely each token of it is: a proposal remembers the length of the match it
-stands behind, and the acceptance rate follows from that (`acceptance.py`). `NgramProposer` drafts as many of these
-tokens as pay (`depth.py`).
+`NgramLookup` finds likely continuations and the probability of each token: a proposal records the length of the match
+before it, which determines its acceptance rate (`draft_state.py`). `NgramProposer` drafts as many of these tokens as
+pay (`depth.py`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tokenmill.speculate.draft_state import (
     length_class,
 )
 
-KEPT_PROMPT_TOKENS = 4  # kept before an output, so that its beginning can be found
+KEPT_PROMPT_TOKENS = 4  # prompt tokens kept before an output, so that its beginning can be matched
 MIN_OUTPUT_TOKENS = 8  # shorter outputs are not kept
 
 
 class NgramLookup:
-    """Propose continuations found in the sequence itself or in recent outputs, with their probabilities."""
+    """Proposes continuations found in the sequence itself or in recent outputs, with their probabilities."""
 
     def __init__(self) -> None:
         self._rates = AcceptanceRates()
         self._recent = RecentOutputs()
 
     def propose(self, draft_state: DraftState, tokens: list[int], max_drafts: int) -> None:
-        """Make up to `max_drafts` tokens that may follow the proposal of `draft_state`."""
+        """Store up to `max_drafts` tokens that may follow as the proposal of `draft_state`."""
         num_right, num_new = draft_state.learn(tokens, self._rates, length_class), len(tokens) - draft_state.num_seen
         draft_state.index.extend(tokens)
         if num_right == num_new and self._extend(draft_state, tokens, max_drafts, num_new):
@@ -41,7 +41,7 @@ class NgramLookup:
         draft_state.propose(_read(position, tokens, max_drafts), length, len(tokens), position)
 
     def _extend(self, draft_state: DraftState, tokens: list[int], max_drafts: int, num_new: int) -> bool:
-        """Read on where the last proposal was read, when all of it came true: no search finds a longer match."""
+        """Continue reading where the last proposal ended, if all of it was right: no search finds a longer match."""
         if draft_state.position is None:
             return False
         position = DraftPosition(draft_state.position.outputs, draft_state.position.start + num_new)
@@ -50,7 +50,8 @@ class NgramLookup:
         return bool(proposal)
 
     def chances(self, draft_state: DraftState, least: float) -> list[float]:
-        """Probability of each token of the last proposal that it and all before it are right, down to `least`."""
+        """Return for each token of the last proposal the probability that it and all before it are right, down to
+        `least`."""
         if not draft_state.proposal:
             return []
         chance, found, acceptance = 1.0, [], draft_state.acceptance
@@ -87,7 +88,7 @@ def _read(position: DraftPosition | None, tokens: list[int], max_drafts: int) ->
 
 
 class NgramProposer:
-    """Draft tokens by n-gram lookup."""
+    """Proposes draft tokens by n-gram lookup."""
 
     def __init__(self, depth: Depth, cost: StepCost) -> None:
         self._lookup = NgramLookup()

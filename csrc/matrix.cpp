@@ -1,4 +1,4 @@
-// Repacks GGUF blocks into panels (matrix.h says how a panel lies in memory).
+// Repacks a file's blocks into panels (layout in matrix.h).
 #include "packing.h"
 
 #include <algorithm>
@@ -23,13 +23,13 @@ void merge_four(uint8_t* p, uint32_t bits) {
   std::memcpy(p, &word, 4);
 }
 
-// The lowest bit of each of four bytes, in the nibble of this output.
+// The lowest bits of four bytes, in the nibble of this output.
 uint8_t bit_of_each(uint32_t four, int output) {
   const uint32_t nibble = (four | four >> 7 | four >> 14 | four >> 21) & 15u;
   return static_cast<uint8_t>(nibble << (output % 2 * 4));
 }
 
-// Writes the 32 stored numbers of one output of a block into its place in the payload, four (a group) at a time.
+// Writes the 32 stored values of one output of a block to the payload, four (a group) at a time.
 void put_payload(Kind kind, uint8_t* payload, int output, const uint8_t* numbers) {
   const int bits = payload_bits(kind);
   for (int group = 0; group < 8; ++group) {
@@ -51,7 +51,7 @@ void put_payload(Kind kind, uint8_t* payload, int output, const uint8_t* numbers
   }
 }
 
-// 2^(exponent - 128) as bfloat: half of what an MXFP4 block's scale says, since the table's numbers are twice its own.
+// 2^(exponent - 128) as bfloat: half the scale of an MXFP4 block, since the table's values are doubled.
 uint16_t half_power(uint8_t exponent) {
   return static_cast<uint16_t>(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
 }
@@ -64,7 +64,7 @@ float float_at(const uint8_t* p) {
 }
 void put_float(uint8_t* at, int output, float value) { std::memcpy(at + 4 * output, &value, 4); }
 
-// ── simple blocks of 32: what belongs to all of them, ([fifth bits u32]) payload ──
+// ── simple blocks of 32: header, ([fifth bits u32]) payload ──
 //   Q8_0 Q4_0 Q5_0 IQ4_NL  d half       MXFP4    exponent u8        G4 G8  d float, z float (G8: unsigned numbers)
 //   Q4_1 Q5_1              d, m half    NF4 FP4  d float            NV4    g float, 2 scales of 16 inputs e4m3
 size_t payload_at(Kind kind) {
@@ -106,7 +106,7 @@ void put_scales(const Matrix& m, uint8_t* scales, int b, int output, const uint8
       put_float(of_block, output, float_at(block));
       return put_float(of_block + 64, output, float_at(block + 4) - (m.kind == Kind::G8 ? 128.0f : 0.0f));
     case Kind::T4: return put_float(of_block, output, float_at(block) / m.table->times);
-    case Kind::NV4:  // e4m3 is read as a half, which makes it 2^8 times too small
+    case Kind::NV4:  // e4m3 bits are read as a half, which is 2^8 times too small
       if (b == 0) put_float(scales, output, float_at(block) * 256.0f / m.table->times);
       of_block += 64;
       of_block[output] = block[4];
@@ -128,7 +128,7 @@ void pack_simple(const Matrix& m, uint8_t* panel, int output, const uint8_t* row
   }
 }
 
-// ── F8: d float, 32 e4m3; e4m3 is read as a half, which makes it 2^8 times too small ──
+// ── F8: d float, 32 e4m3; e4m3 bits are read as a half, which is 2^8 times too small ──
 void pack_eight_bit_floats(const Matrix& m, uint8_t* panel, int output, const uint8_t* row) {
   for (int b = 0; b < m.blocks; ++b, row += 4 + kBlock) {
     put_float(panel + m.scales_at + b / m.group * scale_bytes(m.kind), output, float_at(row) * 256.0f);
@@ -352,7 +352,7 @@ Matrix matrix_layout(const Packing& packing, int rows, int cols) {
   m.scales_at = is_quantised(kind) ? static_cast<size_t>(m.blocks) * payload_bytes(kind)
                                    : static_cast<size_t>(cols) * kPanel * plain_bytes(kind);
   const size_t scale_count = !in_blocks ? 0 : has_supers(kind) ? m.blocks / kSuper : m.blocks / m.group;
-  const size_t of_panel = kind == Kind::NV4 ? 64 : 0;  // bytes of scales that all blocks have in common
+  const size_t of_panel = kind == Kind::NV4 ? 64 : 0;  // bytes of scales that all blocks of a panel share
   m.panel_bytes = round_up(m.scales_at + of_panel + (in_blocks ? scale_count * scale_bytes(kind) : 0), 64);
   return m;
 }

@@ -1,5 +1,5 @@
-// How weight matrices lie in memory. Sixteen outputs (a panel) are kept together so that one vector register holds
-// one number of each; inputs come in blocks of 32.
+// The memory layout of weight matrices. Sixteen outputs (a panel) are interleaved so that one vector register holds one
+// value of each; inputs are grouped in blocks of 32.
 //
 //   matrix  = panel 0 | panel 1 | ...                        outputs beyond `rows` are zero
 //   panel   = payload of all blocks | scales of all blocks   (each part starts at a multiple of 64 bytes)
@@ -22,13 +22,12 @@
 //     G4 G8            per group        d[16], z[16] float                                  w = d (q - z)
 //     NF4 FP4          per group        d[16] float                                         w = d (table[q] + finer[q] / 256)
 //     NV4              g[16] float first; per block sc[2][16] e4m3, one per 16 inputs       w = g sc table[q]
-//   A group is one block or, where the kind's name says so ("G4:4"), a few that have their scales in common.
-//   Columns may stand in an order of their own ("G4:4@"): behind all panels follows, for each, which number of the input it is
-//   multiplied with, int32.
-//   plain matrices: [panel][input][16 outputs] in float32, half or bfloat16; of F8, e4m3, behind them d[16] float per group
+//   A group is one block or, if the kind's name says so ("G4:4"), several blocks that share a scale.
+//   Columns may be reordered ("G4:4@", act order): the panels are followed by the index of the input of each column, int32.
+//   unquantised matrices: [panel][input][16 outputs] in float32, half or bfloat16; F8: e4m3, followed by d[16] float per group
 //
-// Every number of the file is kept as it is: nothing is rounded again, except for the tables of NF4 and FP4, whose numbers
-// are floats and have 16 bits here: two tables of 8, with which a chunk of blocks is multiplied one after the other.
+// The file's values are kept without requantisation, except for the tables of NF4 and FP4, whose floats have 16 bits here:
+// two tables of 8 bits, by which a chunk of blocks is multiplied one after the other.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -40,7 +39,7 @@ namespace tokenmill {
 enum class Kind : uint8_t {
   Q8_0, Q4_0, Q5_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, IQ4_XS, Q2_K, Q3_K, G4, G8, T4, NV4, F32, F16, BF16, F8
 };
-// T4: NF4 and FP4, which differ in their table.
+// T4: NF4 and FP4, which differ in their tables only.
 
 inline constexpr int kPanel = 16;
 inline constexpr int kBlock = 32;
@@ -60,7 +59,7 @@ constexpr int payload_bits(Kind kind) {
     default: return 0;
   }
 }
-// log2 of what is subtracted from the stored unsigned number; -1 where nothing is
+// log2 of the offset that is subtracted from stored unsigned values; -1: none
 constexpr int zero_shift(Kind kind) {
   switch (kind) {
     case Kind::Q8_0: case Kind::IQ4_NL: case Kind::IQ4_XS: case Kind::G8: case Kind::T4: return 7;
@@ -71,9 +70,9 @@ constexpr int zero_shift(Kind kind) {
     default: return -1;
   }
 }
-// Formats of 4 bits whose numbers stand in a table: here plus the zero that is taken back. Those of e2m1 (MXFP4, NV4) are
-// twice its own, and those of NF4 and FP4 so many times theirs as the table says, which the scales make good; what integers
-// leave of these stands in a second table, 256 times as large.
+// Tables of 4-bit formats, with the offset added. Values of e2m1 (MXFP4, NV4) are doubled, and those of NF4 and FP4 are
+// multiplied by the table's factor, for which the scales compensate; the rounding error of the latter is in a second table,
+// times 256.
 constexpr bool has_table(Kind kind) {
   return kind == Kind::MXFP4 || kind == Kind::IQ4_NL || kind == Kind::IQ4_XS || kind == Kind::T4 || kind == Kind::NV4;
 }
@@ -101,7 +100,7 @@ inline constexpr Table kNf4 = table_of(
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0});
 inline constexpr Table kFp4 = table_of({0.0, 0.0625 / 12, 8.0 / 12, 1.0, 4.0 / 12, 6.0 / 12, 2.0 / 12, 3.0 / 12, 0.0,
                                         -0.0625 / 12, -8.0 / 12, -1.0, -4.0 / 12, -6.0 / 12, -2.0 / 12, -3.0 / 12});
-// Stored numbers that need all 8 bits once they are unpacked.
+// Whether unpacked values need all 8 bits.
 constexpr bool is_wide(Kind kind) { return zero_shift(kind) == 7; }
 constexpr bool has_min(Kind kind) {
   return kind == Kind::Q4_1 || kind == Kind::Q5_1 || kind == Kind::Q4_K || kind == Kind::Q5_K || kind == Kind::Q2_K ||
@@ -114,13 +113,13 @@ constexpr bool has_supers(Kind kind) {
   return kind == Kind::Q4_K || kind == Kind::Q5_K || kind == Kind::Q6_K || kind == Kind::Q2_K || kind == Kind::Q3_K ||
          kind == Kind::IQ4_XS;
 }
-// Kinds of which a few blocks may have their scales in common.
+// Kinds in which several blocks may share a scale.
 constexpr bool has_groups(Kind kind) {
   return kind == Kind::G4 || kind == Kind::G8 || kind == Kind::T4 || kind == Kind::F8;
 }
 
 constexpr size_t payload_bytes(Kind kind) { return static_cast<size_t>(payload_bits(kind)) * kPanel * kBlock / 8; }
-// of a block, or of a super-block where there are some
+// per block, or per super-block if there are any
 constexpr size_t scale_bytes(Kind kind) {
   if (kind == Kind::Q6_K || kind == Kind::Q3_K) return 32 + 256;
   if (kind == Kind::IQ4_XS) return 32 + 128;
@@ -130,12 +129,12 @@ constexpr size_t scale_bytes(Kind kind) {
   return has_min(kind) ? 64 : 32;
 }
 
-// What a kind's name says: "Q4_0", "NF4", "G4:4", "G4@".
+// A kind as given by its name: "Q4_0", "NF4", "G4:4", "G4@".
 struct Packing {
   Kind kind = Kind::F32;
-  int group = 1;  // blocks that have their scales in common
-  const Table* table = nullptr;  // where the kind has one
-  bool is_ordered = false;  // columns stand in an order of their own
+  int group = 1;  // blocks that share a scale
+  const Table* table = nullptr;  // if the kind has one
+  bool is_ordered = false;  // the columns are reordered
 };
 
 struct Matrix {
@@ -146,7 +145,7 @@ struct Matrix {
   int rows = 0, cols = 0;
   int panels = 0, blocks = 0;
   size_t panel_bytes = 0, scales_at = 0;
-  std::shared_ptr<uint8_t[]> owner;  // null while the memory belongs to somebody else
+  std::shared_ptr<uint8_t[]> owner;  // null if the memory has another owner
   uint8_t* data = nullptr;
 
   const uint8_t* panel(int p) const { return data + static_cast<size_t>(p) * panel_bytes; }
@@ -155,9 +154,9 @@ struct Matrix {
   size_t num_bytes() const { return order_at() + (is_ordered ? (static_cast<size_t>(cols) * 4 + 63) / 64 * 64 : 0); }
 };
 
-// Sizes of a packed matrix without its memory. Throws std::invalid_argument for shapes the kind can't have.
+// The sizes of a packed matrix, without memory. Throws std::invalid_argument for shapes that the kind does not support.
 Matrix matrix_layout(const Packing& packing, int rows, int cols);
-// `source` is the file's own rows of blocks (or plain numbers of the kind), `row_bytes` apart.
+// `source`: the file's rows of blocks (or unquantised values of the kind), `row_bytes` apart.
 Matrix pack_matrix(const Packing& packing, int rows, int cols, const uint8_t* source, size_t row_bytes);
 Packing packing_from_name(const std::string& name);
 size_t source_row_bytes(Kind kind, int cols);

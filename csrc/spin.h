@@ -1,4 +1,4 @@
-// Waiting for a moment without sleeping.
+// A short wait without sleeping.
 #pragma once
 
 #if defined(__x86_64__) || defined(_M_X64)

@@ -1,12 +1,12 @@
 // Attention over the paged cache. A tile of queries that share a kv head walks the context in segments of 256 keys:
 //
-//   scores [queries][256] = q . k        keys lie 16 tokens to a register, so a score needs no sum across lanes
+//   scores [queries][256] = q . k        a register holds 16 tokens' keys, so a score needs no sum across lanes
 //   weights = e^(score - largest)        masked keys get exactly 0
-//   sums [queries][head_dim] = weights . v, then joined to what the segments before gave
+//   sums [queries][head_dim] = weights . v, then merged with the earlier segments (online softmax)
 //
-// Segments begin at absolute positions and keys are taken in order, so a query's result does not depend on the other
-// queries of the tile, on how the prompt was cut into chunks, or on who computed which segment. Keys and values of one
-// byte have tiles of their own (attention_int8.h).
+// Segments begin at absolute positions and keys are processed in order, so a query's result does not depend on the other
+// queries of the tile, on how the prompt was chunked, or on which thread computed which segment. One-byte keys and values
+// have separate code (attention_int8.h).
 #pragma once
 #include <limits>
 
@@ -62,35 +62,35 @@ inline void with_store(Store store, Body body) {
 
 inline int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
-struct HeadCache {  // one kv head of the cache, seen through a block table
+struct HeadCache {  // one KV head of the cache, addressed through a block table
   const PagedCache& cache;
   const int32_t* table;
   int kv_head;
 
-  size_t token(int position) const {  // its place among all tokens and heads of the cache
+  size_t token(int position) const {  // index among all tokens and heads of the cache
     const size_t block = static_cast<size_t>(table[position / cache.block_size]);
     return (block * cache.kv_heads + kv_head) * cache.block_size + position % cache.block_size;
   }
-  // Where a token's value lies; for multiples of 16 also where the keys of its group of 16 tokens begin.
+  // Offset of a token's value; for multiples of 16 also of the keys of its group of 16 tokens.
   size_t group16(int position) const { return token(position) * cache.head_dim; }
   size_t value(int position) const { return group16(position); }
 };
 
-struct Rounded {  // a vector of integers: what they are multiplied with, and -128 * their sum
+struct Rounded {  // a quantised vector: its scale, and -128 * the sum of its integers
   float scale;
   int32_t start;
 };
 
-inline constexpr int kWidened = 32;  // keys or values turned to floats at once, where many queries use them
-inline constexpr int kNearValues = 64;  // values that are multiplied at once: they stay in the first-level cache
-inline constexpr int kQueryStride = kMaxHeadDim + 16;  // of queries in the workspace: a constant that spreads over the cache
+inline constexpr int kWidened = 32;  // keys or values converted to floats at a time, if many queries use them
+inline constexpr int kNearValues = 64;  // values per iteration: they stay in the L1 cache
+inline constexpr int kQueryStride = kMaxHeadDim + 16;  // of queries in the workspace; spreads them over cache sets
 
-// The first segments of one kv head's context as floats, kept from one tile of queries to the next: many tiles of a
-// prompt look at the same keys. How many of a segment's are there is written down.
+// The first segments of one KV head's context as floats, kept for the next tile of queries, since many tiles of a prompt
+// read the same keys. Records how many of each segment's keys and values are converted.
 inline constexpr int kKeptSegments = 4;
 
 struct KeptHead {
-  uint64_t of;  // which head: attend's `keys_id`
+  uint64_t of;  // the head: attend's `keys_id`
   int num_keys[kKeptSegments];
 };
 
@@ -99,12 +99,12 @@ struct Workspace {
   float* scores;  // [kQueryTile][kSegment]
   float* sums;    // [kQueryTile][padded head_dim]
   float* widened;  // keys [2][head_dim][16] or values [kWidened][padded head_dim]; or values of one byte [kSegment][...]
-  // ── for keys and values of one byte ──
+  // ── for one-byte keys and values ──
   float* scales;         // [kSegment]
   Rounded* rounded_q;    // [kQueryTile]
   Rounded* rounded_w;    // [kQueryTile]
   int8_t* weight_bytes;  // [kQueryTile][2][kSegment]
-  // ── for keys and values of two bytes ──
+  // ── for two-byte keys and values ──
   KeptHead* kept;
   float* kept_keys;    // [kKeptSegments][kSegment / 16][head_dim][16]
   float* kept_values;  // [kKeptSegments][kSegment][padded head_dim]
@@ -125,7 +125,7 @@ struct Workspace {
   }
   static constexpr size_t kKeptHeadFloats = 16;
   static_assert(sizeof(KeptHead) <= 4 * kKeptHeadFloats);
-  int8_t* q_bytes() const { return reinterpret_cast<int8_t*>(q); }  // two for each number, instead of `q`
+  int8_t* q_bytes() const { return reinterpret_cast<int8_t*>(q); }  // two per value, instead of `q`
   static size_t bytes(int head_dim) {
     const size_t wide = static_cast<size_t>(padded(head_dim));
     const size_t rounded = 4 * kSegment + kQueryTile * (2 * sizeof(Rounded) + 2 * kSegment);
@@ -134,14 +134,14 @@ struct Workspace {
   }
 };
 
-// Keys and values of one byte: attention_int8.h
+// For one-byte keys and values, see attention_int8.h.
 inline void round_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale);
 inline void prefetch_rounded(const HeadCache& head, int from, int to);
 inline void score_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi);
 inline void sum_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi);
 inline void write_rounded(const PagedCache& cache, int64_t slot, int kv_head, const float* key, const float* value);
 
-// Two groups of 16 keys, and what to fetch meanwhile: two later groups, and the values that belong to these keys.
+// Two groups of 16 keys, and what to prefetch meanwhile: two later groups, and the values of these keys.
 template <class Cell>
 struct KeyPair {
   const Cell* keys[2];
@@ -175,7 +175,7 @@ template <Store S>
 KeyPair<typename Stored<S>::Type> key_pair(const HeadCache& head, int at, int lo, int hi, int ahead = 32) {
   const auto* keys = static_cast<const typename Stored<S>::Type*>(head.cache.keys);
   const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
-  const auto group = [&](int position) {  // groups outside [lo, hi) stand for their neighbour: their lanes are masked
+  const auto group = [&](int position) {  // groups outside [lo, hi) are replaced by a neighbour; their lanes are masked
     return head.group16(std::clamp(position, lo / 16 * 16, (hi - 1) / 16 * 16));
   };
   return {{keys + group(at), keys + group(at + 16)},
@@ -183,7 +183,7 @@ KeyPair<typename Stored<S>::Type> key_pair(const HeadCache& head, int at, int lo
           {values + group(at), values + group(at + 16)}};
 }
 
-// Numbers of the cache as floats; `count` is a multiple of 16.
+// Converts values of the cache to floats; `count` is a multiple of 16.
 template <Store S>
 void widen(const typename Stored<S>::Type* from, int count, float* to) {
   for (int i = 0; i < count; i += 16) store(to + i, Stored<S>::load16(from + i));
@@ -196,7 +196,7 @@ void narrow(const float* from, int count, typename Stored<S>::Type* to) {
   for (; i < count; ++i) to[i] = Stored<S>::put(from[i]);
 }
 
-// A context is read once by the few tiles of a short chunk: what comes next is asked for while this pair is computed.
+// For short chunks, whose few tiles read a context once: prefetches the next keys while this pair is computed.
 template <class Cell>
 void fetch_next(const KeyPair<Cell>& pair, int n, int head_dim) {
   for (int at = 0; at < 16 * head_dim; at += static_cast<int>(64 / sizeof(Cell))) {
@@ -220,8 +220,8 @@ void widen_value(const typename Stored<S>::Type* v, int head_dim, float* to) {
   for (int d = whole; d < padded(head_dim); ++d) to[d] = d < head_dim ? Stored<S>::get(v[d]) : 0.0f;
 }
 
-// Keys and values of a whole segment up to `hi`, as far as they are not there yet. (Groups of 16 keys are taken as a whole;
-// what lies behind `hi` in the last is masked by the reader.)
+// Converts the keys and values of a segment up to `hi` that are not converted yet. (Groups of 16 keys are converted whole;
+// readers mask keys from `hi` on.)
 template <Store S>
 void keep_segment(const HeadCache& head, const Workspace& work, int segment, int hi) {
   const int head_dim = head.cache.head_dim, number = segment / kSegment;
@@ -238,7 +238,7 @@ void keep_segment(const HeadCache& head, const Workspace& work, int segment, int
 template <Store S>
 void score_segment(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi, bool is_kept) {
   const int head_dim = head.cache.head_dim;
-  for (int at = lo / 32 * 32; at < hi; at += 32) {  // a segment is a multiple of 32, so pairs never leave it
+  for (int at = lo / 32 * 32; at < hi; at += 32) {  // a segment is a multiple of 32, so pairs never cross its end
     const auto pair = key_pair<S>(head, at, lo, hi);
     float* out = work.scores + (at - segment);
     if (count <= kScoreQueries) {
@@ -262,7 +262,7 @@ void score_segment(const HeadCache& head, const Workspace& work, int count, int 
 
 // ── weights of one query in one segment, of which it sees keys [first, limit) ──
 
-// whole(at) for every group of 16 keys that is seen as a whole, part(at) for the one or two others.
+// Calls whole(at) for every group of 16 keys that is visible as a whole, part(at) for the one or two others.
 template <class Whole, class Part>
 inline void over_groups(int first, int limit, const Whole& whole, const Part& part) {
   int at = first / 16 * 16;
@@ -286,7 +286,7 @@ inline float largest_score(float* scores, int first, int limit, float cap) {
   return max_lanes(largest);
 }
 
-// Scores of the groups in [from, to) become weights, those of keys that are not seen 0; their sum.
+// Turns the scores of the groups in [from, to) into weights, 0 for masked keys; returns their sum.
 inline float weigh(float* scores, int from, int to, int first, int limit, float top) {
   Floats total = zeros();
   const auto weight = [&](int at) { return exp_within(max(sub(load(scores + at), splat(top)), splat(-87.0f))); };
@@ -302,8 +302,8 @@ inline float weigh(float* scores, int from, int to, int first, int limit, float 
   return sum_lanes(total);
 }
 
-// The same for all queries of a tile. The largest are looked for first: nothing can be done for a query before its own is
-// known, but much for the others.
+// The same for all queries of a tile. All maxima are computed first: a query's exponentials depend on its own maximum, but
+// work on different queries overlaps.
 inline void weigh_queries(const Workspace& work, const int* first, const int* limit, int count, int segment, int lo, int hi,
                           float cap, Partial* fresh) {
   const auto seen_from = [&](int i) { return std::clamp(first[i], lo, hi) - segment; };
@@ -322,7 +322,7 @@ void value_tile(Row row, const float* weights, int lo, int hi, bool onto, float*
   each_sum<M, N>([&](int m, int n) { acc[m][n] = onto ? load(out + m * out_stride + 16 * n) : zeros(); });
   for (int key = lo; key < hi;) {
     int run;
-    const typename Stored<S>::Type* v = row(key, run);  // `run` keys lie one after another from here
+    const typename Stored<S>::Type* v = row(key, run);  // the values of `run` keys are consecutive from here
     for (const int end = std::min(hi, key + run); key < end; ++key, v += row.stride) {
       Floats part[N];
       for (int n = 0; n < N; ++n) part[n] = Stored<S>::load16(v + 16 * n);
@@ -337,7 +337,7 @@ void value_tile(Row row, const float* weights, int lo, int hi, bool onto, float*
 }
 
 template <Store S>
-struct PagedRows {  // value rows of a segment straight from the cache; keys counted from the segment's start
+struct PagedRows {  // value rows of a segment in the cache; keys are counted from the segment's start
   const HeadCache& head;
   int segment, column;
   size_t stride;
@@ -347,7 +347,7 @@ struct PagedRows {  // value rows of a segment straight from the cache; keys cou
     return static_cast<const typename Stored<S>::Type*>(head.cache.values) + head.value(position) + column;
   }
 };
-struct WidenedRows {  // rows of floats from key `first` on
+struct WidenedRows {  // converted rows from key `first` on
   const float* values;
   int first;
   size_t stride;
@@ -390,7 +390,7 @@ void sum_values(const HeadCache& head, const Workspace& work, int count, int seg
   }
 }
 
-// What one query's segments gave, with factors for what was there and for what comes.
+// Merges two parts of one query's context, with factors for the present and for the new part.
 inline void join_as(float* sums, Partial& partial, const float* other_sums, const Partial& other, float keep, float take,
                     int wide) {
   if (other.total == 0.0f) return;
@@ -404,7 +404,7 @@ inline void join_as(float* sums, Partial& partial, const float* other_sums, cons
     store(sums + d, fma(load(sums + d), splat(keep), mul(load(other_sums + d), splat(take))));
 }
 
-// The same for `count` queries, at most 16; their exponentials are computed together.
+// The same for `count` queries, at most 16, whose exponentials are computed together.
 inline void join_some(float* sums, Partial* partial, const float* other_sums, const Partial* other, int count, int wide) {
   float keep[16] = {}, take[16] = {};
   for (int i = 0; i < count; ++i) {

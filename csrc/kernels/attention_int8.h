@@ -1,21 +1,22 @@
-// Attention over keys and values of one byte a number, each vector with a scale of its own, by exact integer products:
+// Attention over one-byte keys and values, each vector with its own scale, by exact integer products:
 //
-//   score = (q . k) * scale of q * scale of k            q and w are rounded to 16 bits, multiplied byte by byte: what
-//   sum   = (w . v) * scale of w, where                  is lost is what storing lost, and a sum of integers is the
-//           w = weight * scale of v                      same in any order, so tiles and chunks can't be seen here
+//   score = (q . k) * scale of q * scale of k            q and w are quantised to 16 bits and multiplied byte by byte, so
+//   sum   = (w . v) * scale of w, where                  the error is that of the cache; and a sum of integers is the same
+//           w = weight * scale of v                      in any order, so results don't depend on tiles and chunks
 //
 //   keys   [16-token group][head_dim / 4][16 tokens][4]            values   [4-token group][head_dim][4 tokens]
 //
-// Numbers are stored 128 too large, because dot4 takes them unsigned; sums begin at -128 * the sum of the other factor.
+// Values are stored with an offset of 128, because dot4 takes unsigned bytes; sums start at -128 * the sum of the other
+// factor.
 #pragma once
 
 namespace tokenmill::TM_ISA {
 
 inline constexpr float kMost8 = 127.0f, kMost16 = 127.0f * 256.0f;
-inline constexpr float kLeast = 1e-30f;  // what is smaller is rounded to nothing; its inverse would not be finite
+inline constexpr float kLeast = 1e-30f;  // smaller magnitudes become 0, since their inverse would not be finite
 
-// `size` numbers (a multiple of 32) in two bytes: the first ones go to `to`, the second ones `part_bytes` behind them.
-// A NaN makes the scale NaN.
+// Quantises `size` numbers (a multiple of 32) to two bytes: the high ones are stored at `to`, the low ones `part_bytes`
+// later. A NaN makes the scale NaN.
 inline Rounded round_numbers(const float* x, int size, int8_t* to, size_t part_bytes) {
   Floats largest = zeros(), total = zeros();
   for (int i = 0; i < size; i += 16) {
@@ -41,7 +42,7 @@ inline Rounded round_numbers(const float* x, int size, int8_t* to, size_t part_b
 
 // ── writing ──
 
-// A vector in one byte a number, as ops/reference/kv_rounding.py does it; returns its scale.
+// Quantises a vector to one byte per value, as in ops/reference/kv_rounding.py; returns its scale.
 inline float round_vector(const float* x, int size, int8_t* to) {
   Floats largest = zeros(), total = zeros();
   in_vectors(size, x, [&](int, Floats a, int) {
@@ -66,9 +67,9 @@ inline void write_rounded(const PagedCache& cache, int64_t slot, int kv_head, co
   for (int d = 0; d < head_dim; ++d) v[4 * d] = static_cast<uint8_t>(numbers[d] + 128);
 }
 
-// ── what a tile of queries needs of a segment ──
+// ── preparation of a tile of queries and of a segment ──
 
-// The queries' bytes in the order a score tile reads them: [kScoreQueries queries][head_dim / 4][part][query][4].
+// Stores the queries' bytes in the order of a score tile: [kScoreQueries queries][head_dim / 4][part][query][4].
 inline void round_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale) {
   const int size = (head_dim + 31) / 32 * 32;
   float padded_q[kMaxHeadDim];
@@ -87,7 +88,7 @@ inline void round_queries(const Workspace& work, const float* const* q, int coun
   }
 }
 
-// Scales of the keys [lo, hi) of a segment; those of others, which may be anything, become 0.
+// Gathers the scales of the keys [lo, hi) of a segment; those of others, which are undefined, become 0.
 inline void gather_scales(const HeadCache& head, const float* scales, int segment, int lo, int hi, float* to) {
   for (int at = lo / 32 * 32; at < (hi + 31) / 32 * 32; at += 16) {
     const bool is_inside = at + 16 > lo && at < hi;
@@ -95,8 +96,8 @@ inline void gather_scales(const HeadCache& head, const float* scales, int segmen
           is_inside ? keep_lanes(load(scales + head.token(at)), lo - at, hi - at, zeros()) : zeros());
   }
 }
-// Memory answers later than a pair of groups is done: each pair asks for keys this far ahead, and what a segment begins
-// with is asked for a segment before.
+// Memory latency exceeds the time of a pair of groups: each pair prefetches keys this far ahead, and the start of a segment
+// is prefetched in the segment before.
 inline constexpr int kKeysAhead = 96;
 
 inline void prefetch_rounded(const HeadCache& head, int from, int to) {
@@ -108,7 +109,7 @@ inline void prefetch_rounded(const HeadCache& head, int from, int to) {
     if (at >= from + kKeysAhead) continue;
     for (int byte = 0; byte < 16 * head.cache.head_dim; byte += 64) prefetch_far(keys + head.group16(at) + byte);
   }
-  asm volatile("");  // without it GCC takes this for a function that does nothing, and leaves out the call
+  asm volatile("");  // otherwise GCC considers this function empty and drops the call
 }
 
 // ── scores: M queries x two groups of 16 keys ──
@@ -116,7 +117,7 @@ template <int M, bool Fetch>
 void score_rounded_tile(const KeyPair<uint8_t>& pair, const int8_t* q, const Rounded* queries, const float* scales,
                         int head_dim, float* out) {
   Ints dot[M][2];
-  if constexpr (Fetch)  // here, because GCC leaves it out of the lambda
+  if constexpr (Fetch)  // here, because GCC drops it in the lambda
     for (int d = 0; d < head_dim; d += 4)
       for (int n = 0; n < 2; ++n) {
         prefetch(pair.next[n] + 16 * d);
@@ -163,7 +164,7 @@ inline void score_rounded(const HeadCache& head, const Workspace& work, int coun
 // ── sums: M queries x N vectors of a head, groups of 16 keys [lo, hi) of the segment ──
 struct ValueGroups {
   const uint8_t* at[kSegment / 16];
-  size_t stride;  // bytes from four tokens to the next four
+  size_t stride;  // bytes between groups of four tokens
 };
 
 template <int M, int N>
@@ -192,7 +193,7 @@ void value_rounded_tile(const ValueGroups& values, size_t column, const int8_t* 
   });
 }
 
-// Weights of every query times the values' scales, in two bytes: [query][part][kSegment].
+// Quantises every query's weights times the values' scales to two bytes: [query][part][kSegment].
 inline void round_weights(const Workspace& work, int count, int lo, int hi) {
   const int from = lo / 32 * 32, size = (hi + 31) / 32 * 32 - from;
   for (int i = 0; i < count; ++i) {
@@ -202,7 +203,7 @@ inline void round_weights(const Workspace& work, int count, int lo, int hi) {
   }
 }
 
-// Where the values of a segment lie; heads that are no multiple of 16 are copied and filled up with zeros.
+// Returns the values of a segment; heads whose size is not a multiple of 16 are copied and zero-padded.
 inline ValueGroups value_groups(const HeadCache& head, const Workspace& work, int segment, int lo, int hi) {
   const int head_dim = head.cache.head_dim, wide = padded(head_dim);
   const auto* values = static_cast<const uint8_t*>(head.cache.values);

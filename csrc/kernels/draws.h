@@ -1,7 +1,6 @@
-// From logits to a token where a row asks for nothing but temperature, top-k, top-p and min-p: what tokenmill/sampling
-// does with tensors, to the same bit, without sorting the vocabulary and, with top-k, without ever writing it down.
-// All sums are of integers, so no result depends on the order of adding, or on what was left out before it as too
-// unlikely to count.
+// Samples a token for rows that use only temperature, top-k, top-p and min-p. The result has the same bits as that of
+// tokenmill/sampling, without sorting the vocabulary and, with top-k, without storing its probabilities. All sums are
+// integer sums, so results depend neither on their order nor on negligible tokens that were skipped.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,7 +12,7 @@ namespace tokenmill::TM_ISA {
 
 inline constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Calls body(place) for every number that reaches `least`, in order.
+// Calls body(index) for every number that is at least `least`, in order.
 template <class Body>
 inline void for_reaching(const float* x, int size, float least, Body body) {
   const Floats below = splat(std::nextafter(least, kNothing));
@@ -25,10 +24,10 @@ inline void for_reaching(const float* x, int size, float least, Body body) {
     if (x[i] >= least) body(i);
 }
 
-// The k-th largest of `size` numbers. Of k groups that hold the k highest maxima each has one number that reaches the
-// lowest of these: so only numbers that do are looked at closely.
+// The k-th largest of `size` numbers. The numbers are divided into groups; each of the k groups with the highest maxima has a
+// number that reaches the lowest of these maxima, so only numbers that reach it are candidates.
 inline float kth_largest(const float* x, int size, int k, std::vector<float>& numbers) {
-  const int step = 16 * std::clamp(size / (4 * k), 1, 64);  // a group is one lane of so many numbers
+  const int step = 16 * std::clamp(size / (4 * k), 1, 64);  // a group is one lane of this many numbers
   numbers.clear();
   for (int i = 0; i + 16 <= size; i += step) {
     Floats highest = load(x + i);
@@ -48,9 +47,9 @@ inline float kth_largest(const float* x, int size, int k, std::vector<float>& nu
   return numbers[static_cast<size_t>(k - 1)];
 }
 
-// Logits over their temperature. A larger logit never becomes smaller than a smaller one, but may become its equal.
+// Divides logits by the temperature. Rounding may make different logits equal, but never changes their order.
 struct Scale {
-  float highest, temperature;  // 0: logits stay as they are
+  float highest, temperature;  // temperature 0: logits are not scaled
   float operator()(float x) const { return temperature == 0.0f ? x : (x - highest) / temperature; }
 };
 
@@ -61,12 +60,12 @@ inline void scale_all(const float* x, int size, const Scale& scale, std::vector<
     for (int i = 0; i < size; ++i) out[static_cast<size_t>(i)] = (x[i] - scale.highest) / scale.temperature;
 }
 
-// The logits that reach the k-th largest once they are scaled, and their tokens; false: all of them do.
+// Finds the logits that reach the k-th largest after scaling, and their tokens; returns false if all do.
 inline bool scale_highest(const float* x, int size, int64_t k, const Scale& scale, DrawRoom& room) {
   if (k <= 0 || k >= size) return false;
   const float kth = kth_largest(x, size, static_cast<int>(k), room.logits);
   if (kth == kNothing) return false;
-  const float least = scale(kth), nearly = kth - 1e-6f * (scale.highest - kth);  // roundings are of 1e-7 each
+  const float least = scale(kth), nearly = kth - 1e-6f * (scale.highest - kth);  // rounding errors are 1e-7 each
   room.logits.clear();
   room.tokens.clear();
   for_reaching(x, size, nearly, [&](int i) {
@@ -78,7 +77,7 @@ inline bool scale_highest(const float* x, int size, int64_t k, const Scale& scal
   return true;
 }
 
-// Probabilities in place of numbers of which `highest` is the largest. What is e^-40 as likely as it counts as nothing.
+// Softmax in place of numbers whose largest is `highest`. Probabilities below e^-40 of the largest become 0.
 inline void softmax(float* x, int size, float highest) {
   const Floats least = splat(-40.0f), nothing = exp(least);
   in_vectors(size, x, [&](int i, Floats some, int count) {
@@ -102,7 +101,7 @@ inline void softmax_row(const float* x, int size, float* out) {
 inline constexpr float kWhole = 1125899906842624.0f;  // 2^50
 inline int64_t to_fixed(float probability) { return static_cast<int64_t>(probability * kWhole); }
 
-// The last number kept when the largest are taken first until `needed` is reached, which all together do.
+// The last number kept if the largest are taken first until their sum reaches `needed`, which is at most the total.
 inline int64_t last_kept(std::vector<int64_t>& fixed_probs, int64_t needed) {
   auto first = fixed_probs.begin(), end = fixed_probs.end();
   while (true) {
@@ -130,7 +129,7 @@ struct Candidates {  // tokens whose probability reaches `least`, in order
     tokens.clear();
     fixed_probs.clear();
     total = 0;
-    // float(least) may be rounded upwards; what comes along for that is sorted out in fixed point.
+    // float(least) may be rounded up, so the limit is lowered; the exact comparison is made in fixed point.
     for_reaching(probs, size, static_cast<float>(least) / kWhole * 0.9999998f, [&](int i) {
       const int64_t prob = to_fixed(probs[i]);
       if (prob < least) return;
@@ -141,7 +140,7 @@ struct Candidates {  // tokens whose probability reaches `least`, in order
   }
 };
 
-// The first of `count` fixed-point probabilities with which their sum passes the target.
+// The index of the first of `count` fixed-point probabilities at which their cumulative sum exceeds the target.
 inline int pass(const int64_t* fixed_probs, int count, int64_t target) {
   int i = 0;
   for (; i + 1 < count && target >= fixed_probs[i]; ++i) target -= fixed_probs[i];
@@ -153,7 +152,7 @@ inline int64_t target_of(double uniform, int64_t total) {
 
 struct RowProbs {
   static constexpr int kGroup = 512;
-  std::vector<int64_t> sums;  // of kGroup tokens each
+  std::vector<int64_t> sums;  // sums over kGroup tokens each
   int64_t total = 0;
   float highest = 0.0f;
 

@@ -1,11 +1,11 @@
-// What is done number by number: exponentials, norms, activations, rotation.
+// Elementwise operations: exponentials, norms, activations, RoPE.
 #pragma once
 #include <bit>
 #include <cmath>
 
 namespace tokenmill::TM_ISA {
 
-// e^x for x in [-87, 88] within 2 units in the last place; exactly 1 at 0.
+// e^x for x in [-87, 88] with an error of at most 2 ulp; exactly 1 at 0.
 inline Floats exp_within(Floats x) {
   const Floats n = round_even(mul(x, splat(1.44269504088896341f)));
   Floats r = fma(n, splat(-0.693359375f), x);
@@ -58,7 +58,7 @@ inline void gate(const float* g, const float* up, Activation kind, float* out) {
   for (int i = 0; i < kBlock; i += 16) store(out + i, gated(load(g + i), load(up + i), kind));
 }
 
-// Runs body(first lane, vector count of lanes) over `size` numbers; the tail goes through a padded buffer.
+// Calls body(first lane, vector count of lanes) over `size` numbers; the tail is processed in a padded buffer.
 template <class Body>
 inline void in_vectors(int size, const float* x, Body body) {
   int i = 0;
@@ -113,7 +113,7 @@ inline void multiply(const float* x, const float* y, int size, float* out) {
   for (; i + 16 <= size; i += 16) store(out + i, mul(load(x + i), load(y + i)));
   for (; i < size; ++i) out[i] = x[i] * y[i];
 }
-// The oldest token's product is added first, whatever the step: equal inputs give equal sums.
+// Taps are added in order, the oldest token's first, in any step: equal inputs give equal sums.
 inline void short_conv(const float* const* taps, const float* weight, const float* bias, const float* gate, int kernel,
                        int size, float* out) {
   int i = 0;
@@ -135,7 +135,7 @@ inline void softcap(float* x, float cap, int size) {
     store_some(x + i, mul(splat(cap), tanh(mul(a, splat(1.0f / cap)))), count);
   });
 }
-// Few numbers are above the best so far: those are looked at one by one.
+// Few numbers exceed the best so far: only those are compared one by one.
 inline void take_best(const float* x, int size, int place, Best& best) {
   const auto look_at = [&](int i) {
     if (std::isnan(x[i])) best.has_nan = true;

@@ -1,16 +1,16 @@
-// Latent attention over the paged cache: one entry a token for all heads, whose first `rank` numbers are the value too.
+// Latent attention over the paged cache: one entry per token for all heads, whose first `rank` values are also the value.
 //
 //   scores [queries][256] = q . entry          weights = e^(score - largest)        sums [queries][rank] = weights . entry
 //
-// Segments of 256 entries begin at absolute positions and are joined in order, as in attention.h. A product of a query and
-// an entry is added up in one order whatever the tile, so a query's result depends on its own context alone.
+// Segments of 256 entries begin at absolute positions and are merged in order, as in attention.h. The product of a query and
+// an entry has a fixed order of summation, so a query's result depends on its own context only.
 #pragma once
 
 namespace tokenmill::TM_ISA {
 
-inline constexpr int kEntryTile = 4;  // queries that an entry is multiplied with while it is in registers
+inline constexpr int kEntryTile = 4;  // queries multiplied by an entry while it is in registers
 
-// 16 numbers of an entry from `at` on; zeros behind its end
+// Loads 16 values of an entry from `at` on; zeros beyond its end.
 template <Store S>
 inline Floats entry_part(const typename Stored<S>::Type* entry, int at, int width) {
   if (at + 16 <= width) return Stored<S>::load16(entry + at);
@@ -23,7 +23,7 @@ template <Store S>
 struct PagedEntries {
   const EntryCache& cache;
   const int32_t* table;
-  const int32_t* chosen;  // positions of the entries that count, in order; null: all of them do
+  const int32_t* chosen;  // positions of the selected entries, ascending; null: all
 
   const typename Stored<S>::Type* operator()(int number) const {
     const int position = chosen == nullptr ? number : chosen[number];
@@ -33,7 +33,7 @@ struct PagedEntries {
   }
 };
 
-// Scores of M queries, [M][padded width], for the entries [lo, hi)
+// Computes the scores of M queries, [M][padded width], for the entries [lo, hi).
 template <Store S, int M>
 inline void score_entries(const PagedEntries<S>& entries, const float* q, int lo, int hi, float scale, float* scores) {
   const int width = entries.cache.width, wide = padded(width);
@@ -49,7 +49,7 @@ inline void score_entries(const PagedEntries<S>& entries, const float* q, int lo
   }
 }
 
-// Sums of the first `rank` numbers of the entries [lo, hi), weighted, for M queries: [M][padded rank]
+// Adds the first `rank` values of the entries [lo, hi), weighted, for M queries: [M][padded rank].
 template <Store S, int M>
 inline void mix_entries(const PagedEntries<S>& entries, const float* weights, int lo, int hi, float* sums) {
   constexpr int kVectors = 4;
@@ -71,7 +71,7 @@ inline void mix_entries(const PagedEntries<S>& entries, const float* weights, in
   }
 }
 
-// M queries of one token over `limit` entries
+// Attends with M queries of one token to `limit` entries.
 template <Store S, int M>
 inline void attend_entry_tile(const PagedEntries<S>& entries, const float* q, int limit, float scale, float* sums,
                               Partial* partial, float* scratch) {
@@ -114,7 +114,7 @@ inline void attend_entries(const EntryCache& cache, const int32_t* table, const 
   });
 }
 
-// ── an indexer's opinion of entries ──
+// ── an indexer's scores of entries ──
 
 inline constexpr size_t kIndexScratchFloats = (kEntryTile + 1) * kSegment;
 
@@ -152,9 +152,9 @@ inline void index_scores(const EntryCache& cache, const int32_t* table, const fl
   });
 }
 
-// ── an entry of several tokens ──
+// ── compressed entries ──
 
-// 16 numbers from `at` on; zeros behind the end
+// Loads 16 values from `at` on; zeros beyond the end.
 inline Floats part_of(const float* x, int at, int size) {
   if (at + 16 <= size) return load(x + at);
   float tail[16] = {};

@@ -1,12 +1,12 @@
-// y = W x for packed matrices. Per block of 32 inputs the int8 dot product is exact; then one multiply of the two
-// scales and one fused multiply-add. Every tile does these in the same order for an output, so a row's result has the
-// same bits whether it is computed alone or among hundreds:
+// y = W x for packed matrices. Per block of 32 inputs the int8 dot product is exact, followed by one multiply of the two
+// scales and one fused multiply-add. Every tile computes an output in the same order, so a row's result has the same bits
+// whether it is computed alone or among hundreds:
 //
 //   acc = fma(float(dot), w_scale * x_scale, acc);  with minima also  acc = fma(w_min, x_scaled_sum, acc)
 //
-// Unsigned weights times signed activations: the offset of the weights is taken back by starting the integer sum at
-// -offset * sum(x), which quantising worked out. Blocks come in chunks; behind each chunk follow, in the same way, the
-// remainders of those of its blocks that a tile's list names. A row that does without adds a zero there.
+// Weights are unsigned and activations signed: the offset of the weights is corrected by starting the integer sum at
+// -offset * sum(x), computed when x is quantised. Blocks are processed in chunks; after each chunk the remainders of its
+// blocks in the tile's list are added in the same way. A row without a remainder adds a zero there.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -23,7 +23,7 @@ inline __attribute__((always_inline)) void unroll(Body body) {
   unrolled(std::make_integer_sequence<int, N>{}, body);
 }
 
-// body(m, n) for a tile's rows and panels, written out so that arrays of sums become registers
+// Calls body(m, n) for a tile's rows and panels, unrolled so that arrays of sums become registers.
 template <int M, int N, class Body>
 inline __attribute__((always_inline)) void each_sum(Body body) {
   unroll<M * N>([&](auto step) { body(decltype(step)::value / N, decltype(step)::value % N); });
@@ -47,7 +47,7 @@ inline __attribute__((always_inline)) Bytes unpack_group(const Matrix& w, const 
   return low;
 }
 
-struct BlockScales {  // the second ones only where there is a scale per 16 inputs
+struct BlockScales {  // the second ones are used only with a scale per 16 inputs
   Floats d[2];
   Floats m[2];
 };
@@ -95,15 +95,15 @@ inline __attribute__((always_inline)) BlockScales read_scales(const Matrix& w, c
   return out;
 }
 
-// Blocks taken together: as many as are expanded at once in the first-level cache, 24 KB of two panels.
+// Blocks per chunk: as many as are expanded at a time in the L1 cache, 24 KB of two panels.
 inline constexpr int kChunk = 24;
 
-inline int chunk_of(int blocks) {  // even chunks
+inline int chunk_of(int blocks) {  // chunks of even size
   const int chunks = (blocks + kChunk - 1) / kChunk;
   return (blocks + chunks - 1) / chunks;
 }
 
-// The sum of 16 inputs, of which -32 times the integers' is kept.
+// The sum of 16 inputs, from the stored -32 * the sum of their integers.
 inline __attribute__((always_inline)) float half_sum(float scale, int32_t kept) {
   return scale * (static_cast<float>(kept) * (-1.0f / 32.0f));
 }
@@ -118,7 +118,7 @@ struct Record {
   const float* scale() const { return static_cast<const float*>(field<0>()); }
   const float* scaled_sum() const { return static_cast<const float*>(field<1>()); }
   const int8_t* numbers() const { return reinterpret_cast<const int8_t*>(at) + QuantRows::numbers_at(M); }
-  // What the integer sum of row m begins with (the sum over half h where there are two): -offset * sum(q).
+  // Start value of the integer sum of row m (of half h if there are two): -offset * sum(q).
   inline __attribute__((always_inline)) Ints start(int h, int m) const {
     if constexpr (zero_shift(K) < 0) return splat_int(0);
     constexpr int at_field = has_halves(K) ? 4 : zero_shift(K) == 7 ? 2 : 3;
@@ -128,14 +128,14 @@ struct Record {
     else if constexpr (zero_shift(K) < stored_shift) return shift_right(found, stored_shift - zero_shift(K));
     else return found;
   }
-  // What row m's minima are multiplied with: its inputs' sum, or that of half h of them.
+  // Factor of the minima for row m: the sum of its inputs, or of half h of them.
   inline __attribute__((always_inline)) float sum(int h, int m) const {
     if constexpr (!has_halves(K)) return scaled_sum()[m];
     else return half_sum(scale()[m], static_cast<const int32_t*>(field<4>())[h * M + m]);
   }
 };
 
-struct Pass {  // some blocks of a chunk: number i is blocks[i] - from, counted from the chunk's first
+struct Pass {  // some blocks of a chunk: the i-th is blocks[i] - from, counted from the chunk's first
   const uint8_t* records;
   const uint16_t* blocks;
   int from, count;
@@ -151,7 +151,7 @@ template <Kind K, int M>
 struct TileChunk {
   const uint8_t* records;  // of the chunk's first block
   size_t remainder_at;
-  const uint16_t* listed = nullptr;  // blocks of the chunk with remainders to add, counted from the first of all
+  const uint16_t* listed = nullptr;  // blocks of the chunk with remainders, counted from the first block of the row
   int first, blocks, num_listed = 0;
 
   TileChunk(const QuantRows& rows, int t, int from, int count)
@@ -161,21 +161,21 @@ struct TileChunk {
     listed = std::lower_bound(list + 1, list + 1 + *list, from);
     num_listed = static_cast<int>(std::lower_bound(listed, list + 1 + *list, from + count) - listed);
   }
-  // First all blocks, then the listed ones' remainders. (Two loops of known length: the processor foresees their ends.)
+  // First all blocks, then the listed ones' remainders. (Two loops of known length have well-predicted branches.)
   static constexpr int kPasses = 2;
   Pass pass(int number) const {
     if (number == 0) return {records, kInOrder.data(), 0, blocks};
     return {records + remainder_at, listed, first, num_listed};
   }
   int steps() const { return blocks + num_listed; }
-  // Which block step i is about, counted from the chunk's first, and its record.
+  // The block of step i, counted from the chunk's first, and its record.
   inline __attribute__((always_inline)) int block(int i) const { return i < blocks ? i : listed[i - blocks] - first; }
   inline __attribute__((always_inline)) Record<K, M> record(int i, int block) const {
     return {records + (i < blocks ? 0 : remainder_at) + static_cast<size_t>(block) * QuantRows::record_bytes(M)};
   }
 };
 
-// ── M rows x one panel, straight from the packed form: for few rows, where reading the weights is what costs ──
+// ── M rows x one panel, directly from the packed form: for few rows, bound by reading the weights ──
 template <Kind K, int M>
 void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float* out, size_t out_stride) {
   constexpr int halves = has_halves(K) ? 2 : 1;
@@ -213,7 +213,7 @@ void small_tile(const Matrix& w, int panel, const QuantRows& x, bool onto, float
   for (int m = 0; m < M; ++m) store(out + m * out_stride, acc[m]);
 }
 
-// ── two panels, some blocks of them expanded to bytes and floats in the first-level cache, used by many tiles ──
+// ── two panels, some blocks of which are expanded to bytes and floats in the L1 cache, for many tiles ──
 struct Expanded {
   const uint8_t* bytes[2];  // [block][8][64]
   const float* d[2];        // [block (x 2)][16]
@@ -250,7 +250,7 @@ void expand_panel(const Matrix& w, int panel, int first, int blocks, int slot, C
   }
 }
 
-// Memory that will be wanted next, asked for a few lines per block while the arithmetic goes on.
+// Memory to prefetch, a few cache lines per block during the arithmetic.
 struct Ahead {
   const uint8_t* at = nullptr;
   const uint8_t* end = nullptr;
@@ -261,8 +261,8 @@ struct Ahead {
   }
 };
 
-// M rows x N panels over a chunk, added to what `out` holds if `onto`. Loads stay where they are written: a compiler that
-// gathers them at the top of a block has no registers left for the sums.
+// M rows x N panels over a chunk, added to `out` if `onto`. Loads are kept in place: a compiler that moves them to the top
+// of a block would have no registers left for the sums.
 template <Kind K, int M, int N>
 void wide_tile(const Expanded& w, const TileChunk<K, M>& x, Ahead& ahead, bool onto, float* out, size_t out_stride) {
   constexpr int halves = has_halves(K) ? 2 : 1;
@@ -315,7 +315,7 @@ inline void with_count(int count, Body body) {  // body(integral_constant) for c
   });
 }
 
-// The part of the next panels that the tiles of this chunk should fetch: as large a share as the chunk is of all blocks.
+// The part of the next panels that the tiles of this chunk prefetch: in proportion to the chunk's share of all blocks.
 inline Ahead share_ahead(const Matrix& w, int next, int count, int first, int blocks, int tiles) {
   if (next < 0 || next + count > w.panels) return {};
   const size_t lines = static_cast<size_t>(count) * w.panel_bytes / 64;
@@ -324,7 +324,7 @@ inline Ahead share_ahead(const Matrix& w, int next, int count, int first, int bl
   return {w.panel(next) + 64 * from, w.panel(next) + 64 * to, 64 * static_cast<int>((to - from + steps - 1) / steps)};
 }
 
-// Asks for where the sums of a tile will go.
+// Prefetches the output of a tile.
 inline void expect_sums(const float* out, size_t stride, int rows, int panels) {
   for (int m = 0; m < rows; ++m)
     for (int n = 0; n < panels; ++n) prefetch_to_write(out + m * stride + n * kPanel);
@@ -365,7 +365,7 @@ void linear_quantised(const Matrix& w, const QuantRows& x, const Span& span, con
   }
 }
 
-// ── plain matrices: one fused multiply-add per input, in the order of the inputs ──
+// ── unquantised matrices: one fused multiply-add per input, in the order of the inputs ──
 template <Kind K>
 inline __attribute__((always_inline)) Floats load_plain(const uint8_t* panel, int k) {
   const size_t at = static_cast<size_t>(k) * kPanel;
@@ -375,7 +375,7 @@ inline __attribute__((always_inline)) Floats load_plain(const uint8_t* panel, in
   else return load_bfloat(reinterpret_cast<const uint16_t*>(panel) + at);
 }
 
-// The scales of a group of columns.
+// Loads the scales of a group of columns.
 inline __attribute__((always_inline)) Floats plain_scales(const Matrix& w, int panel, int group) {
   return load(reinterpret_cast<const float*>(w.panel(panel) + w.scales_at) + static_cast<size_t>(group) * kPanel);
 }
@@ -388,7 +388,7 @@ void plain_tile(const Matrix& w, int panel, const float* x, size_t stride, bool 
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) acc[m][n] = onto ? load(out + m * out_stride + n * kPanel) : zeros();
   constexpr bool is_scaled = K == Kind::F8;
-  const int size = is_scaled ? kBlock * w.group : w.cols;  // columns with scales in common
+  const int size = is_scaled ? kBlock * w.group : w.cols;  // columns that share a scale
   for (int first = 0; first < w.cols; first += size) {
     Floats scale[N];
     if constexpr (is_scaled)

@@ -1,5 +1,5 @@
-// The recurrence of one head, token by token. Sums over earlier tokens are added in the order of their positions, those
-// over the state in the order of its rows, so that a token's numbers are the same however steps cut its sequence.
+// The recurrence of one head, token by token. Earlier tokens are added in the order of their positions, the state in the
+// order of its rows, so that a token's result does not depend on how its sequence is split into steps.
 #pragma once
 #include <cmath>
 
@@ -7,7 +7,7 @@
 
 namespace tokenmill::TM_ISA {
 
-// x over its length, times `scale`; sizes are multiples of 16 here and below
+// Normalises x to length `scale`; sizes are multiples of 16 here and below.
 inline void unit_vector(const float* x, float scale, int size, float* out) {
   Floats squares = zeros();
   for (int i = 0; i < size; i += 16) {
@@ -24,7 +24,7 @@ inline float dot_product(const float* x, const float* y, int size) {
   return sum_lanes(sum);
 }
 
-// Weights e^{G_t - G_j} (x · k_j) of the cells before `count`, G_t being `decay`
+// Computes the weights e^{G_t - G_j} (x · k_j) of the first `count` cells; G_t is `decay`.
 inline void cell_weights(const ChunkCells& cells, const float* x, float decay, int count, int key_dim, float* weights) {
   float powers[kStateChunk + 16];
   for (int j = 0; j < count; ++j) powers[j] = decay - cells.decays[j];
@@ -33,7 +33,7 @@ inline void cell_weights(const ChunkCells& cells, const float* x, float decay, i
   for (int j = 0; j < count; ++j) weights[j] = powers[j] * dot_product(x, cells.keys[j], key_dim);
 }
 
-// What is left of the state for a vector: factor * (x S), added to by the weighted updates of `count` cells
+// Multiplies a vector by the state, factor * (x S), and adds the weighted updates of `count` cells.
 inline void recall(const float* state, const float* x, float factor, const ChunkCells& cells, const float* weights,
                    int count, int key_dim, int value_dim, float* out) {
   for (int i = 0; i < value_dim; i += 16) {
@@ -47,7 +47,7 @@ inline void recall(const float* state, const float* x, float factor, const Chunk
   }
 }
 
-// The same where channels decay by themselves, Σ_c x_c k_jc e^{G_tc - G_jc}: of token `at`'s own key and of its query
+// The weights with decays per channel, Σ_c x_c k_jc e^{G_tc - G_jc}, for token `at`'s key and for its query.
 inline void channel_weights(const ChunkCells& cells, const float* query, int at, int key_dim, float* of_key, float* of_query) {
   const float *key = cells.keys[at], *decays = cells.channel_decays[at];
   for (int j = 0; j <= at; ++j) {
@@ -79,7 +79,7 @@ inline void recur_by_channels(const RecurrentShape& shape, const ChunkCells& cel
   recall(state, faded_query, 1.0f, cells, of_query, at + 1, key_dim, value_dim, out);
 }
 
-// The update and the output of token `at` of a chunk, whose key and decay are the cells' own; `state` null: zeros.
+// Computes the update and the output of token `at` of a chunk, whose key and decay are in the cells; `state` null: zeros.
 inline void recur_token(const RecurrentShape& shape, const ChunkCells& cells, int at, const float* state,
                         const RecurrentToken& token, float* update, float* out) {
   if (shape.has_channel_decays) return recur_by_channels(shape, cells, at, state, token, update, out);
@@ -100,7 +100,7 @@ inline void recur_token(const RecurrentShape& shape, const ChunkCells& cells, in
   recall(state, token.q, kept, cells, weights, at + 1, key_dim, value_dim, out);
 }
 
-// One row of the state behind a whole chunk: what is kept of the row before, and every cell's update with its weight
+// One row of the state after a whole chunk: the decayed row before it, plus every cell's update times its weight.
 inline void next_row(const ChunkCells& cells, const float* row, float kept, const float* weights, int value_dim, float* next) {
   for (int i = 0; i < value_dim; i += 16) {
     Floats sum = row == nullptr ? zeros() : mul(load(row + i), splat(kept));
@@ -127,7 +127,7 @@ inline void next_state_by_channels(const RecurrentShape& shape, const ChunkCells
   }
 }
 
-// The state behind a whole chunk; `state` null: zeros before it.
+// The state after a whole chunk; `state` null: zeros before it.
 inline void next_state(const RecurrentShape& shape, const ChunkCells& cells, const float* state, float* next) {
   if (shape.has_channel_decays) return next_state_by_channels(shape, cells, state, next);
   float powers[kStateChunk];

@@ -1,12 +1,12 @@
-// Turning activations into int8 blocks (QuantRows). A few rows are rounded together: then what there is one of per row
-// (its largest number, scale, sums) fills the lanes of a register, and lies side by side in the record as well.
+// Quantisation of activations to int8 blocks (QuantRows). A few rows are quantised together, so that the values per row
+// (largest magnitude, scale, sums) fill the lanes of a register and are adjacent in the record.
 #pragma once
 #include <cmath>
 #include <numeric>
 
 namespace tokenmill::TM_ISA {
 
-// Integers of 16 bits as 256 * high + low: the nearest multiple of 256, and what is left, -128 .. 127.
+// Splits 16-bit integers into 256 * high + low: the nearest multiple of 256, and the rest, -128 .. 127.
 struct TwoBytes {
   Ints high, low;
 };
@@ -18,9 +18,10 @@ inline void store_numbers(Ints a, Ints b, int8_t* to) {  // 32 integers that fit
   store_packed(to, pack(a, b));
 }
 
-inline constexpr int kRoundedRows = kSmallRows;  // at most, together
+inline constexpr int kRoundedRows = kSmallRows;  // most rows that are quantised together
 
-// All of R rows from row m on but their numbers, whose halves have these sums: lanes are rows. (See QuantRows::put_sums.)
+// Stores all fields of R rows from row m on except q, given the sums of q's halves; lanes are rows. (See
+// QuantRows::put_sums.)
 template <int R>
 inline void put_sums(uint8_t* record, int count, int m, Floats scale, Ints first, Ints second) {
   const auto field = [&](int number) { return record + 4 * static_cast<size_t>(number * count + m); };
@@ -33,8 +34,8 @@ inline void put_sums(uint8_t* record, int count, int m, Floats scale, Ints first
   store_lanes<R>(field(5), sub(none, shift_left(second, 5)));
 }
 
-// R rows of 32 numbers, `stride` apart, as rows m and following of a record of `count` rows; `Fine`: and, in the record
-// `remainder_at` bytes behind, what is left over of them.
+// Quantises R rows of 32 numbers, `stride` apart, to rows from m on of a record of `count` rows; `Fine`: also stores the
+// remainders in the record `remainder_at` bytes later.
 template <int R, bool Fine>
 inline void round_rows(const float* x, size_t stride, size_t remainder_at, uint8_t* record, int count, int m) {
   Floats sizes[R];
@@ -61,7 +62,7 @@ inline void round_rows(const float* x, size_t stride, size_t remainder_at, uint8
   put_sums<R>(record, count, m, mul(largest, splat(1.0f / 127.0f)), first, second);
 }
 
-// body(R, Fine) as constants
+// Calls body(R, Fine) with compile-time constants.
 template <class Body>
 inline void with_rows(int rows, bool is_fine, Body body) {
   with_count<kRoundedRows>(rows, [&](auto count) {
@@ -70,7 +71,7 @@ inline void with_rows(int rows, bool is_fine, Body body) {
   });
 }
 
-// `rows` rows of `blocks` blocks, `stride` apart: rows from `row` on, blocks from `block` on of `to`.
+// Quantises `rows` rows of `blocks` blocks, `stride` apart, to rows from `row` and blocks from `block` of `to`.
 inline void quantise(const float* x, size_t stride, int rows, int blocks, const QuantRows& to, int row, int block) {
   for (int done = 0; done < rows;) {
     const int t = (row + done) / to.tile, m = row + done - t * to.tile, count = to.rows_in(t);
@@ -86,8 +87,8 @@ inline void quantise(const float* x, size_t stride, int rows, int blocks, const 
   }
 }
 
-// act(gate) * up of `rows` rows x 32 columns, as one block of rows [row, row + rows), which begin with a tile. The records
-// lie far apart and are no longer in a near cache: each is asked for while the one before it is filled.
+// Quantises act(gate) * up of `rows` rows x 32 columns as one block of rows [row, row + rows); `row` begins a tile. The
+// records are far apart and no longer in a near cache: each is prefetched while the previous one is filled.
 inline void gate_rows(const float* gates, const float* ups, int rows, Activation kind, const QuantRows& to, int row,
                       int block) {
   alignas(64) float gated[kRoundedRows * kBlock];
@@ -109,7 +110,7 @@ inline void gate_rows(const float* gates, const float* ups, int rows, Activation
   }
 }
 
-// The sums and scales of a block's second record.
+// Fills in the sums and scales of a block's remainder record.
 inline void complete_second(uint8_t* record, size_t remainder_at, int count, const float* limit) {
   const auto* scale = reinterpret_cast<const float*>(record);
   uint8_t* fine = record + remainder_at;
@@ -121,13 +122,13 @@ inline void complete_second(uint8_t* record, size_t remainder_at, int count, con
   }
 }
 
-// Lists the blocks of tile t of which a row's scale is more than `outlier_threshold` times that row's mean (the quadratic one,
-// of all blocks), and completes their second records: rows of theirs that do without get a scale of 0. Lanes are rows.
+// Lists the blocks of tile t in which a row's scale exceeds `outlier_threshold` times that row's quadratic mean over all
+// blocks, and completes their remainder records: rows that don't need it get a scale of 0. Lanes are rows.
 inline void mark_outliers(const QuantRows& rows, int t, float outlier_threshold) {
   const int count = rows.rows_in(t);
   const size_t step = QuantRows::record_bytes(count);
   uint8_t* const first_record = rows.record(t, 0);
-  const auto scales_of = [&](int b) {  // what lies behind the scales may not be numbers
+  const auto scales_of = [&](int b) {  // lanes beyond the rows are undefined
     return keep_lanes(load(reinterpret_cast<const float*>(first_record + b * step)), 0, count, zeros());
   };
   Floats squares = zeros();

@@ -1,4 +1,4 @@
-// Fills the table of one instruction set. Included last by each isa_*.cpp, which chose TM_ISA and the vector words.
+// Fills the table of one instruction set. Included last by each isa_*.cpp, which selects TM_ISA and the vector types.
 #pragma once
 
 namespace tokenmill::TM_ISA {

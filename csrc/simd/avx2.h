@@ -1,5 +1,5 @@
-// The vector words of the kernels for AVX2 with FMA and F16C (and AVX-VNNI where the compiler is told so): every word
-// is a pair of 256-bit registers. See avx512.h for what each word means.
+// The vector types of the kernels for AVX2 with FMA and F16C (and AVX-VNNI if enabled by compiler flags): each is a pair of
+// 256-bit registers. avx512.h documents the functions.
 #pragma once
 #include <immintrin.h>
 
@@ -155,7 +155,7 @@ inline Bytes low_nibbles(Bytes x) {
 inline Bytes high_nibbles(Bytes x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
-// Bytes of a table in the place of their numbers, which are below 16.
+// Looks up indices below 16 in a table of bytes.
 inline Bytes look_up(Bytes x, const uint8_t* table) {
   const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(both, x.a), _mm256_shuffle_epi8(both, x.b)};
@@ -207,7 +207,7 @@ inline __m256i dot4_half(__m256i sum, __m256i w, __m256i x) {
 #else
   const __m256i ones = _mm256_set1_epi16(1);
   if constexpr (!Wide) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
-  // All 8 bits would overflow the int16 pairs: the low seven and the top one are multiplied apart.
+  // All 8 bits would overflow the int16 pairs: the low seven and the top one are multiplied separately.
   const __m256i low = _mm256_and_si256(w, _mm256_set1_epi8(0x7F));
   const __m256i top = _mm256_andnot_si256(_mm256_set1_epi8(0x7F), w);
   const __m256i low_sum = _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones);
@@ -221,7 +221,7 @@ inline Ints dot4(Ints sum, Bytes w, Inputs x) {
 }
 inline Bytes load_bytes_here(const uint8_t* p) { return load_bytes(p); }
 inline Inputs splat_inputs_here(const int8_t* p) { return splat_inputs(p); }
-// Written out: a compiler takes a function that does nothing but prefetch for one that does nothing.
+// In assembly, because a compiler considers a function that only prefetches to be empty.
 inline void prefetch_far(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
 inline void prefetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }

@@ -1,5 +1,5 @@
-// The vector words the kernels are written in, for AVX-512 with VNNI: 16 floats, 16 int32, 64 bytes per register.
-// The other files of this folder define the same words for other instruction sets; the kernels know only the words.
+// The vector types and functions that the kernels use, for AVX-512 with VNNI: 16 floats, 16 int32, 64 bytes per register.
+// The other files of this folder define the same names for other instruction sets; the kernels use only these names.
 #pragma once
 #include <immintrin.h>
 
@@ -32,11 +32,11 @@ inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats div(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// 1 / a, rounded as a division is, for a in [1, 2^126]: tried for every such number. The divider takes 16 cycles.
+// 1 / a, correctly rounded, for a in [1, 2^126]: verified for every such number. A division would take 16 cycles.
 inline Floats reciprocal(Floats a) {
   const __m512 one = _mm512_set1_ps(1.0f), near = _mm512_rcp14_ps(a.v);
   const __m512 nearer = _mm512_fmadd_ps(near, _mm512_fnmadd_ps(a.v, near, one), near);
-  // The last bit decides only where the result would lie between two numbers, and there the upper one is nearer.
+  // The last bit matters only if the result is between two numbers, and then the upper one is nearer.
   const __m512 factor = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(nearer), _mm512_set1_epi32(1)));
   return {_mm512_fmadd_ps(factor, _mm512_fnmadd_ps(a.v, nearer, one), nearer)};
 }
@@ -68,10 +68,10 @@ inline Floats largest_lanes(const Floats (&rows)[N]) {
 inline Floats ratio_or_zero(Floats a, Floats b) {
   return {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(b.v, _mm512_setzero_ps(), _CMP_GT_OQ), a.v, b.v)};
 }
-// a bit for each lane that is above the limit or no number
+// a bit for each lane that is above the limit or NaN
 inline uint32_t lanes_above(Floats a, Floats limit) { return _mm512_cmp_ps_mask(a.v, limit.v, _CMP_NLE_UQ); }
 inline Ints to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
-// a * 2^n for integers n in [-126, 127] where that is a normal number
+// a * 2^n for integers n in [-126, 127], if the result is a normal number
 inline Floats times_power_of_two(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // keeps lanes [from, to), the others become `otherwise`
 inline Floats keep_lanes(Floats a, int from, int to, Floats otherwise) {
@@ -158,7 +158,7 @@ inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_ep
 inline Bytes high_nibbles(Bytes a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))};
 }
-// Bytes of a table in the place of their numbers, which are below 16.
+// Looks up indices below 16 in a table of bytes.
 inline Bytes look_up(Bytes a, const uint8_t* table) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), a.v)};
 }
@@ -199,7 +199,7 @@ template <bool Wide>
 inline Ints dot4(Ints sum, Bytes w, Inputs x) {
   return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)};
 }
-// Loads that the compiler leaves where they are written.
+// Loads that the compiler does not move.
 inline Bytes load_bytes_here(const uint8_t* p) {
   Bytes out;
   asm volatile("vmovdqu64 %1, %0" : "=v"(out.v) : "m"(*reinterpret_cast<const __m512i_u*>(p)));
@@ -210,7 +210,7 @@ inline Inputs splat_inputs_here(const int8_t* p) {
   asm volatile("vpbroadcastd %1, %0" : "=v"(out.v) : "m"(*reinterpret_cast<const int32_t*>(p)));
   return out;
 }
-// Written out: a compiler takes a function that does nothing but prefetch for one that does nothing.
+// In assembly, because a compiler considers a function that only prefetches to be empty.
 inline void prefetch_far(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
 inline void prefetch_to_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p))); }
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }

@@ -1,5 +1,5 @@
-// The vector words of the kernels in plain C++, for any processor; compilers turn the fixed loops into whatever vector
-// instructions the target has by default (SSE2, NEON). See avx512.h for what each word means.
+// The vector types of the kernels in plain C++, for any processor; compilers turn the fixed loops into the target's default
+// vector instructions (SSE2, NEON). avx512.h documents the functions.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -123,7 +123,7 @@ inline void store_i8(int8_t* p, Ints a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }
 
-// NaNs become integers that are far too large: sums of these wrap around, as a vector register's do.
+// NaNs become huge integers, whose sums wrap around as in vector registers.
 inline int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
 inline uint32_t bits_of(int32_t x) { return static_cast<uint32_t>(x); }
 
@@ -174,7 +174,7 @@ inline Bytes low_nibbles(Bytes a) {
   for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F;
   return a;
 }
-// Bytes of a table in the place of their numbers, which are below 16.
+// Looks up indices below 16 in a table of bytes.
 inline Bytes look_up(Bytes a, const uint8_t* table) {
   for (int i = 0; i < 64; ++i) a.v[i] = table[a.v[i]];
   return a;

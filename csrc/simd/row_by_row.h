@@ -1,5 +1,5 @@
-// Words about several rows at once (see avx512.h), for instruction sets that have no better way than one after another.
-// Comes behind the other words.
+// Functions over several rows (see avx512.h), for instruction sets without a better way than one row after another. Included
+// after the other functions.
 #pragma once
 
 namespace tokenmill::TM_ISA {

@@ -1,9 +1,9 @@
-// The kernels of every instruction set that this processor runs, against each other, without Python or a model:
+// Compares the kernels of all instruction sets that this processor supports, without Python or a model:
 //
-//   kernel_check            products and attention on a grid of formats, shapes and rows; ends with 1 if two differ
-//   kernel_check time [N]   also GFLOP/s of the best sets side by side, taking turns, with 1 and with N threads
+//   kernel_check            products and attention on a grid of formats, shapes and rows; exit status 1 if two differ
+//   kernel_check time [N]   also GFLOP/s of the best sets, measured alternately, with 1 and with N threads
 //
-// Sets with fused multiply-adds agree to the bit; the portable one rounds twice and only comes close.
+// Sets with fused multiply-adds agree to the bit; the portable one rounds twice and agrees approximately.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -48,7 +48,7 @@ Floats random_floats(size_t count) {
   return out;
 }
 
-// Any bytes are numbers of a format, except for its halves and floats: those are between 2^-9 and 2^-8.
+// Random bytes are valid values of a format, except for halves and floats, which are set between 2^-9 and 2^-8.
 Matrix random_matrix(const Format& format, int rows, int columns) {
   const Packing packing = packing_from_name(format.name);
   const size_t row_bytes = source_row_bytes(packing.kind, columns);

@@ -129,7 +129,7 @@ def _require_pattern(fields: ConfigFields, key: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        fields.refuse(f"{key} has the pattern {pattern[:80]!r}, which is no regular expression: {error}")
+        fields.refuse(f"{key} has the pattern {pattern[:80]!r}, which is not a regular expression: {error}")
 
 
 def _modules(fields: ConfigFields, key: str) -> tuple[str, ...] | str | None:

@@ -40,7 +40,7 @@ class AdaptedStep:
 
     plan: Any  # see `LowRankOps.plan`
     regions: Regions
-    gathered_regions: Regions  # behind the last layer's mixer, where only `batch.logit_rows` continue
+    gathered_regions: Regions  # after the last layer's mixer, where only `batch.logit_rows` continue
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ForwardContext:
     growths: dict[QueryGrowth, torch.Tensor]  # float32 [T], factors of the queries
     mixer_plans: tuple[Any, ...]  # one per cache group, in the form that its mixer reads
     batch_class: BatchClass  # of layers that compute all tokens
-    gathering: tuple[BatchClass, BatchClass]  # of the last layer: before its mixer, and behind it (`batch.logit_rows`)
+    gathering: tuple[BatchClass, BatchClass]  # of the last layer: before its mixer, and after it (`batch.logit_rows`)
     adapted: AdaptedStep | None = None
     layer_inputs: torch.Tensor | None = None  # [T, layers, width], for models with per-layer embeddings
     choices: dict[int | None, Any] = field(default_factory=dict)  # entries that indexers chose in this step, by layer

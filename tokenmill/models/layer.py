@@ -82,7 +82,7 @@ class Layer:
     side: SideMixer | None = None
 
     def __call__(self, stream: Stream, step: ForwardContext, output_rows: torch.Tensor | None = None) -> Stream:
-        """`output_rows` [L]: the tokens whose outputs are needed; behind the mixer the stream holds only those."""
+        """`output_rows` [L]: the tokens whose outputs are needed; after the mixer the stream holds only those."""
         weights = self.weights
         if weights.is_parallel and weights.feed is not None:
             mixed, _, stream, regions = self._run_mixers(stream, step, output_rows)

@@ -1,4 +1,4 @@
-"""A multi-token prediction head (`arch/mtp.py`) as a model of its own: its input is a token and a hidden state.
+"""A multi-token prediction (MTP) head (`arch/mtp.py`) as a model, whose inputs are tokens and hidden states.
 
     head.states = [T, H]          for each token of the next step, the target model's hidden state one token earlier
     head.forward(batch, storage)  joins them with the tokens' embeddings; the result is kept as `head.outputs`

@@ -21,7 +21,7 @@ class Pooler:
         self._sum: torch.Tensor | None = None  # float64 [H], so that the float32 result is the same for any chunks
         self._count = 0
 
-    def wanted(self, start: int, count: int) -> range:
+    def needed_tokens(self, start: int, count: int) -> range:
         """Return the tokens of a chunk [start, start + count) whose states are needed, counted from `start`."""
         if self.pooling.kind == "mean":
             return range(count)
@@ -30,7 +30,7 @@ class Pooler:
         return range(count - 1, count) if start + count == self.prompt_len else range(0)
 
     def add(self, hidden: torch.Tensor) -> None:
-        """Add the states of the tokens that `wanted` named: hidden [n, H]."""
+        """Add the states of the tokens that `needed_tokens` returned: hidden [n, H]."""
         if len(hidden):
             total = hidden.double().sum(0)
             self._sum = total if self._sum is None else self._sum + total

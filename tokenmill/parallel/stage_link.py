@@ -3,7 +3,7 @@
     rank of stage 0 ──► stage 1 ──► … ──► last stage ──► rank of stage 0
 
 Each rank sends to the rank with the same index in the next stage. A send may block until the receiver reads; the first
-stage reads in a thread of its own, so that the ring can't deadlock. When a rank ends, its connections close, which ends
+stage reads in a separate thread, so that the ring can't deadlock. When a rank ends, its connections close, which ends
 the waits of its neighbours.
 """
 

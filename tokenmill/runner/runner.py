@@ -289,7 +289,7 @@ class ModelRunner:
         row = self.rows[plan.row]
         fed = len(plan.token_ids)
         if row.pooler is not None:
-            return RowTask(plan, row.pooler, [], row.pooler.wanted(plan.start, fed))
+            return RowTask(plan, row.pooler, [], row.pooler.needed_tokens(plan.start, fed))
         targets = [] if plan.num_prompt_logprobs is None else scored_tokens(plan, row.prompt_token_ids)
         if self.kept_states is not None:
             return RowTask(plan, None, targets, range(fed))

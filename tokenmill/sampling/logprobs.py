@@ -71,7 +71,7 @@ def _top_ids(logits: Tensor, num: int) -> Tensor:
     """Return the ids of the `num` best tokens, best first: int64 [S, num]."""
     if num == 0:
         return torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
-    # one more than requested, to see a tie with the token just behind the last one
+    # one more than requested, to detect a tie of the last one with the next token
     values, ids = topk(logits, min(num + 1, logits.shape[-1]))
     ids = ids[:, :num].contiguous()
     tied = (values[:, 1:] == values[:, :-1]).any(dim=-1).nonzero().squeeze(1)

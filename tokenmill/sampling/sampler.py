@@ -206,8 +206,8 @@ class Sampler:
         return [one.accepted for one in verifications]
 
     def _check(self, logits: HeadOutput, num_rows: int) -> None:
-        wanted = (num_rows,) if isinstance(logits, ModelSampled) else (num_rows, self._vocab_size)
-        assert logits.shape == wanted, f"{tuple(logits.shape)} logits for {num_rows} rows"
+        expected = (num_rows,) if isinstance(logits, ModelSampled) else (num_rows, self._vocab_size)
+        assert logits.shape == expected, f"{tuple(logits.shape)} logits for {num_rows} rows"
 
     def _draw(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None) -> list[Sample]:
         """Sample one token per logits row, without recording it in a history."""

@@ -1,4 +1,4 @@
-"""Speculation with a draft model: a second, smaller model with a KV cache of its own.
+"""Speculation with a draft model: a second, smaller model with its own KV cache.
 
     tokens       t0 … tn                    sampled by the target model
     draft model  t0 … tn │ a  b  c          feeds the new tokens, then its own samples, one after another

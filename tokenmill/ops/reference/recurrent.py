@@ -63,7 +63,7 @@ def recurrent(projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentPla
     return _gated(out, gate.float() * spec.gate_scale, args).mul_(spec.out_scale).to(projected.dtype)
 
 
-# ── before and behind the recurrence ───────────────────────────────────────────────────────────────────
+# ── before and after the recurrence ────────────────────────────────────────────────────────────────────
 
 
 def _convolved(

@@ -58,7 +58,7 @@ def _score(
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out [T, width]: scores behind a query's own entry are not written"""
+    """out [T, width]: scores after a query's own entry are not written"""
     token = tl.program_id(0).to(tl.int64)
     offs_n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     last = tl.load(lasts + token)
@@ -133,7 +133,7 @@ def _prepare(
 
 @triton.jit
 def _ordered(scores, offs_n, last):
-    """Map scores to positive integers of the same order; those behind the last become 0."""
+    """Map scores to positive integers of the same order; those after the last entry become 0."""
     bits = tl.load(scores + offs_n, mask=offs_n <= last, other=0.0).to(tl.uint32, bitcast=True)
     is_negative = (bits >> 31) > 0
     number = tl.where(is_negative, ~bits, bits | 0x80000000)
@@ -250,7 +250,7 @@ def _count_chosen(scores, lasts, bins, parts, width, top_k, part_size, TILE: tl.
 def _write_parts(
     scores, lasts, bins, parts, positions, counts, width, top_k, part_size, PARTS: tl.constexpr, TILE: tl.constexpr
 ) -> None:
-    """Write the selected positions of one part, behind those of the earlier parts."""
+    """Write the selected positions of one part, after those of the earlier parts."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num, low = tl.load(lasts + token) + 1, part * part_size
     if part == 0:

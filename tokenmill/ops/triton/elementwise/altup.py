@@ -16,7 +16,7 @@ from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, w
 
 @triton.jit
 def _coefficients(x, norm, router, columns, inside, size, eps, STREAMS: tl.constexpr, PADDED: tl.constexpr):
-    """Return the coefficients, float32 [PADDED], zero-padded behind the last stream."""
+    """Return the coefficients, float32 [PADDED], zero-padded after the last stream."""
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * tl.load(norm + columns, mask=inside, other=0.0)
     normed = normed / size
     number = tl.arange(0, PADDED)
@@ -90,9 +90,9 @@ def _as_long(x, model, out, size, min_square, BLOCK: tl.constexpr, OVERLAPS: tl.
     at, inside = tl.program_id(0).to(tl.int64) * size + columns, columns < size
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(model + at, mask=inside, other=0.0).to(tl.float32)
-    wanted = tl.sqrt(tl.sum(other * other, axis=0) / size)
-    found = tl.sqrt(tl.maximum(tl.sum(value * value, axis=0) / size, min_square))
-    tl.store(out + at, (value * (wanted / found)).to(out.dtype.element_ty), mask=inside)
+    target_rms = tl.sqrt(tl.sum(other * other, axis=0) / size)
+    rms = tl.sqrt(tl.maximum(tl.sum(value * value, axis=0) / size, min_square))
+    tl.store(out + at, (value * (target_rms / rms)).to(out.dtype.element_ty), mask=inside)
 
 
 def predict(streams: torch.Tensor, numbers: AltUpNumbers) -> torch.Tensor:

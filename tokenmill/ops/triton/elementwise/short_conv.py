@@ -62,7 +62,7 @@ def _short_conv(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    # The token's row: the last one that does not begin behind it.
+    # The token's row: the last one that does not begin after it.
     low = tl.minimum(token, num_single).to(tl.int32)
     high = tl.where(token < num_single, low, num_rows - 1)
     for _ in range(search_steps):

@@ -92,13 +92,15 @@ def built_in_tunings() -> tuple[Tuning, ...]:
 
 
 def measured_tunings(path: Path) -> tuple[Tuning, ...]:
-    """The rows that `tokenmill tune` wrote into `path`; none where there is no such file."""
+    """Return the rows that `tokenmill tune` wrote to `path`; none if the file does not exist."""
     try:
         return _read_rows(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return ()
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as problem:
-        raise InvalidConfig(f"{path} is no table of GPUs: {problem}", hint="remove it, or run tokenmill tune") from None
+        raise InvalidConfig(
+            f"{path}: not a valid tuning file: {problem}", hint="remove it, or run tokenmill tune"
+        ) from None
 
 
 def _read_rows(text: str) -> tuple[Tuning, ...]:
@@ -142,7 +144,7 @@ def named_gpu(name: str) -> Capabilities:
     for own, capability in known.items():
         if _plain(own) == _plain(name):
             return describe_gpu(own, capability)
-    raise InvalidConfig(f"there is no GPU called {name!r} here", hint=f"known GPUs: {', '.join(known)}")
+    raise InvalidConfig(f"unknown GPU {name!r}", hint=f"known GPUs: {', '.join(known)}")
 
 
 _of_devices: dict[torch.device, Capabilities] = {}

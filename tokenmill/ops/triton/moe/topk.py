@@ -30,21 +30,21 @@ def _scores(logits, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _best_of(wanted, experts, BLOCK: tl.constexpr):
+def _best_of(biased, experts, BLOCK: tl.constexpr):
     """Return the highest score and its index, of equal ones the first."""
-    best = tl.max(wanted, axis=0)
-    return best, tl.min(tl.where(wanted == best, experts, BLOCK - 1), axis=0)
+    best = tl.max(biased, axis=0)
+    return best, tl.min(tl.where(biased == best, experts, BLOCK - 1), axis=0)
 
 
 @triton.jit
 def _best_groups(
-    wanted, experts, group_size, BLOCK: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO_BEST: tl.constexpr
+    biased, experts, group_size, BLOCK: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO_BEST: tl.constexpr
 ):  # fmt: skip
     """Return the scores with -inf for experts whose groups are not among the best."""
     numbers = experts // group_size
     group_scores = tl.full((BLOCK,), float("-inf"), tl.float32)  # indexed by group
     for group in tl.static_range(GROUPS):
-        members = tl.where(numbers == group, wanted, float("-inf"))
+        members = tl.where(numbers == group, biased, float("-inf"))
         score, first = _best_of(members, experts, BLOCK)
         if TWO_BEST:
             score += tl.max(tl.where(experts == first, float("-inf"), members), axis=0)
@@ -54,7 +54,7 @@ def _best_groups(
         _, group = _best_of(group_scores, experts, BLOCK)
         kept = kept | (numbers == group)
         group_scores = tl.where(experts == group, float("-inf"), group_scores)
-    return tl.where(kept, wanted, float("-inf"))
+    return tl.where(kept, biased, float("-inf"))
 
 
 @kernel
@@ -73,23 +73,23 @@ def _route(
     is_expert = experts < num_experts
     values = tl.load(logits + token * num_experts + experts, mask=is_expert, other=float("-inf"))
     scores = _scores(values.to(tl.float32), SCORE)
-    wanted = scores
+    biased = scores
     if HAS_BIAS:
-        wanted += tl.load(choice_bias + experts, mask=is_expert, other=0.0)
-    wanted = tl.where(is_expert, wanted, float("-inf"))
+        biased += tl.load(choice_bias + experts, mask=is_expert, other=0.0)
+    biased = tl.where(is_expert, biased, float("-inf"))
     if GROUPS > 1:
-        wanted = _best_groups(wanted, experts, group_size, BLOCK, GROUPS, KEPT, TWO_BEST)
+        biased = _best_groups(biased, experts, group_size, BLOCK, GROUPS, KEPT, TWO_BEST)
     chosen = tl.zeros((K_PADDED,), tl.float32)
     chosen_ids = tl.zeros((K_PADDED,), tl.int64)
     for index in tl.static_range(K):
         if ARE_LOOKED_UP:
             expert = tl.load(looked_up + token * K + index)
         else:
-            _, expert = _best_of(wanted, experts, BLOCK)
+            _, expert = _best_of(biased, experts, BLOCK)
         score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
         chosen = tl.where(indices == index, score, chosen)
         chosen_ids = tl.where(indices == index, expert.to(tl.int64), chosen_ids)
-        wanted = tl.where(experts == expert, float("-inf"), wanted)
+        biased = tl.where(experts == expert, float("-inf"), biased)
     if RENORMALIZE:
         chosen = chosen / (tl.sum(chosen, axis=0) + epsilon)
     chosen *= scale

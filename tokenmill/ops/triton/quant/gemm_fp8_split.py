@@ -84,7 +84,7 @@ def padded_plane(rows: Fp8Rows) -> torch.Tensor:
 
 
 def quantize_rows(x: torch.Tensor, num_planes: int | None = None) -> Fp8Rows:
-    """Quantise rows, by default to as many planes as products of so many rows use."""
+    """Quantise rows, by default to as many planes as products with this number of rows use."""
     num_rows, size = x.shape
     rounded = empty_planes(num_rows, size, x.device, num_planes)
     _quantize_rows[(num_rows,)](

@@ -291,9 +291,9 @@ class DenseFp4Config(HopperIntConfig):
 
 
 def pick_dense_fp4_config(product: Product) -> DenseFp4Config:
-    """The fastest on an H200 of 8 to 256 rows, 1 to 8 splits, 1, 2 and 4 spans on their way and 4 to 8 tiles of inputs.
-    Of splits there are so many that a multiprocessor has three programs, four or five with MXFP4 and tables, whose
-    scales take fewer registers, and two of 128 rows. 256 rows at once only where little is split."""
+    """Return the fastest configuration on an H200 of 8 to 256 rows, 1 to 8 splits, 1, 2 and 4 spans loaded ahead and
+    rings of 4 to 8 tiles. Columns are split until a multiprocessor has three programs; four or five with MXFP4 and
+    tables, whose scales take fewer registers; two of 128 rows. 256 rows are one tile only with few splits."""
     multiprocessors, m, n = product.capabilities.tuning.multiprocessors, product.m, product.n
     if m > 128:
         tall = cdiv(m, 256)

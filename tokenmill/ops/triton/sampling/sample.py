@@ -204,8 +204,8 @@ def _drawn(row_logits, picked, vocab, highest, rate, row_params, uniform, FEW: t
         kept = _kept(row_logits, start, vocab, highest, rate, unit, limit, least, BLOCK)
         here = tl.sum(kept, axis=0)
         if before + here > target:
-            behind = (before + tl.cumsum(kept, axis=0)) > target
-            token = start + (BLOCK - tl.sum(behind.to(tl.int64), axis=0))
+            is_past = (before + tl.cumsum(kept, axis=0)) > target
+            token = start + (BLOCK - tl.sum(is_past.to(tl.int64), axis=0))
         before += here
         start += BLOCK
     return token

@@ -50,7 +50,7 @@ def unit(program: str, arguments: tuple[str, ...], *, user: bool) -> str:
     writable = f"ReadWritePaths=-{home}\n" if user else ""
     return f"""\
 [Unit]
-Description=Tokenmill, a server of language models
+Description=Tokenmill LLM inference server
 After=network-online.target
 Wants=network-online.target
 StartLimitIntervalSec=600

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tests.support.every_kind_of_request import (
     special_requests,
     wait_until,
 )
-from tests.support.server_process import ROOT
+from tests.support.server_process import ROOT, free_port
 from tokenmill import AsyncEngine
 from tokenmill.config import EngineConfig, OpsConfig, ParallelConfig
 from tokenmill.engine.frontend import load_frontend
@@ -144,3 +145,22 @@ def test_ray_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, s
     listener = JoinListener("127.0.0.1:0", read_key(None, KEY), Places(), config_of(stories_dir), "")
     with pytest.raises(InvalidConfig, match="ray is not installed"):
         RayPlace("auto", 1, listener, KEY)
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("127.0.0.1:{free}", "can't be reached"), ("nowhere", "no address"), ("127.0.0.1:99999", "no address")],
+)
+def test_a_cluster_that_is_not_there_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, stories_dir: Path, address: str, problem: str
+) -> None:
+    """Ray would try for minutes, in a thread that nothing ends."""
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(RayError=RuntimeError), is_initialized=lambda: False, init=lambda **_: pytest.fail()
+    )
+    monkeypatch.setitem(__import__("sys").modules, "ray", ray)
+    listener = JoinListener("127.0.0.1:0", read_key(None, KEY), Places(), config_of(stories_dir), "")
+    place = RayPlace(address.format(free=free_port()), 1, listener, KEY)
+    replicas: Any = None
+    with pytest.raises(InvalidConfig, match=problem):
+        asyncio.run(place.start(replicas))

@@ -163,6 +163,16 @@ def test_keys_are_needed_and_not_short(tmp_path: Path, capsys: pytest.CaptureFix
     assert "needs a key" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "address", ["nonsense", "http://front:1", "ws://", "ws://front:99999", "ws://front:x", "ws://[::1"]
+)
+def test_what_is_no_address_of_a_front_is_told(address: str) -> None:
+    info = HostInfo("host", 1, "test", VERSION)
+    with pytest.raises(InvalidConfig) as refusal:
+        HostAgent(address, KEY, info, lambda config, _: config)
+    assert refusal.value.param == "join"
+
+
 # ── machines ───────────────────────────────────────────────────────────────────────────────────────────
 
 

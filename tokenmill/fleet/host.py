@@ -17,6 +17,7 @@ import secrets
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
@@ -80,6 +81,14 @@ def model_digest(config: EngineConfig, path: Path) -> str:
     return found.hexdigest()
 
 
+def is_front_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("ws", "wss") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # a port that is no number, or too large
+        return False
+
+
 class RelayedCoreClient(ProcessCoreClient):
     """A client of a core process that forwards its messages undecoded."""
 
@@ -111,7 +120,7 @@ class HostAgent:
         alone_s: float = ALONE_S,
     ) -> None:
         """`fit`: the settings of a core, made to fit this machine."""
-        if not url.startswith(("ws://", "wss://")):
+        if not is_front_address(url):
             raise InvalidConfig(f"{url!r} is no address of a front", param="join", hint="write ws://front:8100")
         self._url = url
         self._key = key

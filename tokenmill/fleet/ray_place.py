@@ -40,6 +40,8 @@ log = get_log("fleet")
 
 JOIN_S = 120.0  # from the start of an actor's process until it has joined
 PLACE_S = 600.0  # until a node has room
+CONNECT_S = 10.0  # until the port of a Ray cluster answers
+FOUND_BY_RAY = ("auto",)
 ANY_ADDRESS = ("0.0.0.0", "::")
 STAGE_PORTS = 20_000, 30_000  # of cores that stages on other nodes join
 
@@ -223,10 +225,22 @@ class RayPlace:
             return
         self._is_own = True
         address = None if self._address == "local" else self._address
+        errors: tuple[type[Exception], ...] = (OSError, *self.errors)
         try:
+            if address is not None and address not in FOUND_BY_RAY:
+                await asyncio.wait_for(self._require_cluster(address), CONNECT_S)
             await asyncio.to_thread(self._ray.init, address=address, log_to_driver=False, configure_logging=False)
-        except self.errors as problem:
+        except errors as problem:
             raise InvalidConfig(f"the Ray cluster {self._address} can't be reached: {problem}", param="ray") from None
+
+    async def _require_cluster(self, address: str) -> None:
+        """Raise what keeps this machine from the cluster's port: Ray itself tries for minutes, and can't be
+        interrupted."""
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65_535:
+            raise InvalidConfig(f"{address!r} is no address of a Ray cluster", param="ray", hint="auto, or HOST:6379")
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
 
     def note_open(self) -> None:
         pass

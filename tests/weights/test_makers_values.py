@@ -126,3 +126,15 @@ def test_scales_that_are_no_numbers_are_refused(
     parts[SCALES[case]].view(-1)[0] = float("nan")
     with pytest.raises(DamagedFile, match="finite"):
         opened(parts, CASES[case][0], tmp_path).load("a.weight")
+
+
+@pytest.mark.parametrize(
+    ("case", "part"), [("nvfp4", "a.weight_packed"), ("mxfp4", "a.weight_packed"), ("hqq 4 1", "a.nbits")]
+)
+def test_scalars_and_empty_tensors_in_the_place_of_parts_are_refused(
+    case: str, part: str, recorded: dict[str, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    parts = {name: tensor for name, tensor in recorded[case].items() if name != "expected"}
+    parts[part] = parts[part].flatten()[:0] if part.endswith("nbits") else parts[part].flatten()[0].clone()
+    with pytest.raises(DamagedFile, match=r"a\.(weight|nbits)"):
+        opened(parts, CASES[case][0], tmp_path).load("a.weight")

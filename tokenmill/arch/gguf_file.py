@@ -105,7 +105,7 @@ class GGUFTensor:
     shape: tuple[int, ...]
     offset: int  # from the file's first byte
     num_bytes: int
-    path: Path  # the file that holds it; a model may be split over several
+    path: Path  # the file that contains it; a model may be split over several
 
 
 @dataclass(frozen=True)

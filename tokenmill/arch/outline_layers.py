@@ -170,17 +170,17 @@ def block_sparse_layers(fields: ConfigFields) -> Layers:
     chosen = _kinds(index, "sparse_attention_freq", count, [0] * count)
     sparse = _kinds(fields, "moe_layer_freq", count, [1] * count)
     heads, kv_heads, dim = (fields.integer(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    whole = grouped_attention(hidden, heads, kv_heads, dim, norms=2 * dim)
-    mixers = [whole, whole]
+    attention = grouped_attention(hidden, heads, kv_heads, dim, norms=2 * dim)
+    mixers = [attention, attention]
     if any(chosen):
         width, index_heads = index.integer("sparse_index_dim"), index.integer("sparse_num_index_heads")
         mixers[1] = replace(
-            whole,
-            linear=whole.linear + hidden * width * (index_heads + 1),
-            vectors=whole.vectors + 2 * width,
-            kv_values=whole.kv_values + width,
-            pair_values=whole.pair_values + index_heads * width,
-            width=whole.width + index_heads * width,
+            attention,
+            linear=attention.linear + hidden * width * (index_heads + 1),
+            vectors=attention.vectors + 2 * width,
+            kv_values=attention.kv_values + width,
+            pair_values=attention.pair_values + index_heads * width,
+            width=attention.width + index_heads * width,
         )
     inner = fields.integer("intermediate_size")
     experts = routed(

@@ -26,13 +26,13 @@ from tokenmill.errors import UnsupportedModel
 SAME_TEXT_MODEL = {"phi3_v": "phi3", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 # model_type → the features that the engine lacks to run it.
 MISSING = {
-    "bailing_hybrid": "linear attention beside latent attention",
+    "bailing_hybrid": "linear attention together with latent attention",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
     "mamba": "recurrent layers without attention",
-    "mimo_v2_flash": "keys and values of different widths beside windows of other shapes",
-    "minimax_m3": "attention over chosen blocks of keys",
-    "minimax_m3_vl": "attention over chosen blocks of keys",
-    "nemotron-nas": "layers that differ in their sizes, or lack attention",
+    "mimo_v2_flash": "keys and values of different widths, with other head counts in windowed layers",
+    "minimax_m3": "attention over selected blocks of keys",
+    "minimax_m3_vl": "attention over selected blocks of keys",
+    "nemotron-nas": "layers of different sizes, or without attention",
     "phi-msft": "GPT-2's tensor names (the same model is supported as `phi`)",
     "phi3_v": "a vision part with unknown tensor names",
     "step3p7": "gates per head, activation limits that differ between layers",

@@ -204,7 +204,7 @@ def _fp8_block(fields: ConfigFields) -> tuple[int, int] | None:
 
 
 def _compressed_tensors(fields: ConfigFields) -> Quantization:
-    whole = fields.get("format") or "dense"
+    default_format = fields.get("format") or "dense"
     for key in ("sparsity_config", "transform_config"):
         section = fields.get(key)
         if isinstance(section, dict) and section and section.get("format") != "dense":
@@ -218,8 +218,8 @@ def _compressed_tensors(fields: ConfigFields) -> Quantization:
             continue  # only activations
         inner = ConfigFields(weights, f"{fields.source}, {name}")
         targets = _patterns(ConfigFields(section, inner.source), "targets") or ("Linear",)
-        schemes.append((targets, _compressed_scheme(inner, str(section.get("format") or whole))))
-    method = f"compressed-tensors, {whole}"
+        schemes.append((targets, _compressed_scheme(inner, str(section.get("format") or default_format))))
+    method = f"compressed-tensors, {default_format}"
     return Quantization(method, tuple(schemes), _patterns(fields, "ignore"))
 
 

@@ -45,17 +45,17 @@ def _read_config(config: Path, generation: dict[str, Any] | None = None) -> Mode
 def quantization_config(config: Path) -> dict[str, Any]:
     """Return the quantization_config of a config.json, or of ModelOpt's hf_quant_config.json in the same directory;
     empty if the matrices are not quantised."""
-    whole = read_json(config)
-    text = whole.get("text_config")
-    found = whole.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    beside = config.with_name(config.name.removesuffix("config.json") + "hf_quant_config.json")
-    if not found and beside.is_file():
-        found = read_json(beside).get("quantization")
+    root = read_json(config)
+    text = root.get("text_config")
+    found = root.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    modelopt = config.with_name(config.name.removesuffix("config.json") + "hf_quant_config.json")
+    if not found and modelopt.is_file():
+        found = read_json(modelopt).get("quantization")
         if not isinstance(found, dict):
-            raise UnsupportedModel(f'{beside} has no object "quantization"')
+            raise UnsupportedModel(f'{modelopt} has no object "quantization"')
     if not isinstance(found, dict):
         return {}
-    experts = whole.get("expert_dtype")  # DeepSeek V4 has it outside the quantization_config
+    experts = root.get("expert_dtype")  # DeepSeek V4 has it outside the quantization_config
     return found if experts is None else {**found, "expert_dtype": experts}
 
 

@@ -116,8 +116,8 @@ def choose_files(listing: Listing, wanted: str | None) -> list[RemoteFile]:
     ggufs = [path for path in paths if path.endswith(".gguf") and "mmproj" not in path.lower()]
     matching = _matching(ggufs, wanted) if wanted else _default_quantisation(ggufs)
     if not matching:
-        offered = ", ".join(ggufs[:12]) or "no GGUF file and no safetensors checkpoint"
-        raise SourceUnavailable(f"{listing.repo} on the hub has no {wanted or 'usable model'}; it has {offered}")
+        offered = ", ".join(ggufs[:12]) or "neither GGUF files nor a safetensors checkpoint"
+        raise SourceUnavailable(f"{listing.repo} on the hub has no {wanted or 'usable model'}; its files: {offered}")
     return [listing.files[path] for path in _all_parts(matching[0], ggufs, listing.repo)]
 
 

@@ -37,7 +37,7 @@ class StopStrings:
         self._include_stop = include_stop
         self._next: list[dict[str, int]] = [{}]  # state → character → state
         self._depth = [0]  # state → how many characters it has matched
-        self._whole: list[str | None] = [None]  # state → the stop string that ends here, the longest if several
+        self._complete: list[str | None] = [None]  # state → the stop string that ends here, the longest if several
         for stop in stops:
             self._insert(stop)
         self._fallback = self._fallback_states()
@@ -80,9 +80,9 @@ class StopStrings:
                 self._next[state][char] = len(self._next)
                 self._next.append({})
                 self._depth.append(self._depth[state] + 1)
-                self._whole.append(None)
+                self._complete.append(None)
             state = self._next[state][char]
-        self._whole[state] = stop
+        self._complete[state] = stop
 
     def _fallback_states(self) -> list[int]:
         """Return, for each state, the state of its longest proper suffix that is also a prefix of a stop string,
@@ -91,8 +91,8 @@ class StopStrings:
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()
-            if self._whole[state] is None:
-                self._whole[state] = self._whole[fallback[state]]
+            if self._complete[state] is None:
+                self._complete[state] = self._complete[fallback[state]]
             for char, child in self._next[state].items():
                 fallback[child] = self._step(fallback[state], char, fallback)
                 waiting.append(child)
@@ -106,7 +106,7 @@ class StopStrings:
     def _advance(self, char: str, end: int) -> bool:
         """Process one character; return whether a stop was found and no other can still begin before it."""
         self._state = self._step(self._state, char, self._fallback)
-        stop = self._whole[self._state]
+        stop = self._complete[self._state]
         if stop is not None and (self._found is None or end - len(stop) < self._found[0]):
             self._found = (end - len(stop), stop)
         # The automaton's current match begins at end - depth, the earliest position where a stop could still begin.
@@ -141,7 +141,7 @@ class Automaton:
     tests: list[Test | None] = field(default_factory=list)  # of the character that leads on; None: reads none
     then: list[int] = field(default_factory=list)  # the state after that character
     free: list[list[int]] = field(default_factory=list)  # states reached without reading a character
-    whole: dict[int, int] = field(default_factory=dict)  # state that completes a match → index of its pattern
+    accepting: dict[int, int] = field(default_factory=dict)  # state that completes a match → index of its pattern
 
     def add(self, test: Test | None = None, then: int = -1, free: Sequence[int] = ()) -> int:
         self.tests.append(test)
@@ -181,7 +181,7 @@ class Automaton:
             if state in seen:
                 continue
             seen.add(state)
-            if self.tests[state] is not None or state in self.whole:
+            if self.tests[state] is not None or state in self.accepting:
                 found.append(state)
             waiting.extend(self.free[state])
         return found
@@ -209,14 +209,14 @@ class StopPatterns:
         starts = []
         for number, tree in enumerate(trees):
             end = automaton.add()
-            automaton.whole[end] = number
+            automaton.accepting[end] = number
             starts.append(automaton.build(tree, end))
         self._automaton = automaton
         seen: set[int] = set()
         self.initial = tuple(state for start in starts for state in automaton.reach(start, seen))
         for state in self.initial:
-            if state in automaton.whole:
-                empty = patterns[automaton.whole[state]]
+            if state in automaton.accepting:
+                empty = patterns[automaton.accepting[state]]
                 raise InvalidRequest(f"stop_regex {empty[:60]!r} matches the empty text", param="stop_regex")
         self._moves: dict[tuple[tuple[int, ...], str], Move] = {}
         self._num_cached_states = 0
@@ -238,7 +238,7 @@ class StopPatterns:
             test = automaton.tests[state]
             if test is not None and test(char):
                 found += [(reached, thread) for reached in automaton.reach(automaton.then[state], seen)]
-        complete = [(thread, automaton.whole[state]) for state, thread in found if state in automaton.whole]
+        complete = [(thread, automaton.accepting[state]) for state, thread in found if state in automaton.accepting]
         found += [(state, -1) for state in self.initial if state not in seen]
         return Move(tuple(s for s, _ in found), tuple(t for _, t in found), min(complete, default=None))
 

@@ -372,7 +372,7 @@ def ordinary_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _continuation_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text that does not stand at the beginning."""
+    """Return the ids of a text as they are after other text."""
     found = tokenizer.encode_with_offsets(BEFORE + text, add_special_tokens=False)
     return [token_id for token_id, (_, last) in found if last > len(BEFORE)]
 

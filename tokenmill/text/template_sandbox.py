@@ -157,17 +157,17 @@ def _limit() -> int:
 
 def require_chars(num_chars: int) -> None:
     if num_chars > _limit():
-        raise OutOfBounds(f"it asked for a text of {num_chars} characters")
+        raise OutOfBounds(f"it would build a text of {num_chars} characters")
 
 
 def require_items(num_items: int) -> None:
     if num_items > MAX_ITEMS:
-        raise OutOfBounds(f"it asked for a list of {num_items} items")
+        raise OutOfBounds(f"it would build a list of {num_items} items")
 
 
 def require_width(width: Any) -> None:
     if isinstance(width, int) and width > _MAX_WIDTH:
-        raise OutOfBounds(f"it asked for a width of {width}")
+        raise OutOfBounds(f"it used a width of {width}")
 
 
 # ── operators ──────────────────────────────────────────────────────────────────────────────────────────

@@ -47,7 +47,10 @@ class _Matrix:
         full = f"{self.stem}.{name}"
         if full not in self.checkpoint.shapes:
             raise DamagedFile(f"{self.checkpoint.place}: {full!r} is missing")
-        return [int(value) for value in self.checkpoint.tensor(full).flatten().tolist()]
+        values = [int(value) for value in self.checkpoint.tensor(full).flatten().tolist()]
+        if not values:
+            raise DamagedFile(f"{self.checkpoint.place}: {full!r} is empty")
+        return values
 
     def stored(self) -> StoredMatrix:
         parts = tuple(f"{self.stem}.{name}" for name in _SETTINGS if f"{self.stem}.{name}" in self.checkpoint.shapes)

@@ -33,19 +33,20 @@ def scale_beside(weight: str) -> str:
 def find(checkpoint: SafetensorsCheckpoint, config: Mapping[str, Any]) -> dict[str, StoredMatrix]:
     found = {}
     for name, shape in checkpoint.shapes.items():
+        last = shape[-1] if shape else 0  # a scalar is refused below
         if name.endswith(BLOCKS):
             weight = name.removesuffix(BLOCKS)
             parts, blocks = (name, weight + SCALES), shape
         elif name.endswith(PACKED) and checkpoint.dtypes.get(f"{name.removesuffix('_packed')}_scale") == "U8":
             weight = name.removesuffix("_packed")
-            parts, blocks = (name, f"{weight}_scale"), (*shape[:-1], shape[-1] // BYTES, BYTES)
+            parts, blocks = (name, f"{weight}_scale"), (*shape[:-1], last // BYTES, BYTES)
         elif checkpoint.dtypes[name] in ("I8", "U8") and scale_beside(name) in checkpoint.shapes:
             weight = name
-            parts, blocks = (name, scale_beside(name)), (*shape[:-1], shape[-1] // BYTES, BYTES)
+            parts, blocks = (name, scale_beside(name)), (*shape[:-1], last // BYTES, BYTES)
         else:
             continue
         scales = checkpoint.shapes.get(parts[1], ())
-        if len(blocks) < 3 or blocks[-1] != BYTES or blocks[:-1] != scales or shape[-1] % BYTES:
+        if len(blocks) < 3 or blocks[-1] != BYTES or blocks[:-1] != scales or last % BYTES:
             refuse_parts(checkpoint.place, weight, blocks=shape, scales=scales)
         whole = (*blocks[:-2], blocks[-2] * GROUP)
         found[weight] = StoredMatrix(parts, whole, partial(_load, checkpoint, parts, whole))

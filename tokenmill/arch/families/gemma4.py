@@ -90,10 +90,10 @@ def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
     count, widths = len(pattern), fields.integers("feed_forward_length")
     heads = fields.integers("attention.head_count_kv")
     by_layer = heads if len(heads) == count else heads * count
-    windowed, whole = (
+    windowed, full = (
         sorted({by_layer[at] for at in range(count) if bool(pattern[at]) is kind}) for kind in (True, False)
     )
-    if len(windowed) > 1 or len(whole) > 1:
+    if len(windowed) > 1 or len(full) > 1:
         fields.refuse("attention.head_count_kv differs between layers of one kind, which is not implemented")
     without_values = [at for at in range(count) if f"blk.{at}.attn_k.weight" in gguf.tensors]
     without_values = [at for at in without_values if f"blk.{at}.attn_v.weight" not in gguf.tensors]
@@ -101,7 +101,7 @@ def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
     found: dict[str, Any] = {
         "head_dim": fields.integer("attention.key_length_swa"),
         "global_head_dim": fields.integer("attention.key_length"),
-        "num_key_value_heads": (windowed or whole)[0],
+        "num_key_value_heads": (windowed or full)[0],
         "attention_k_eq_v": bool(without_values),
         "intermediate_size": min(widths),
         "use_double_wide_mlp": len(set(widths)) > 1,
@@ -115,7 +115,7 @@ def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
             },
         },
     }
-    return found | ({"num_global_key_value_heads": whole[0]} if without_values and whole else {})
+    return found | ({"num_global_key_value_heads": full[0]} if without_values and full else {})
 
 
 def _rotated_share(fields: ConfigFields, gguf: GGUFFile) -> float:

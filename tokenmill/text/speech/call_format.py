@@ -191,7 +191,7 @@ def _gemma(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ObjectKeys:
-    """A call that is one JSON object: the text around it, and the keys that hold its parts.
+    """A call that is one JSON object: the text around it, and the keys of its parts.
 
     `name` is None where the name itself is the key of the arguments.
     """

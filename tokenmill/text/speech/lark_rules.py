@@ -57,7 +57,7 @@ def without(texts: Iterable[str]) -> str:
 
 
 def json_value(schema: Any, root: Any = None) -> str:
-    """Return the right-hand side for a JSON value of a schema; `root` holds the definitions that it refers to."""
+    """Return the right-hand side for a JSON value of a schema; `root` has the definitions that it refers to."""
     written: dict[str, Any] = {"not": {}} if schema is False else {}
     if isinstance(schema, Mapping):
         written = without_annotations(schema)

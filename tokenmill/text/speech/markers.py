@@ -19,7 +19,7 @@ _FIRST, _LAST = 0xD800, 0xDFFF
 
 
 class ControlAlphabet:
-    """The characters that stand for control tokens. `control`: texts of those tokens and their ids."""
+    """The characters that represent control tokens. `control`: texts of those tokens and their ids."""
 
     def __init__(self, control: Mapping[str, int]) -> None:
         texts = sorted(control, key=len, reverse=True)[: _LAST - _FIRST + 1]

@@ -199,7 +199,7 @@ class TaggedReader:
         wraps = self._closer.startswith("\n")
         if self._has_cdata and (yield from self._begins_with(CDATA[0])):
             core = CDATA[1] + core
-        num_searched = 0  # characters from the position on that hold no closer
+        num_searched = 0  # characters from the position on that contain no closer
         while True:
             found = tape.text.find(core, tape.position + num_searched)
             end = found if found >= 0 else len(tape.text) - overlap(tape.text, tape.position, core)

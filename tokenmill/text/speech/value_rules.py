@@ -50,7 +50,7 @@ _CONSTRAINTS = frozenset().union(*_HANDLED.values()) | {
     *("contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "minProperties", "maxProperties"),
     *("unevaluatedProperties", "unevaluatedItems", "prefixItems", "additionalItems"),
 }
-_ANY = ""  # stands for the schema that allows everything, which contains itself
+_ANY = ""  # key of the rule for any value, which is recursive
 PLAIN_STRING = "[^'\\\\\\n\\r]"  # inside single quotes, without escapes
 
 

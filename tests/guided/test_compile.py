@@ -100,11 +100,11 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(vocabulary: Vocabulary) 
     compiler = Compiler(load)
     grammars = Grammars(compiler, 4, 258)
     for number in range(NUM_WORKERS):  # keep the workers busy
-        grammars.hold(request(f"busy {number}", choice(number)))
+        grammars.start_compiling(request(f"busy {number}", choice(number)))
     loaded.acquire(timeout=10)
     for name in ("left", "stayed"):
-        grammars.hold(request(name, choice(8)))
-    grammars.hold(request("gone", choice(9)))
+        grammars.start_compiling(request(name, choice(8)))
+    grammars.start_compiling(request("gone", choice(9)))
     shared, gone = compiler.start(choice(8)), compiler.start(choice(9))
     for name in ("left", "gone"):
         grammars.forget(name)
@@ -119,8 +119,8 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(vocabulary: Vocabulary) 
 def test_waiting_requests_settle_one_by_one(vocabulary: Vocabulary) -> None:
     grammars = Grammars(Compiler(lambda: vocabulary), 4, 258)
     for name, guided in {"good": choice(1), "bad": Guided("regex", "(")}.items():
-        grammars.hold(request(name, guided))
-    grammars.hold(request("gone", choice(3)))
+        grammars.start_compiling(request(name, guided))
+    grammars.start_compiling(request("gone", choice(3)))
     grammars.forget("gone")
     outcomes: dict[str, InvalidRequest | None] = {}
     began = time.monotonic()

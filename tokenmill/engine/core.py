@@ -156,7 +156,7 @@ class EngineCore:
         if request.params.guided is None or self._grammars.is_ready(request):
             self._schedule(request)
         else:
-            self._grammars.hold(request)
+            self._grammars.start_compiling(request)
 
     def _schedule(self, request: Request) -> None:
         try:

@@ -1,6 +1,6 @@
 """The grammars of an engine: requests that wait for a compilation, and the rows of the runner that follow a grammar.
 
-    hold(request) ──► pop_compiled()             a request waits for its grammar; others are not delayed
+    start_compiling(request) ──► pop_compiled()  a request waits for its grammar; others are not delayed
     update_rows(plan) ──► masks(plan) ──► advance(plan, result)      one step: new and freed rows; the allowed tokens;
                                                                      then the sampled and the forced ones
 
@@ -51,8 +51,8 @@ class Grammars:
         """Begin to load the vocabulary in a worker, before a grammar needs it."""
         self._compiler.load_vocabulary()
 
-    def hold(self, request: Request) -> None:
-        """Let a request wait for the compilation of its grammar."""
+    def start_compiling(self, request: Request) -> None:
+        """Start compiling the grammar of a request, which waits for it."""
         assert request.params.guided is not None
         self._waiting[request.request_id] = request, self._compiler.start(request.params.guided)
 

@@ -107,17 +107,17 @@ def _get_info(url: str, headers: tuple[tuple[str, str], ...], repo: str) -> _Inf
         raise SourceUnavailable(f"the hub's response for {repo} is not valid") from problem
 
 
-def choose_files(listing: Listing, wanted: str | None) -> list[RemoteFile]:
+def choose_files(listing: Listing, requested: str | None) -> list[RemoteFile]:
     """Select the files of the model: one GGUF (all its parts), or a safetensors checkpoint with its tokenizer."""
     paths = sorted(listing.files)
-    if wanted is None and any(path.endswith(".safetensors") and "/" not in path for path in paths):
+    if requested is None and any(path.endswith(".safetensors") and "/" not in path for path in paths):
         taken = [path for path in paths if _CHECKPOINT.fullmatch(path) and _is_taken(path)]
         return [listing.files[path] for path in _without_second_weights(taken)]
     ggufs = [path for path in paths if path.endswith(".gguf") and "mmproj" not in path.lower()]
-    matching = _matching(ggufs, wanted) if wanted else _default_quantisation(ggufs)
+    matching = _matching(ggufs, requested) if requested else _default_quantisation(ggufs)
     if not matching:
         offered = ", ".join(ggufs[:12]) or "neither GGUF files nor a safetensors checkpoint"
-        raise SourceUnavailable(f"{listing.repo} on the hub has no {wanted or 'usable model'}; its files: {offered}")
+        raise SourceUnavailable(f"{listing.repo} on the hub has no {requested or 'usable model'}; its files: {offered}")
     return [listing.files[path] for path in _all_parts(matching[0], ggufs, listing.repo)]
 
 
@@ -132,10 +132,10 @@ def _without_second_weights(paths: list[str]) -> list[str]:
     return [path for path in paths if not usual or path in usual or not path.endswith(".safetensors")]
 
 
-def _matching(ggufs: list[str], wanted: str) -> list[str]:
-    """Return the files that match `wanted`: a path, a file name, or a quantisation between separators in the path."""
-    exact = [path for path in ggufs if wanted in (path, PurePosixPath(path).name)]
-    tag = re.compile(rf"(^|[-._/]){re.escape(wanted)}([-._/])", re.IGNORECASE)
+def _matching(ggufs: list[str], requested: str) -> list[str]:
+    """Return the files that match `requested`: a path, a file name, or a quantisation between separators in a path."""
+    exact = [path for path in ggufs if requested in (path, PurePosixPath(path).name)]
+    tag = re.compile(rf"(^|[-._/]){re.escape(requested)}([-._/])", re.IGNORECASE)
     return exact or [path for path in ggufs if tag.search(path)]
 
 

@@ -224,8 +224,8 @@ class Parser:
         char = self._next()
         return self._escaped() if char == "\\" else char
 
-    def _equals(self, wanted: str) -> Test:
-        return self._between(wanted, wanted)
+    def _equals(self, char: str) -> Test:
+        return self._between(char, char)
 
     def _between(self, low: str, high: str) -> Test:
         if not self._ignores_case:

@@ -97,11 +97,11 @@ def _plain_tool(tool: Tool) -> dict[str, Any]:
 def renditions(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
     """Yield the messages as given; with arguments as text; with "" for null contents; with both. Equal forms are
     skipped."""
-    given = list(messages)
-    yield given  # nearly always the only one needed
-    with_text = [_with_text_arguments(message) for message in given]
-    seen = [given]
-    for one in (with_text, without_null(given), without_null(with_text)):
+    original = list(messages)
+    yield original  # nearly always the only one needed
+    with_text = [_with_text_arguments(message) for message in original]
+    seen = [original]
+    for one in (with_text, without_null(original), without_null(with_text)):
         if one not in seen:
             seen.append(one)
             yield one

@@ -60,10 +60,10 @@ def mamba2(fields: ConfigFields) -> Recurrent:
 
 def step_limits(fields: ConfigFields) -> tuple[float, float] | None:
     """Return `time_step_limit`, in which infinity may be written as an object; None: no limits."""
-    given = fields.get("time_step_limit")
-    limits = [inf if one == {"__float__": "Infinity"} else one for one in given or (0.0, inf)]
+    value = fields.get("time_step_limit")
+    limits = [inf if one == {"__float__": "Infinity"} else one for one in value or (0.0, inf)]
     if len(limits) != 2 or not all(isinstance(one, int | float) for one in limits):
-        fields.refuse(f"time_step_limit is {given!r}, expected two numbers")
+        fields.refuse(f"time_step_limit is {value!r}, expected two numbers")
     low, high = (float(one) for one in limits)
     return None if low == 0.0 and high > 1e38 else (low, high)  # softplus is never negative, float32 never larger
 

@@ -25,9 +25,9 @@ def allowed_types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
     types = ALL_TYPES
     if isinstance(schema.get("$ref"), str):
         types &= allowed_types(resolve(schema["$ref"], root), root, depth + 1)
-    given = schema.get("type")
-    if given is not None:
-        names = given if isinstance(given, list) else [given]
+    declared = schema.get("type")
+    if declared is not None:
+        names = declared if isinstance(declared, list) else [declared]
         types &= {name for name in names if isinstance(name, str)} | ({"integer"} if "number" in names else set())
     if "const" in schema:
         types &= {type_of(schema["const"])}

@@ -86,7 +86,7 @@ def test_a_stop_regex_cuts_across_tokens(stories: LLM) -> None:
     assert len(stopped.token_ids) < len(free.token_ids)
     [later] = ask(stories, temperature=0.0, max_tokens=80, stop_regex=[r"[.!]\s+[A-Z]"], min_tokens=60)
     assert len(later.text) > len(stopped.text)
-    with pytest.raises(InvalidRequest, match="looks around"):
+    with pytest.raises(InvalidRequest, match="lookaround"):
         ask(stories, stop_regex=["(?=a)"])
 
 

@@ -33,7 +33,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "hiccup"}}}, "hiccup"),
     ("guided_regex", "(", "regex"),
-    ("stop_regex", ["(?=x)y"], "looks around"),
+    ("stop_regex", ["(?=x)y"], "lookaround"),
     ("stop_regex", "(a{99}){99}", "too large"),
     ("guided_grammar", "start: nowhere", "nowhere"),
     ("guided_json", '{"$ref": "#/nowhere"}', "#/$ref"),

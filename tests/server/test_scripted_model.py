@@ -179,7 +179,7 @@ def test_a_plain_script_ends_when_it_loses_its_thread_and_a_stubborn_one_goes_on
         ('[{"say": "a", "delay_s": 1e9}]', "between 0 and 60"),
         ('[{"say": "a", "turn": true}]', "turn must be of type int"),
         ('[{"say": "a", "shout": true}]', "no field 'shout'"),
-        ('{"answers": [{"say": "a"}], "eos": "x", "tokenizer": "there"}', "are those of the tokenizer"),
+        ('{"answers": [{"say": "a"}], "eos": "x", "tokenizer": "there"}', "together with a tokenizer"),
     ],
 )
 def test_a_wrong_script_is_refused_by_name(tmp_path: Path, content: str, words: str) -> None:

@@ -16,7 +16,7 @@ from tests.support.client_scripts import QWEN3, call, script, think
 from tests.support.scripted_server import ScriptedServer, scripted_server
 from tests.support.timing import eventually
 from tokenmill.config.server import ServerConfig
-from tokenmill.server.openai.responses.background import FairPlaces
+from tokenmill.server.openai.responses.background import FairSemaphore
 from tokenmill.server.openai.responses.parse import VERBOSITY
 
 MODEL = "scripted"
@@ -584,10 +584,10 @@ def test_a_running_response_can_be_deleted(client: openai.OpenAI) -> None:
 
 def test_places_in_the_background_are_shared_by_keys() -> None:
     async def run() -> None:
-        places, begun, may_end = FairPlaces(2), list[str](), asyncio.Event()
+        permits, begun, may_end = FairSemaphore(2), list[str](), asyncio.Event()
 
         async def work(owner: str) -> None:
-            async with places.one(owner):
+            async with permits.permit(owner):
                 begun.append(owner)
                 await may_end.wait()
                 may_end.clear()
@@ -605,7 +605,7 @@ def test_places_in_the_background_are_shared_by_keys() -> None:
         while not all(task.done() for task in (*flood, staying)):
             may_end.set()
             await asyncio.sleep(0)
-        async with places.one("a"), places.one("b"):
+        async with permits.permit("a"), permits.permit("b"):
             pass  # all of them came back
 
     asyncio.run(run())

@@ -96,7 +96,7 @@ class GenerationJob:
     check: Callable[[Request], None] | None = None  # refuses a request that the dialect forbids, once it is tokenised
     shorten: Shorten | None = None  # shortens a request that is too long; None if it can't
     finish: Finish | None = None  # awaited before the end of the reply is sent
-    keep_model: Callable[[], None] | None = None  # sets how long the model stays loaded, as the client asks
+    keep_model: Callable[[], None] | None = None  # sets the model's keep-alive time to the one of the request
 
 
 # ── towards the engine ─────────────────────────────────────────────────────────────────────────────────

@@ -72,7 +72,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         DESCRIPTOR_WATCH.note(transport)
         self._in_head, self._head_bytes = True, 0
-        self._bytes_since_body = 0  # of what frames its chunks, and of headers behind it
+        self._bytes_since_body = 0  # chunk sizes and trailer headers since the last body data
         self._has_begun = False  # part of a head was received, perhaps of a pipelined request
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first one is being processed
         self._timeout: asyncio.TimerHandle | None = None
@@ -134,7 +134,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._header_bytes += len(name) + len(value) + 4
         if self._in_head:
             super().on_header(name, value)
-        else:  # behind a body in chunks: nothing reads trailers, and nobody may send them without end
+        else:  # trailers after a chunked body: they are not used, and their size is limited
             self._require_bounded_head()
 
     def _require_bounded_head(self) -> None:

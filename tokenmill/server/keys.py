@@ -86,7 +86,7 @@ class KeyRing:
         """`plain`: keys without records, as clients send them; `path`: the file of key records."""
         self._plain = [_digest(key) for key in plain]
         self.path = path
-        self._by_digest: dict[str, tuple[KeyRecord, float]] = {}  # with the moment at which it expires
+        self._by_digest: dict[str, tuple[KeyRecord, float]] = {}  # digest ─► record, expiry time in seconds
         self._by_id: dict[str, KeyRecord] = {}
         self._had_several = False
         self.reload()
@@ -101,8 +101,8 @@ class KeyRing:
     def reload(self) -> None:
         """Read the file again. An invalid file raises InvalidConfig, and the previous keys stay."""
         records = [] if self.path is None else read_keys(self.path)
-        with_limits = {record.sha256 for record in records}  # keys in the file keep their limits if also given as plain
-        records += [KeyRecord(id=digest, sha256=digest) for digest in self._plain if digest not in with_limits]
+        in_file = {record.sha256 for record in records}  # a plain key that is also in the file has the file's limits
+        records += [KeyRecord(id=digest, sha256=digest) for digest in self._plain if digest not in in_file]
         self._had_several |= len(records) > 1
         if len(records) == 1 and not self._had_several:  # the holder of the only key is the operator
             records = [msgspec.structs.replace(records[0], sees_all=True)]
@@ -124,7 +124,7 @@ class KeyRing:
         revoked or has expired."""
         record = self._by_id.get(key_id)
         if record is None or time.time() >= record.expires_s:
-            raise MissingKey("the API key that asked for it is no longer valid")
+            raise MissingKey("the API key of the request is no longer valid")
         return record
 
     def records(self) -> dict[str, KeyRecord]:

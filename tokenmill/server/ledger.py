@@ -51,7 +51,7 @@ class Ledger:
         self._writing: asyncio.Task[None] | None = None
         self._is_closing = False
         self._is_failing = False
-        self._ahead_s = time.time() - time.monotonic()  # a later jump of the clock must not expire rows
+        self._clock_offset_s = time.time() - time.monotonic()  # so that a later jump of the clock expires no rows
 
     def add(self, record: RequestRecord) -> None:
         """Add the row of a generation that has ended. Called once for each."""
@@ -63,7 +63,7 @@ class Ledger:
             self._writing = asyncio.create_task(self._write_all())
 
     async def _write_all(self) -> None:
-        """Write until no rows are left: new ones arrive meanwhile, and a full disk may have room later."""
+        """Write until no rows are left, since new rows arrive meanwhile and a full disk may have room later."""
         while self._rows:
             await asyncio.sleep(0.0 if self._is_closing else WRITE_S)
             await self.write()
@@ -80,9 +80,9 @@ class Ledger:
 
         if not rows:
             return
-        oldest_s = min(time.time(), time.monotonic() + self._ahead_s) - KEEP_S
+        oldest_s = min(time.time(), time.monotonic() + self._clock_offset_s) - KEEP_S
         try:
-            await asyncio.shield(self._database.write(insert))  # these rows are nowhere else: `close` may cancel
+            await asyncio.shield(self._database.write(insert))  # `close` may cancel this task
         except TokenmillError as problem:
             if not self._is_failing:
                 log.error("%d rows of the ledger could not be written and will be tried again: %s", len(rows), problem)
@@ -90,7 +90,7 @@ class Ledger:
             self._is_failing = True
         else:
             if self._is_failing:
-                log.info("%d rows of the ledger are written now", len(rows))
+                log.info("%d rows of the ledger were written after an earlier failure", len(rows))
             self._is_failing = False
 
     async def start(self) -> None: ...

@@ -134,7 +134,7 @@ def model_row(model: FoundModel, context: RouteContext, request: Request) -> dic
     """Describe a model. Only operators see how much it is used and when it will be unloaded."""
     gate, known = gate_of(model), model.info if isinstance(model, Variant) else model.known
     stats, memory = gate.stats() or EngineStats(), context.loader.memory_of(gate)
-    tells_use = is_operator(request.scope)
+    shows_usage = is_operator(request.scope)
     return {
         "id": model.name,
         "object": "model",
@@ -146,12 +146,12 @@ def model_row(model: FoundModel, context: RouteContext, request: Request) -> dic
         "is_default": model is context.registry.default,
         "is_pinned": gate.is_pinned,
         "status": {"value": gate.state, "reason": None if gate.failure is None else str(gate.failure)},
-        "num_running": stats.running + stats.waiting if tells_use else None,
-        "num_waiting": gate.num_waiting if tells_use else None,
+        "num_running": stats.running + stats.waiting if shows_usage else None,
+        "num_waiting": gate.num_waiting if shows_usage else None,
         "device": None if known is None or not known.device else known.device,
         "memory_bytes": None if memory is None else memory.total_bytes,
         "keep_alive_s": gate.keep_alive_s,
-        "expires_in_s": expires_in_s(gate) if tells_use else None,
+        "expires_in_s": expires_in_s(gate) if shows_usage else None,
     }
 
 

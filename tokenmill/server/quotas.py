@@ -50,10 +50,10 @@ class Bucket:
         return max(0.0, (min(amount, self.limit) - self.level) / self._rate)
 
     def resized(self, limit: int, period_s: float) -> Bucket:
-        """Return a bucket with another limit from which as much is taken."""
-        changed = Bucket(limit, period_s, self._clock)
-        changed.take(self.limit - self.level)
-        return changed
+        """Return a bucket with another limit and the same used amount."""
+        bucket = Bucket(limit, period_s, self._clock)
+        bucket.take(self.limit - self.level)
+        return bucket
 
     def take(self, amount: float) -> None:
         self._level = self.level - amount
@@ -77,16 +77,16 @@ class KeyLimits:
         self.change(record)
 
     def change(self, record: KeyRecord) -> None:
-        """Continue with the limits of a changed record. What was used counts, and what runs is still counted here."""
+        """Apply the limits of a changed record. The used amounts and the running requests still count."""
         self.record = record
         self.requests = self._bucket(self.requests, record.requests_per_minute, MINUTE_S)
         self.tokens = self._bucket(self.tokens, record.tokens_per_minute, MINUTE_S)
         self.daily_tokens = self._bucket(self.daily_tokens, record.tokens_per_day, DAY_S)
 
-    def _bucket(self, known: Bucket | None, limit: int | None, period_s: float) -> Bucket | None:
-        if limit is None or known is None:
+    def _bucket(self, current: Bucket | None, limit: int | None, period_s: float) -> Bucket | None:
+        if limit is None or current is None:
             return None if limit is None else Bucket(limit, period_s, self._clock)
-        return known if known.limit == limit else known.resized(limit, period_s)
+        return current if current.limit == limit else current.resized(limit, period_s)
 
     def begin(self) -> None:
         """Count a request that is about to run, or refuse it."""

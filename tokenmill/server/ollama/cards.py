@@ -46,10 +46,10 @@ def tag_card(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def running_card(gate: EngineGate, memory: ModelMemory | None, *, tells_use: bool) -> dict[str, Any]:
-    """Describe a loaded model for /api/ps: when it is unloaded, and its memory, if that was planned. `tells_use`: False
-    hides when the model is unloaded, from which follows when it was used last."""
-    info, left_s = gate.info, expires_in_s(gate) if tells_use else None
+def running_card(gate: EngineGate, memory: ModelMemory | None, *, shows_usage: bool) -> dict[str, Any]:
+    """Describe a loaded model for /api/ps: when it is unloaded, and its memory, if that was planned. `shows_usage`: if
+    False, hide when the model is unloaded, which would reveal when it was last used."""
+    info, left_s = gate.info, expires_in_s(gate) if shows_usage else None
     card = tag_card(info)
     del card["modified_at"]
     size = card["size"] = card["size"] if memory is None else memory.total_bytes

@@ -102,8 +102,8 @@ class Library:
         gates = [gate for gate in self._context.registry.gates if gate.loaded is not None]
         if not gates:
             self._context.registry.default.require_open()
-        memory_of, tells_use = self._context.loader.memory_of, is_operator(request.scope)
-        cards = [running_card(gate, memory_of(gate), tells_use=tells_use) for gate in gates]
+        memory_of, shows_usage = self._context.loader.memory_of, is_operator(request.scope)
+        cards = [running_card(gate, memory_of(gate), shows_usage=shows_usage) for gate in gates]
         return json_response({"models": cards})
 
     async def show(self, request: Request) -> Response:

@@ -122,7 +122,7 @@ def find_model(name: str, registry: ModelRegistry) -> FoundModel:
 
 
 def keep_alive_setter(model: FoundModel, body: dict[str, Any]) -> Callable[[], None] | None:
-    """Return a function that sets how long the model stays in memory while idle; None if the request does not say."""
+    """Return a function that sets the model's keep-alive time to the request's; None if the request has none."""
     keep_alive = parse_keep_alive(BodyFields(body))
     return None if keep_alive is None else partial(model.keep, keep_alive.seconds)
 
@@ -200,7 +200,7 @@ def presence_reply(
 
 class PresenceReply(Response):
     """A reply that is sent once the model is loaded or unloaded. `needs_operator`: refuse requests of tenants.
-    `keep_model`: as in a GenerationJob."""
+    `keep_model`: see GenerationJob."""
 
     def __init__(
         self,

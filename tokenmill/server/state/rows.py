@@ -107,7 +107,7 @@ class Bound:
         return gone
 
     def _part(self, num_rows: int, num_bytes: float) -> float:
-        """Return the part of the table that rows take."""
+        """Return how much of the limits some rows use, as a sum of the shares of rows and of bytes."""
         return num_rows / max(1, self.max_rows) + num_bytes / max(1, self.max_bytes)
 
 

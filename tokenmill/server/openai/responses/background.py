@@ -87,40 +87,40 @@ class BackgroundResponse:
                     yield SSE_PING
 
 
-class FairPlaces:
-    """A semaphore shared fairly by keys: a free place goes to the waiting key that holds the fewest, first come first
-    served among its responses."""
+class FairSemaphore:
+    """A semaphore that keys share fairly: the next permit goes to the waiting key that holds the fewest. Responses of
+    the same key get permits in order of arrival."""
 
-    def __init__(self, num_places: int) -> None:
-        self._num_free = num_places
-        self._num_taken: Counter[str] = Counter()
+    def __init__(self, num_permits: int) -> None:
+        self._num_free = num_permits
+        self._num_held: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @asynccontextmanager
-    async def one(self, owner: str) -> AsyncIterator[None]:
-        """Acquire a place, and release it at the end."""
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(place)
-        self._hand_out()
+    async def permit(self, owner: str) -> AsyncIterator[None]:
+        """Acquire a permit for the duration of the context."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(granted)
+        self._grant()
         try:
-            await place
+            await granted
             yield
         finally:
-            if place.done() and not place.cancelled():  # also if it was given just before the wait was cancelled
+            if granted.done() and not granted.cancelled():  # also if it was granted just before the wait was cancelled
                 self._num_free += 1
-                self._num_taken[owner] -= 1
-                self._hand_out()
+                self._num_held[owner] -= 1
+                self._grant()
 
-    def _hand_out(self) -> None:
+    def _grant(self) -> None:
         while self._num_free and self._waiting:
-            owner = min(self._waiting, key=self._num_taken.__getitem__)
-            place = self._waiting[owner].popleft()
+            owner = min(self._waiting, key=self._num_held.__getitem__)
+            granted = self._waiting[owner].popleft()
             if not self._waiting[owner]:
                 del self._waiting[owner]
-            if not place.cancelled():
-                place.set_result(None)
+            if not granted.cancelled():
+                granted.set_result(None)
                 self._num_free -= 1
-                self._num_taken[owner] += 1
+                self._num_held[owner] += 1
 
 
 class BackgroundResponses:
@@ -130,7 +130,7 @@ class BackgroundResponses:
         self._context = context
         self._generator = generator
         self._running: dict[str, BackgroundResponse] = {}
-        self._places = FairPlaces(MAX_RUNNING)
+        self._permits = FairSemaphore(MAX_RUNNING)
         self._unservable: set[str] = set()  # responses of dead servers whose models this server does not have
         self._watch: asyncio.Task[None] | None = None
 
@@ -266,11 +266,11 @@ class BackgroundResponses:
         """Wait until the engine accepts the response, then generate it. Return the final events, which are sent once
         the response is stored."""
         while True:
-            async with self._places.one(running.job.owner):
+            async with self._permits.permit(running.job.owner):
                 wait_s = await self._try_accept(running.run)
                 if wait_s is None:
                     return await self._generate(running)
-            await asyncio.sleep(wait_s)  # without holding a place: perhaps only this key's quota is used up
+            await asyncio.sleep(wait_s)  # without a permit: perhaps only this key's quota is used up
             running.run = self._run_of(running.job)
 
     async def _try_accept(self, run: GenerationRun) -> float | None:

@@ -191,7 +191,7 @@ def test_a_wrong_script_is_refused_by_name(tmp_path: Path, content: str, words: 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"quantization": "int8"}, "quantization does nothing"), ({"max_context": 1 << 20}, "but the script's is")],
+    [({"quantization": "int8"}, "quantization has no effect"), ({"max_context": 1 << 20}, "but the script's is")],
 )
 def test_settings_of_weights_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(Exception, match=words), scripted_server(SCRIPT, CHATML, **settings):

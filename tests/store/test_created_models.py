@@ -78,7 +78,7 @@ def test_create_list_and_remove(
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        ("FROM {gguf}\nADAPTER ./lora.gguf", "no adapter"),
+        ("FROM {gguf}\nADAPTER ./lora.gguf", "not an adapter"),
         ("FROM {gguf}\nPARAMETER num_gpu 1", "num_gpu"),
         ("FROM ./missing.gguf", "there is no model"),
         ("FROM scripted:{script}", "scripted"),

@@ -237,7 +237,12 @@ def test_a_row_that_was_measured_here_comes_first(tmp_path: Path) -> None:
     rows = (*capabilities.measured_tunings(path), *capabilities.built_in_tunings())
     found = capabilities.describe_gpu("NVIDIA H200", (9, 0), rows)
     assert names(PLAIN[torch.bfloat16], found, "eager") == {1: "gemv", 2: "splitk", 17: "cublas"}
-    path.write_text("[[gpu]]\nname = 'H200'\n")
+
+
+@pytest.mark.parametrize("content", [b"[[gpu]]\nname = 'H200'\n", b"", b"gpus = []\n", b"[[gpu", b"\xff\xfe"])
+def test_a_damaged_tuning_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tuning.toml"
+    path.write_bytes(content)
     with pytest.raises(InvalidConfig, match="not a valid tuning file"):
         capabilities.measured_tunings(path)
 

@@ -38,7 +38,7 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
     [
         ({"device": "cpu"}, "on a GPU"),
         ({"dtype": "int8"}, "activations in int8"),
-        ({"kv_dtype": "float8_e5m2"}, "for the KV cache"),
+        ({"kv_dtype": "float8_e5m2"}, "a KV cache in float8_e5m2"),
         ({"deterministic": True, "quantization": "fp8"}, "quantised weights"),
         (
             {"spec": replace(SPEC, layers=(replace(LAYER, mixer=Gqa(64, 2, 64, 1.0, None)),))},
@@ -49,7 +49,7 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
             {"spec": replace(SPEC, layers=(replace(LAYER, side_mixer=replace(MAMBA, key_dim=256)),))},
             "states of 256 x 128",
         ),
-        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=INDEXED),)), "deterministic": True}, "an indexer chooses"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=INDEXED),)), "deterministic": True}, "an indexer"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=WINDOWED),))}, "heads of 1024 dimensions"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=replace(WINDOWED, head_dim=33)),))}, "heads of 33"),
     ],

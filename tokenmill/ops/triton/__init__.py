@@ -10,7 +10,7 @@ from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import WindowedMqa
 from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
-MAX_HEADS_A_KEY = 16
+MAX_HEADS_PER_KV_HEAD = 16
 MAX_HEAD_DIM = 512
 RECURRENT_DIMS = (16, 32, 64, 128, 256)
 MAX_RECURRENT_STATE = 128 * 128
@@ -19,21 +19,21 @@ MAX_RECURRENT_STATE = 128 * 128
 def unsupported_reason(request: ComputeRequest) -> str | None:
     """Return why the Triton kernels can't compute a model; None if they can."""
     if request.deterministic and request.quantization != "none":
-        return "products with quantised weights have no one order of adding for every batch (deterministic)"
+        return "products with quantised weights are not deterministic: their order of summation depends on the batch"
     for mixer in request.spec.recurrences:
         reason = _recurrent_refusal(mixer)
         if reason is not None:
             return reason
     if request.chooses_entries and request.deterministic:
-        return "attention over tokens that an indexer chooses has no one order of adding (deterministic)"
+        return "sparse attention with an indexer is not deterministic: its order of summation depends on the batch"
     if request.rounds_latents:
         return ROUNDED_LATENTS
     for windowed in (layer.mixer for layer in request.spec.layers if isinstance(layer.mixer, WindowedMqa)):
         if windowed.head_dim > MAX_HEAD_DIM or windowed.head_dim % 2:
             return f"heads of {windowed.head_dim} dimensions over compressed entries"
     for attention in request.spec.attentions:
-        if attention.num_heads > MAX_HEADS_A_KEY * attention.num_kv_heads:
-            return f"more than {MAX_HEADS_A_KEY} query heads for a key head"
+        if attention.num_heads > MAX_HEADS_PER_KV_HEAD * attention.num_kv_heads:
+            return f"more than {MAX_HEADS_PER_KV_HEAD} query heads per KV head"
         if attention.head_dim > MAX_HEAD_DIM:
             return f"heads of {attention.head_dim} dimensions"
         if attention.value_dim not in (None, attention.head_dim):

@@ -99,12 +99,12 @@ ATTENTION: tuple[AttentionRow, ...] = (
         lambda s: (
             s.num_queries == 1 and takes_fused_decode(s.num_rows, s.kv_heads, s.head_dim, s.context, s.capabilities)
         ),
-        "few rows decode: norm, rotation, cache write and attention are one kernel",
+        "few decoding rows: norm, RoPE, cache write and attention are one kernel",
     ),
     AttentionRow(
         "decode",
         lambda s: s.num_queries == 1,
-        "one query a row: every cached key is read once for all heads that share it",
+        "one query per row: every cached key is read once for all heads that share it",
     ),
     AttentionRow(
         "dense_prefill",
@@ -117,7 +117,7 @@ ATTENTION: tuple[AttentionRow, ...] = (
     AttentionRow(
         "split_prefill",
         lambda s: num_chunk_splits(s.num_rows * s.num_queries, s.num_heads, s.kv_heads, s.context, s.capabilities) > 1,
-        "short chunks over long contexts: the heads of a KV head in one tile, each context split among programs",
+        "short chunks over long contexts: the heads of a KV head in one tile, each context split over programs",
     ),
     AttentionRow("prefill", lambda s: True, "chunks of prompts, over the paged cache"),
 )

@@ -142,19 +142,19 @@ PLAIN_ROWS = (
         "gated_gemm",
         lambda p: p.epilogue == "gated" and _takes_gated(p),
         "gemm.epilogues:GATED_GEMM",
-        "many rows: the gate is applied before anything is written",
+        "many rows: the gated activation is fused",
     ),
     GemmRow(
         "cublas_add",
         lambda p: p.epilogue == "add" and p.m >= p.capabilities.tuning.gemm_add_min_rows and _is_fusable(p),
         "gemm.cublas:CUBLAS_ADD",
-        "many rows: cuBLAS adds to the residual stream itself",
+        "many rows: cuBLAS adds the residual stream",
     ),
     GemmRow(
         "gemv",
         lambda p: p.epilogue == "none" and p.m == 1 and p.is_half,
         "gemm.gemv:GEMV",
-        "one row: the matrix is read once at memory speed",
+        "one row: bound by reading the matrix once",
     ),
     GemmRow(
         "splitk",
@@ -171,7 +171,7 @@ PLAIN_ROWS = (
         "hopper_gemm",
         lambda p: p.epilogue in ("none", "gated") and p.is_half and _is_wide(p),
         "gemm.hopper:HOPPER_GEMM",
-        "dozens of rows in a graph: tiles are copied by Hopper's own unit",
+        "dozens of rows in a graph: tiles are copied by TMA",
     ),
     GemmRow("cublas", lambda p: p.epilogue == "none", "gemm.cublas:CUBLAS", "any number of rows"),
 )
@@ -180,19 +180,19 @@ FP8_ROWS = (
         "fp8_split",
         lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.fp8_split_max_rows,
         "quant.gemm_fp8_split:FP8_SPLIT",
-        "few rows: activations as two fp8 numbers each, as precise as bfloat16",
+        "few rows: activations as two fp8 values each, as precise as bfloat16",
     ),
     GemmRow(
         "hopper_gemm_fp8",
         lambda p: p.epilogue in ("none", "gated") and _is_wide(p),
         "gemm.hopper:HOPPER_GEMM_FP8",
-        "dozens of rows in a graph: tiles are copied by Hopper's own unit",
+        "dozens of rows in a graph: tiles are copied by TMA",
     ),
     GemmRow(
         "cublas_fp8",
         lambda p: p.epilogue == "none",
         "gemm.cublas:CUBLAS_FP8",
-        "any number of rows, rounded to one fp8 number",
+        "any number of rows, quantised to one fp8 value",
     ),
 )
 FP8_BLOCKS_ROWS = (
@@ -200,25 +200,25 @@ FP8_BLOCKS_ROWS = (
         "hopper_gemm_fp8_blocks",
         _takes_hopper_blocks,
         "gemm.hopper:HOPPER_GEMM_FP8_BLOCKS",
-        "dozens of rows in a graph: tiles are copied by Hopper's own unit, sums of 128 columns times their scales",
+        "dozens of rows in a graph: tiles are copied by TMA, sums of 128 columns times their scales",
     ),
     GemmRow(
         "fp8_blocks_split",
         lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.fp8_split_max_rows,
         "quant.gemm_fp8_blocks:FP8_BLOCKS_SPLIT",
-        "few rows: activations as two fp8 numbers each, sums of 128 columns times their scales",
+        "few rows: activations as two fp8 values each, sums of 128 columns times their scales",
     ),
     GemmRow(
         "cublas_fp8_squares",
         _takes_squares,
         "gemm.cublas:CUBLAS_FP8_SQUARES",
-        "any number of rows, rounded to one fp8 number, scales of 128 x 128 numbers of the matrix",
+        "any number of rows, quantised to one fp8 value, one scale per 128 x 128 block of the matrix",
     ),
     GemmRow(
         "fp8_blocks",
         lambda p: p.epilogue == "none",
         "quant.gemm_fp8_blocks:FP8_BLOCKS",
-        "any number of rows, rounded to one fp8 number, sums of 128 columns times their scales",
+        "any number of rows, quantised to one fp8 value, sums of 128 columns times their scales",
     ),
 )
 EXPAND_CUBLAS_ROW = GemmRow(
@@ -232,13 +232,13 @@ FP4_ROWS = (
         "hopper_gemm_fp4",
         _takes_hopper_fp4,
         "quant.hopper_gemm_fp4:HOPPER_GEMM_FP4",
-        "up to some hundred rows: 4-bit numbers are expanded in registers while Hopper's matrix units multiply",
+        "up to some hundred rows: 4-bit values are expanded in registers while Hopper's tensor cores multiply",
     ),
     GemmRow(
         "splitk_fp4",
         lambda p: p.epilogue == "none" and p.m <= p.capabilities.tuning.int4_splitk_max_rows,
         "quant.gemm_fp4:SPLITK_FP4",
-        "few rows: 4-bit numbers are expanded in registers, columns are split",
+        "few rows: 4-bit values are expanded in registers, columns are split",
     ),
     EXPAND_CUBLAS_ROW,
 )
@@ -247,7 +247,7 @@ TABLE_ROWS = (
         "hopper_gemm_table",
         _takes_hopper_table,
         "quant.hopper_gemm_fp4:HOPPER_GEMM_TABLE",
-        "up to some thousand rows: values are picked from a table in registers while Hopper's matrix units multiply",
+        "up to some thousand rows: values are looked up in registers while Hopper's tensor cores multiply",
     ),
     GemmRow(
         "splitk_table",
@@ -264,13 +264,13 @@ INT_ROWS = (
             p.epilogue == "none" and p.m == 1 and p.form.bits == 4 and p.form.interleave == INTERLEAVE and p.is_half
         ),
         "quant.gemv_int4:GEMV_INT4",
-        "one row: two values an instruction, no matrix units",
+        "one row: two values per instruction, no tensor cores",
     ),
     GemmRow(
         "hopper_gemm_int",
         _takes_hopper_int,
         "quant.hopper_gemm_int:HOPPER_GEMM_INT",
-        "up to some hundred rows: integers are expanded in registers while Hopper's matrix units multiply",
+        "up to some hundred rows: integers are expanded in registers while Hopper's tensor cores multiply",
     ),
     GemmRow(
         "splitk_int",

@@ -97,7 +97,7 @@ def measured_tunings(path: Path) -> tuple[Tuning, ...]:
         return _read_rows(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return ()
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as problem:
+    except (ValueError, KeyError, msgspec.ValidationError) as problem:
         raise InvalidConfig(
             f"{path}: not a valid tuning file: {problem}", hint="remove it, or run tokenmill tune"
         ) from None

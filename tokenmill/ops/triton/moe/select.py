@@ -64,22 +64,22 @@ EXPERTS: tuple[ExpertsRow, ...] = (
     ExpertsRow(
         "moe_gemv",
         lambda p: streams_experts(p.num_tokens, p.kind, p.capabilities, is_fused=p.is_fused),
-        "few tokens: each pair of token and expert streams its matrices",
+        "few tokens: each (token, expert) pair streams its expert's matrices",
     ),
     ExpertsRow(
         "expand_grouped_gemm",
         _is_expanded,
-        "very many tokens an expert: packed matrices are expanded, some experts at a time",
+        "very many tokens per expert: packed matrices are expanded, some experts at a time",
     ),
     ExpertsRow(
         "grouped_gemm_fp4",
         lambda p: p.kind == "fp4",
-        "pairs sorted by expert, 4-bit numbers expanded in registers, gates applied before anything is written",
+        "pairs sorted by expert, 4-bit values expanded in registers, gated activation fused",
     ),
     ExpertsRow(
         "grouped_gemm_fp8",
         lambda p: p.kind == "fp8_blocks",
-        "pairs sorted by expert, rounded to fp8, sums of 128 columns times their scales, gates applied at once",
+        "pairs sorted by expert, quantised to fp8, sums of 128 columns times their scales, gated activation fused",
     ),
     ExpertsRow(
         "grouped_gemm_int",

@@ -35,7 +35,7 @@ from tokenmill.cli import VERBS
 from tokenmill.cli.dispatch import SECTIONS, build_app
 from tokenmill.cli.flags import flag_name
 from tokenmill.config.by_name import PARTS
-from tokenmill.config.other_names import LEFT_TO_THE_FILES, OTHER_NAMES, OUR_VALUES, OtherName
+from tokenmill.config.other_names import DETERMINED_BY_FILES, OTHER_NAMES, OUR_VALUES, OtherName
 from tokenmill.observe import metrics
 from tokenmill.ops.cpu.packing import PACKED_QUANTS
 from tokenmill.store.catalog import load_catalog
@@ -190,9 +190,9 @@ GROUPS = {
     "model": "Model",
     "cache": "KV cache",
     "scheduler": "Scheduler",
-    "ops": "Where and how it runs",
-    "parallel": "Several ranks",
-    "sampling": "How answers are drawn",
+    "ops": "Device and kernels",
+    "parallel": "Parallelism",
+    "sampling": "Sampling",
     "server": "Server",
 }
 
@@ -451,7 +451,7 @@ def engine_settings() -> dict[str, Any]:
 
 def with_other_spellings(name: str, hint: Any) -> Any:
     """The type of a setting, and the values that other engines write for the same."""
-    if name in LEFT_TO_THE_FILES:
+    if name in DETERMINED_BY_FILES:
         return str | None
     return Literal[(*get_args(hint), *OUR_VALUES[name])] if name in OUR_VALUES else hint
 

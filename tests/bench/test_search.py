@@ -186,7 +186,7 @@ def test_a_search_takes_the_flags_of_bench_serve() -> None:
     for wrong in (ArrivalConfig(trace=Path("x")), ArrivalConfig(rate=1, arrivals="ramp")):
         with pytest.raises(InvalidConfig):
             SearchConfig().with_arrival(wrong)
-    with pytest.raises(InvalidConfig, match="--rate has nothing to do"):
+    with pytest.raises(InvalidConfig, match="--rate does not apply"):
         SearchConfig(over="concurrency").with_arrival(ArrivalConfig(rate=1))
     with pytest.raises(InvalidConfig, match="--duration-s needs --over rate"):
         began.settings(ArrivalConfig(duration_s=3))

@@ -98,7 +98,7 @@ def test_the_file_of_answers_says_what_is_done(tmp_path: Path) -> None:
     require_same_row(3, rows[2], answers.print_of(3), target)
     require_same_row(9, {"anything": 1}, answers.print_of(9), target)
     for other in (rows[0], None):
-        with pytest.raises(InvalidRequest, match="answers another row than line 2"):
+        with pytest.raises(InvalidRequest, match="answers a different row than line 2"):
             require_same_row(2, other, answers.print_of(2), target)
     answers.append(json.dumps({"line": 1, "input": rows[0], "output": "", "error": None}).encode())
     answers.close()

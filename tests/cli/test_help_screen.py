@@ -10,10 +10,10 @@ import pytest
 
 from tokenmill.cli import VERBS, main
 from tokenmill.cli.dispatch import build_app
-from tokenmill.cli.help_screen import DAILY, wanted_help
+from tokenmill.cli.help_screen import COMMON_FLAGS, requested_help
 
 
-@pytest.mark.parametrize("command", DAILY)
+@pytest.mark.parametrize("command", COMMON_FLAGS)
 def test_help_fits_a_screen_and_names_flags_that_exist(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -24,7 +24,7 @@ def test_help_fits_a_screen_and_names_flags_that_exist(
     assert lines[0].startswith(f"Usage: tokenmill {command} ") and any(
         "--help-all lists" in line for line in lines[-2:]
     )
-    assert all(any(line.split()[:1] == [flag] for line in lines) for flag in DAILY[command])
+    assert all(any(line.split()[:1] == [flag] for line in lines) for flag in COMMON_FLAGS[command])
 
 
 def test_all_flags_are_listed_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,10 +32,10 @@ def test_all_flags_are_listed_on_demand(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     known = build_app("run", None)["run"].assemble_argument_collection()
     settings = {one.names[0] for one in known if one.parse and one.names[0].startswith("--")}
-    assert settings > set(DAILY["run"]) and not [flag for flag in settings if flag not in shown]
+    assert settings > set(COMMON_FLAGS["run"]) and not [flag for flag in settings if flag not in shown]
     assert main(["bench", "--help"]) == 0 and "compare" in capsys.readouterr().out
-    assert wanted_help("run", ["--", "--help"]) is None  # after --, it is the prompt
-    assert wanted_help("run", ["hi", "--help-all"]) == ("run", True)
+    assert requested_help("run", ["--", "--help"]) is None  # after --, it is the prompt
+    assert requested_help("run", ["hi", "--help-all"]) == ("run", True)
 
 
 def test_a_shell_completes_verbs_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

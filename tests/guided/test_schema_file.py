@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.cli.run import following
+from tokenmill.cli.run import with_schema
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
 
@@ -14,10 +14,10 @@ from tokenmill.params import MAX_GUIDED_BYTES, Guided, SamplingParams
 def test_the_file_s_text_is_the_schema(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text('{"type": "integer"}')
-    params = following(file, SamplingParams(temperature=0.3))
+    params = with_schema(file, SamplingParams(temperature=0.3))
     assert params.guided == Guided("json_schema", '{"type": "integer"}')
     assert params.temperature == 0.3
-    assert following(None, params) is params
+    assert with_schema(None, params) is params
 
 
 @pytest.mark.parametrize("content", ["", " " * 10, "1" * (MAX_GUIDED_BYTES + 1)])
@@ -25,9 +25,9 @@ def test_an_unusable_file_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "schema.json"
     file.write_text(content)
     with pytest.raises(InvalidRequest, match=r"schema\.json"):
-        following(file, SamplingParams())
+        with_schema(file, SamplingParams())
 
 
 def test_an_absent_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be read"):
-        following(tmp_path / "absent.json", SamplingParams())
+        with_schema(tmp_path / "absent.json", SamplingParams())

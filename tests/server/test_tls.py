@@ -89,5 +89,5 @@ def test_wrong_files_are_refused_before_anything_is_loaded(tmp_path: Path) -> No
         TlsFiles(one.cert, other.key).require_usable()
     with pytest.raises(InvalidConfig, match="No such file"):
         TlsFiles(one.cert, tmp_path / "none.pem").require_usable()
-    with pytest.raises(InvalidConfig, match="belong together"):
+    with pytest.raises(InvalidConfig, match="must be given together"):
         ServerConfig(tls_cert=one.cert)

@@ -1,8 +1,8 @@
-"""The command line. This file knows the verbs by name only: `tokenmill --help` and `--version` import little else.
+"""The command line. This file imports no command, so that `tokenmill --help` and `--version` are quick.
 
-    main ─► cli/dispatch: flags, TOML file, environment ─► the verb's function ─► cli/exit_codes
+    main ─► cli/dispatch: flags, TOML file, environment ─► the command's function ─► cli/exit_codes
 
-Exit codes: 0 done, 1 failed (one clear line on stderr), 2 wrong usage (one line), 130 stopped by Ctrl-C.
+Exit codes: 0 success, 1 failure (one line on stderr), 2 wrong usage (one line), 130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _overview() -> str:
     return f"""\
 Tokenmill: run and serve language models on CPUs and GPUs.
 
-Usage: tokenmill VERB [ARGUMENTS]
+Usage: tokenmill COMMAND [ARGUMENTS]
 
 {verbs}
 
@@ -63,13 +63,13 @@ Try:
 
 MODEL is a short name (tokenmill list --catalog), a GGUF file, a model directory or a Hugging Face id.
 Every flag can also be set in a file (--config FILE.toml, or TOKENMILL_CONFIG) and in the environment:
---max-context 4096 is TOKENMILL_MAX_CONTEXT=4096. `tokenmill VERB --help` lists a verb's flags."""
+--max-context 4096 is TOKENMILL_MAX_CONTEXT=4096. `tokenmill COMMAND --help` lists a command's flags."""
 
 
 def _unknown(verb: str) -> str:
     if verb.startswith("-"):
-        return f"{verb} comes after a verb; see tokenmill --help"
+        return f"{verb} must follow a command; see tokenmill --help"
     import difflib
 
     near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.6)
-    return f"there is no verb {verb!r}" + (f"; did you mean {near[0]}?" if near else "; see tokenmill --help")
+    return f"unknown command {verb!r}" + (f"; did you mean {near[0]}?" if near else "; see tokenmill --help")

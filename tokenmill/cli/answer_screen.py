@@ -1,10 +1,10 @@
-"""An answer on a terminal while it comes: words that stay whole at the right edge, and markdown as it is meant.
+"""Streaming display of an answer on a terminal: lines wrapped between words, Markdown rendered.
 
-    **bold**, `code`, # headings, - lists, > quotes      by weight and colour instead of their marks
-    ``` blocks of code                                   as they are, never wrapped
+    **bold**, `code`, # headings, - lists, > quotes      shown by weight and colour, without their markup
+    ``` blocks of code                                   shown unchanged, never wrapped
 
-A word is written once it is whole, so nothing that was written has to be taken back. Where colours are not wanted
-(NO_COLOR, a dumb terminal) marks stay as they are; where the output is no terminal, so does everything.
+A word is written once it is complete, so nothing has to be erased. Without colours (NO_COLOR, a dumb terminal) markup
+is kept; if the output is not a terminal, the text is not changed at all.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TextIO
 
 BOLD, DIM, CYAN, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
 FENCE = "```"
-NARROWEST = 20  # below this nothing is wrapped
-MAX_WORD = 4096  # characters that are held back at most
+MIN_WRAP_WIDTH = 20  # columns; narrower terminals are not wrapped
+MAX_WORD = 4096  # maximum characters held back
 _HEADING = re.compile(r"#{1,6}")
 _NUMBER = re.compile(r"\d{1,3}[.)]")
 _MARKS = re.compile(r"(\*\*|`)")
@@ -28,12 +28,12 @@ _NAME = re.compile(r"\S.*?\s{2,}(?=\S)")  # of a line in two columns
 
 
 def has_colours(out: TextIO) -> bool:
-    """Return whether text may be coloured there (https://no-color.org)."""
+    """Return whether text on `out` may be coloured (https://no-color.org)."""
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def width_of(text: str) -> int:
-    """Return the columns that a text takes: none for combining marks, two for wide characters."""
+    """Return the width of a text in columns: none for combining marks, two for wide characters."""
     if text.isascii():
         return len(text)
     wide = sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
@@ -41,11 +41,11 @@ def width_of(text: str) -> int:
 
 
 def say(text: str, out: TextIO | None = None) -> None:
-    """Print lines of the program's own; on a terminal words stay whole at the right edge, and what does not fit beside
-    a name in front goes on below itself."""
+    """Print a message of the program. On a terminal it is wrapped between words, in two-column lines within the second
+    column."""
     out = out or sys.stdout
     width = shutil.get_terminal_size((100, 24)).columns
-    if out.isatty() and width >= NARROWEST:
+    if out.isatty() and width >= MIN_WRAP_WIDTH:
         text = "\n".join(_wrapped(line, width) for line in text.splitlines())
     print(text, file=out, flush=True)
 
@@ -57,18 +57,18 @@ def _wrapped(line: str, width: int) -> str:
 
 
 class AnswerScreen:
-    """Writes one answer."""
+    """Writer of one answer."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._wraps = out.isatty() and os.environ.get("TERM") != "dumb"
         self._styles = has_colours(out)
-        self._word = ""  # held back until it is whole
-        self._gap = ""  # spaces before it, which the end of a line swallows
+        self._word = ""  # held back until it is complete
+        self._gap = ""  # spaces before it, dropped at the end of a line
         self._column = 0
-        self._indent = 0  # of the lines that follow in the same paragraph
+        self._indent = 0  # of wrapped lines
         self._is_line_start = True
-        self._is_code = False  # inside a block
+        self._is_code = False  # inside a code block
         self._is_heading = self._is_bold = self._is_literal = self._is_quote = False
 
     def write(self, text: str) -> None:
@@ -90,7 +90,7 @@ class AnswerScreen:
                     self._end_word()
 
     def close(self) -> None:
-        """Write what is held back, and end all styles."""
+        """Write the text that is held back, and reset all styles."""
         if self._wraps:
             self._end_word()
             if self._styles and (self._is_bold or self._is_literal or self._is_heading or self._is_code):
@@ -99,8 +99,7 @@ class AnswerScreen:
     # ── blocks of code ─────────────────────────────────────────────────────────────────────────────────
 
     def _code(self, character: str) -> None:
-        """Print the text of a code block at once, except for the beginning of a line, which may be the end of the
-        block."""
+        """Write a code block character by character, except at the start of a line, where the block may end."""
         if self._is_line_start and FENCE.startswith((self._word + character).lstrip()):
             self._word += character
             return
@@ -144,7 +143,7 @@ class AnswerScreen:
             self._styled(word)
 
     def _began_line(self, word: str) -> bool:
-        """Return whether the first word of a line is a mark that says what the line is; it is dealt with then."""
+        """Process the first word of a line if it is markup (heading, list, quote); return whether it was."""
         if word.lstrip().startswith(FENCE):
             self._is_code = not self._is_code
             self._put(word, DIM)
@@ -194,4 +193,4 @@ class AnswerScreen:
 
     def _width(self) -> int:
         width = shutil.get_terminal_size((100, 24)).columns
-        return width if width >= NARROWEST else 10**9
+        return width if width >= MIN_WRAP_WIDTH else 10**9

@@ -1,4 +1,4 @@
-"""`tokenmill audit verify | list`: the audit log of a server."""
+"""`tokenmill audit verify | list`: check or show a server's audit log."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.server import audit
 from tokenmill.server.keys import default_keys_file
 
-command = App(help="Show and verify the audit log of a server.", help_flags=["--help", "-h"], version_flags=[])
+command = App(help="Show and verify a server's audit log.", help_flags=["--help", "-h"], version_flags=[])
 
-File = Annotated[Path | None, Parameter(help="The file; audit.jsonl in TOKENMILL_HOME by default.")]
+File = Annotated[Path | None, Parameter(help="The file; by default audit.jsonl in TOKENMILL_HOME.")]
 FRAME = ("entry", "time", "event", "previous", "hash")
 
 
 @command.command
 def verify(file: File = None, *, contains: str | None = None) -> int:
-    """Check that no entry was changed, removed or slipped in: exit code 1 names the first place that is wrong.
+    """Check that no entry was changed, removed or inserted. Otherwise report the first wrong entry and exit with code
+    1.
 
     Parameters
     ----------
     contains
-        The hash of an entry that was newest once, as the server's log tells at its start: finds out whether the end of
-        the log was cut off, or all of it written anew.
+        Hash of an earlier entry, as logged by the server at its start, to detect that the end of the log was removed or
+        the whole log rewritten.
     """
     path = _existing(file)
     chain = audit.verify(path)
     if contains is not None and contains not in chain.hashes:
-        raise audit.BrokenChain(f"{path} does not contain the entry {contains[:80]!r}: it was cut off or written anew")
-    older = f"; older ones than {chain.first} are not here" if chain.first > 1 else ""
-    broken = f"; {chain.num_unreadable} lines are no entries" if chain.num_unreadable else ""
+        raise audit.BrokenChain(f"{path} does not contain the entry {contains[:80]!r}: it was truncated or rewritten")
+    older = f"; entries before {chain.first} are missing" if chain.first > 1 else ""
+    broken = f"; {chain.num_unreadable} lines are not entries" if chain.num_unreadable else ""
     print(f"{path}: {chain.last} entries, none altered{older}{broken}; the hash of the newest is {chain.hash}")
     return 0
 
@@ -46,9 +47,9 @@ def list_entries(file: File = None, *, last: int = 50, json: Annotated[bool, Par
     Parameters
     ----------
     last
-        How many.
+        Number of entries.
     json
-        One JSON array for programs.
+        Print one JSON array.
     """
     entries = [line for _, line in audit.read_entries(_existing(file)) if line][-last:] if last > 0 else []
     if json:
@@ -66,5 +67,5 @@ def _details(line: dict[str, object]) -> str:
 def _existing(file: Path | None) -> Path:
     path = file or audit.file_beside(default_keys_file())
     if not path.exists():
-        raise InvalidConfig(f"there is no audit log {path}", hint="a server with API keys keeps one")
+        raise InvalidConfig(f"there is no audit log {path}", hint="a server with API keys writes one")
     return path

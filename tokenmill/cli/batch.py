@@ -1,11 +1,11 @@
-"""`tokenmill batch`: a file of rows in, a file of answers out. Killed and run again, it goes on where it was.
+"""`tokenmill batch`: answer every row of a file; if it is killed, running it again resumes.
 
 tokenmill batch rows.jsonl answers.jsonl
 tokenmill batch rows.jsonl answers.jsonl --template "Translate into French: {text}"
 tokenmill batch requests.jsonl answers.jsonl --model qwen3:0.6b
 
-A row is a request in the form of OpenAI's Batch API (custom_id, url, body), which takes the way of a request to the
-server, or any JSON object: its field `prompt`, or `messages`, or what a template makes of its fields.
+A row is a request of OpenAI's Batch API (custom_id, url, body), which is processed as the server would, or any JSON
+object with a field `prompt` or `messages`, or with fields that a template uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cyclopts import Parameter
 from tokenmill.cli import flags, session
 from tokenmill.cli.batch_files import AnswerFile, is_request, num_lines, require_same_row
 from tokenmill.cli.exit_codes import INTERRUPTED
-from tokenmill.cli.run import conversation, following
+from tokenmill.cli.run import conversation, with_schema
 from tokenmill.engine.argument_checks import messages_from
 from tokenmill.engine.async_engine import AsyncEngine
 from tokenmill.engine.offline import Report, progress_over
@@ -35,7 +35,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.store import Customization
 from tokenmill.types import ChatRequest, Event, PromptRequest, Usage
 
-GIVE_UP_S = 60.0  # for an engine that died to be there again
+GIVE_UP_S = 60.0  # maximum wait for the restart of an engine that died
 SHOWN_FAILURES = 3
 
 
@@ -54,35 +54,35 @@ def command(
     sampling: flags.SamplingFlags = flags.SAMPLING,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
-    """Answer every row of a JSONL file into another one. Run again after an interruption, it answers what is left.
+    """Answer every row of a JSONL file and write the answers to another. After an interruption, run it again to resume.
 
     Parameters
     ----------
     source
-        Rows, one JSON object a line: requests of OpenAI's Batch API, or objects with a prompt, messages or fields.
+        Rows, one JSON object per line: requests of OpenAI's Batch API, or objects with a prompt, messages or fields.
     target
-        The answers, one JSON object a line, each with the number of its line; in the order in which they end.
+        Answers, one JSON object per line with the number of its row, in order of completion.
     prompt_field
-        The field of a row that is the prompt.
+        Name of the field with the prompt.
     template
-        The prompt, made from the fields of a row: "Summarise: {text}". {{ and }} are braces.
+        Template of the prompt, with fields of the row: "Summarise: {text}". {{ and }} are literal braces.
     system
-        How the model should behave, in words, for rows without messages.
+        System message for rows without messages.
     schema
-        A file with a JSON schema that every answer follows.
+        File with a JSON schema that every answer must follow.
     raw
-        Continue prompts as they are, without the chat template.
+        Continue prompts without a chat template.
     retry_failed
-        Ask rows again whose answer was an error.
+        Retry rows whose answer was an error.
     any_model_name
-        Answer requests whatever model they name.
+        Accept requests with any model name.
     """
-    asker = RowAsker(prompt_field, template, system, following(schema, sampling.params()), raw)
+    asker = RowAsker(prompt_field, template, system, with_schema(schema, sampling.params()), raw)
     if not source.is_file():
-        raise InvalidConfig(f"{source} is no file", param="source")
+        raise InvalidConfig(f"{source} is not a file", param="source")
     flags.require_folder(target, "target")
     if target.exists() and target.samefile(source):
-        raise InvalidConfig("rows and answers can't be the same file", param="target")
+        raise InvalidConfig("the answers can't be written to the file of rows", param="target")
     answers = AnswerFile(target, retry_failed=retry_failed)
     try:
         config = engine.config(None)
@@ -93,7 +93,7 @@ def command(
             try:
                 runner.run(job.run(config))
             except KeyboardInterrupt:
-                say(f"interrupted: {job.summary()}; the same command goes on")
+                say(f"interrupted: {job.summary()}; run the same command to resume")
                 return INTERRUPTED
     finally:
         answers.close()
@@ -111,13 +111,13 @@ def say(line: str) -> None:
 
 
 class RowAsker:
-    """Makes requests of rows that are plain prompts or messages."""
+    """Builds requests from rows with a prompt or messages."""
 
     def __init__(
         self, prompt_field: str, template: str | None, system: str | None, params: SamplingParams, raw: bool
     ) -> None:
         if raw and system:
-            raise InvalidConfig("--system needs the chat template, which --raw leaves out", param="system")
+            raise InvalidConfig("--system needs the chat template, which --raw disables", param="system")
         self.custom: Customization | None = None
         self._field = prompt_field
         self._pieces = None if template is None else template_pieces(template)
@@ -126,10 +126,10 @@ class RowAsker:
         self._raw = raw
 
     def ask(self, row: Mapping[str, Any]) -> ChatRequest | PromptRequest:
-        """The request of a row; an error names what it lacks."""
+        """Return the request of a row; raise InvalidRequest for a missing field."""
         if self._pieces is None and "messages" in row and self._field not in row:
             if self._raw:
-                raise InvalidRequest("messages need the chat template, which --raw leaves out", param="messages")
+                raise InvalidRequest("messages need the chat template, which --raw disables", param="messages")
             return self._chat(row["messages"])
         text = self._prompt(row)
         if self._raw:
@@ -145,23 +145,23 @@ class RowAsker:
             return "".join(text + ("" if name is None else as_text(row, name)) for text, name in self._pieces)
         prompt = row.get(self._field)
         if not isinstance(prompt, str):
-            hint = "--prompt-field names another one, --template makes it from several"
+            hint = "--prompt-field sets another field, --template combines several"
             raise InvalidRequest(f"the row has no text in the field {self._field!r}", param=self._field, hint=hint)
         return prompt
 
 
 def template_pieces(template: str) -> list[tuple[str, str | None]]:
-    """A template as pieces of text, each with the field that follows it."""
+    """Split a template into pieces of text, each with the field that follows it."""
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as problem:
-        hint = "{{ and }} are braces"
-        raise InvalidConfig(f"--template can't be read: {problem}", param="template", hint=hint) from None
+        hint = "{{ and }} are literal braces"
+        raise InvalidConfig(f"--template is invalid: {problem}", param="template", hint=hint) from None
     for _, name, form, conversion in parsed:
         if name is not None and (not name.isidentifier() or form or conversion):
-            raise InvalidConfig(f"--template takes the names of fields in braces, not {{{name}}}", param="template")
+            raise InvalidConfig(f"--template may only have names of fields in braces, not {{{name}}}", param="template")
     if not any(name for _, name, _, _ in parsed):
-        raise InvalidConfig("--template names no field of the rows", param="template", hint='"Summarise: {text}"')
+        raise InvalidConfig("--template has no field in braces", param="template", hint='"Summarise: {text}"')
     return [(text, name) for text, name, _, _ in parsed]
 
 
@@ -177,7 +177,7 @@ def as_text(row: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True)
 class AnsweredRow:
-    """One line of the answers' file."""
+    """One line of the file of answers."""
 
     data: bytes
     error: str | None = None
@@ -186,7 +186,7 @@ class AnsweredRow:
 
 @dataclass
 class OfflineBatch:
-    """Runs all rows of a file through one engine, as many at a time as keep it busy."""
+    """Runs all rows of a file through one engine, enough of them concurrently to keep it busy."""
 
     source: Path
     answers: AnswerFile
@@ -263,7 +263,7 @@ def parsed_or_none(data: bytes) -> dict[str, Any] | None:
 
 
 class RowAnswers:
-    """Answers rows: requests on the way of the server's own, others as `tokenmill run` would."""
+    """Answers rows: requests of the Batch API as the server would, others as `tokenmill run` would."""
 
     def __init__(self, engine: AsyncEngine, asker: RowAsker, any_model_name: bool) -> None:
         from tokenmill.config.server import ServerConfig
@@ -277,7 +277,7 @@ class RowAnswers:
         self._jobs = app.state.batch_jobs
 
     async def answer(self, number: int, data: bytes) -> AnsweredRow:
-        """Return the answer of a row; one that is invalid or fails has an answer with an error."""
+        """Return the answer of a row; for an invalid or failed row, an answer with an error."""
         from tokenmill.server.batches.lines import MAX_LINE_BYTES, LineError, parse_json_line
 
         row: dict[str, Any] | None = None
@@ -318,7 +318,7 @@ class RowAnswers:
         return AnsweredRow(orjson.dumps({**answer, "error": None}), num_tokens=usage.completion_tokens)
 
     async def _generated(self, asked: ChatRequest | PromptRequest) -> Event:
-        """The whole answer. An engine that died is waited for, as it starts again by itself."""
+        """Return the whole answer. If the engine died, wait for its restart and try again."""
         waited_s = 0.0
         while True:
             try:

@@ -1,9 +1,8 @@
-"""The two files of `tokenmill batch`: rows that are read, and the file that answers are appended to.
+"""The two files of `tokenmill batch`: the rows, and the file to which answers are appended.
 
-A line of the answers' file names the line that it answers, so the file itself says what is still to be done: a run that
-was killed goes on where it was. Each answer is one write at the end of the file, and on the disk within a second; half
-a line that a kill left behind is cut off. A fingerprint of each answered row is kept in memory, four bytes a line, so
-that a file of other rows is not taken for the same one.
+Each answer has the number of its row, so the file of answers records the progress, and a killed run can be resumed.
+An answer is a single write at the end of the file, synced to disk within a second; an incomplete last line after a
+kill is removed. Fingerprints of the answered rows, four bytes each, detect that the file of rows was changed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def num_lines(path: Path) -> int:
-    """Count the lines of a file, blank ones at its end included."""
+    """Count the lines of a file, including blank ones at its end."""
     count, last = 0, b"\n"
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -38,26 +37,26 @@ def num_lines(path: Path) -> int:
 
 
 def fingerprint(row: dict[str, Any]) -> int:
-    """A few bits that tell rows apart: of a request by its id, of other rows by all that is in them."""
+    """Return a short hash of a row: of its custom_id for a request, of its whole content for other rows."""
     custom_id = row.get("custom_id") if is_request(row) else None
     text = custom_id.encode() if isinstance(custom_id, str) else orjson.dumps(row)
     return zlib.crc32(text) << 1 & 0xFFFFFFFF | UNCHECKED
 
 
 def is_request(row: dict[str, Any]) -> bool:
-    """Tell whether a row is a request in the form of OpenAI's Batch API."""
+    """Return whether a row is a request of OpenAI's Batch API."""
     return "custom_id" in row and ("url" in row or "body" in row)
 
 
 class AnswerFile:
-    """The file with the answers; locked while it is open, so that no second run answers the same rows."""
+    """The file of answers, locked while it is open, so that no second run answers the same rows."""
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
-        """`retry_failed`: forget the answers that are errors, so that their rows are asked again."""
+        """`retry_failed`: remove answers that are errors, so that their rows are retried."""
         self.path = path
         self.num_done = 0
         self.num_failed = 0
-        self._prints = array("I")  # by line, from 1: 0 for one that is not answered yet
+        self._prints = array("I")  # by line number, from 1; 0: not answered yet
         self._descriptor = opened(path)
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: os.close(self._descriptor))
@@ -68,11 +67,11 @@ class AnswerFile:
         self._synced = time.monotonic()
 
     def print_of(self, line: int) -> int:
-        """The fingerprint of an answered line; 0: it is not answered yet."""
+        """Return the fingerprint of an answered line; 0 if it is not answered yet."""
         return self._prints[line] if line < len(self._prints) else 0
 
     def append(self, answer: bytes) -> None:
-        """Keep an answer, whose line end is added here."""
+        """Append an answer and its line end."""
         data = memoryview(answer + b"\n")
         while data:
             data = data[os.write(self._descriptor, data) :]
@@ -85,10 +84,10 @@ class AnswerFile:
         os.fsync(self._descriptor)
         os.close(self._descriptor)
 
-    # ── what an earlier run has left ───────────────────────────────────────────────────────────────────
+    # ── answers of earlier runs ───────────────────────────────────────────────────────────────────
 
     def _read_all(self, retry_failed: bool) -> Path | None:
-        """Learn which lines are answered. A file without the failed ones, if they are to be tried again."""
+        """Read which lines are answered; return a copy without failed answers if those are to be retried."""
         whole, has_failed = 0, False
         for data in self._lines():
             if not data.endswith(b"\n"):
@@ -122,13 +121,13 @@ class AnswerFile:
                 return answer
         except orjson.JSONDecodeError:
             pass
-        raise InvalidConfig(f"{self.path} has lines that `tokenmill batch` did not write", hint="give another file")
+        raise InvalidConfig(f"{self.path} has lines that `tokenmill batch` did not write", hint="use another file")
 
     def _mark(self, line: int, value: int) -> None:
         if line >= len(self._prints):
             self._prints.extend([0] * (line + 1024 - len(self._prints)))
         if self._prints[line]:
-            raise InvalidConfig(f"{self.path} answers line {line} twice", hint="give another file")
+            raise InvalidConfig(f"{self.path} answers line {line} twice", hint="use another file")
         self._prints[line] = value
 
     def _without_failed(self) -> Path:
@@ -152,7 +151,7 @@ def opened(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise InvalidConfig(f"another run is writing {path}", hint="wait for its end, or give another file") from None
+        raise InvalidConfig(f"another run is writing {path}", hint="wait until it ends, or use another file") from None
     return descriptor
 
 
@@ -168,6 +167,6 @@ def print_of_answer(answer: dict[str, Any]) -> int:
 
 
 def require_same_row(line: int, row: dict[str, Any] | None, seen: int, path: Path) -> None:
-    """Refuse a file of answers to other rows than those that are given now."""
+    """Refuse a file of answers that belong to other rows."""
     if seen != UNCHECKED and (row is None or fingerprint(row) != seen):
-        raise InvalidRequest(f"line {line} of {path} answers another row than line {line} of the input has")
+        raise InvalidRequest(f"line {line} of {path} answers a different row than line {line} of the input")

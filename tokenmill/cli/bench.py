@@ -1,4 +1,4 @@
-"""`tokenmill bench …`: one verb, several measurements. A table for people, one JSON object as last line."""
+"""`tokenmill bench …`: the benchmarks. Each prints a table, and one JSON object as its last line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenmill.cli.bench_engine import compare, latency, links, offline, startup
 from tokenmill.cli.bench_serve import report, search, serve
 
 command = App(
-    help="Measure: the engine alone (offline, latency, startup, links), a server (serve, search), peers (compare).",
+    help="Benchmark the engine (offline, latency, startup, links), a server (serve, search), other engines (compare).",
     help_flags=["--help", "-h"],
     version_flags=[],
 )

@@ -1,4 +1,5 @@
-"""`tokenmill bench offline`, `latency`, `startup` and `compare`: the engine without a server, and beside its peers."""
+"""`tokenmill bench offline`, `latency`, `startup`, `compare` and `links`: the engine without a server, and its
+peers."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ def offline(
     json: flags.Switch = False,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
-    """Measure prefill and decode speed of the engine alone, with several sequences at once.
+    """Measure prefill and decode speed of the engine alone, with several concurrent sequences.
 
-    Prompts are random tokens, whose answers repeat themselves: `--speculate auto` counts as off here.
+    Prompts are random tokens, which lead to repetitive answers, so `--speculate auto` means `off` here.
 
     Parameters
     ----------
@@ -54,17 +55,17 @@ def offline(
     output_len
         Answer tokens: a number or LOW:HIGH. 1 measures prefill only.
     concurrency
-        Sequences at once, a list: 1,4,16. Empty measures only --num-requests.
+        Numbers of concurrent sequences, such as 1,4,16. Empty: measure only --num-requests.
     num_requests
-        Also run this many requests through the scheduler at once, as a batch job.
+        Also run this many requests as a batch job, all submitted at the start.
     rounds
         Repeat each measurement; medians are shown.
     bench_seed
-        Seed of lengths and prompts.
+        Random seed of lengths and prompts.
     peaks
-        Measure the machine first and show which share of it is used.
+        Measure the machine's peak speeds first and report the share of them that is reached.
     json
-        One JSON object instead of tables; into a pipe it comes as the last line in any case.
+        Print one JSON object instead of tables; into a pipe it is always printed as the last line.
     """
     from tokenmill.bench import offline as bench
     from tokenmill.bench.traffic import Lengths
@@ -122,7 +123,7 @@ def measure(config: EngineConfig, workload: Any, *, with_peaks: bool) -> dict[st
 
 
 def tell(result: dict[str, Any]) -> None:
-    """Print one line on stderr for each measurement, because all of them together may take long."""
+    """Print one line on stderr for each measurement, because the whole benchmark may take long."""
     decode = f", decode {number(result['decode_tok_s'])} tok/s" if result["decode_tok_s"] else ""
     many = f"{result['concurrency']} sequence{'' if result['concurrency'] == 1 else 's'} of {result['input_len']:.0f}"
     line = f"{many}: prefill {number(result['prefill_tok_s'], 0)} tok/s{decode}"
@@ -131,7 +132,7 @@ def tell(result: dict[str, Any]) -> None:
 
 def show(report: dict[str, Any]) -> None:
     title = f"{report['model']} on {report['device']}, weights {report['weight_dtype']}, KV {report['kv_dtype']}"
-    columns = ("sequences", "prefill tok/s", "GFLOP/s", "of peak", "decode tok/s", "ms a step", "p99", "host ms",
+    columns = ("sequences", "prefill tok/s", "GFLOP/s", "of peak", "decode tok/s", "ms/step", "p99", "host ms",
                "GB/s", "of peak", "GFLOP/s")  # fmt: skip
     if report["results"]:
         print_rich_table(title, columns, [_row(result) for result in report["results"]])
@@ -144,7 +145,7 @@ def show(report: dict[str, Any]) -> None:
         t = report["throughput"]
         print(
             f"{t['num_requests']} requests in {t['elapsed_s']:.2f} s: {t['requests_s']:.2f} requests/s, "
-            f"{t['output_tok_s']:,.0f} output tok/s, {t['total_tok_s']:,.0f} tok/s in all ({t['steps']} steps)"
+            f"{t['output_tok_s']:,.0f} output tok/s, {t['total_tok_s']:,.0f} tok/s in total ({t['steps']} steps)"
         )
 
 
@@ -181,20 +182,20 @@ def latency(
     json: flags.Switch = False,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
-    """Measure time to the first token and per token, over batch sizes and prompt lengths.
+    """Measure time to first token and time per token by batch size and prompt length.
 
     Parameters
     ----------
     batch_sizes
-        Sequences at once, a list.
+        Numbers of concurrent sequences, such as 1,4,16.
     input_lens
-        Prompt lengths in tokens, a list.
+        Prompt lengths in tokens, such as 32,128,512.
     output_len
         Tokens of each answer.
     rounds
         Repeats of each measurement; medians are shown.
     json
-        One JSON object instead of tables; into a pipe it comes as the last line in any case.
+        Print one JSON object instead of tables; into a pipe it is always printed as the last line.
     """
     from tokenmill.bench import offline as bench
     from tokenmill.bench.traffic import Lengths
@@ -226,18 +227,18 @@ def startup(
     json: flags.Switch = False,
     engine: flags.EngineFlags = flags.ENGINE,
 ) -> int:
-    """Measure starts: from a cold process to the first token, and to a server that answers.
+    """Measure start-up times: from process start to the first token, and to a server that is ready.
 
     Parameters
     ----------
     rounds
-        Starts; the first warms the disk's cache and is left out.
+        Number of starts; the first one warms the page cache and is not counted.
     json
-        One JSON object instead of tables; into a pipe it comes as the last line in any case.
+        Print one JSON object instead of tables; into a pipe it is always printed as the last line.
     """
     from tokenmill.bench import startup as starts
 
-    # `LLM` and the commands have different defaults for a fast start: what was not asked for is left to them.
+    # `LLM` and the commands have different defaults of fast_start, so only changed settings are passed.
     config = replace(engine.config(model), ops=engine.ops)
     session.fetch(config.model.model)
     arguments = [config.model.model, *changed_flags(config)]
@@ -259,7 +260,7 @@ def startup(
 
 
 def changed_settings(config: Any) -> dict[str, Any]:
-    """Fields that differ from their defaults, by name, as `LLM(...)` takes them."""
+    """Return the fields that differ from their defaults, as keyword arguments of `LLM(...)`."""
     parts = (config.model, config.cache, config.scheduler, config.ops)
     return {
         field.name: getattr(part, field.name)
@@ -270,7 +271,7 @@ def changed_settings(config: Any) -> dict[str, Any]:
 
 
 def changed_flags(config: Any) -> list[str]:
-    """Fields that differ from their defaults, as flags; a switch is given by its name alone."""
+    """Return the fields that differ from their defaults, as flags."""
     found = []
     for section in ("model", "cache", "scheduler", "ops"):
         part = getattr(config, section)
@@ -282,7 +283,7 @@ def changed_flags(config: Any) -> list[str]:
     return found
 
 
-# ── beside other engines ─────────────────────────────────────────────────────────────────────────────
+# ── comparison with other engines ─────────────────────────────────────────────────────────────────────────────
 
 
 def compare(
@@ -301,34 +302,34 @@ def compare(
     html: Path | None = None,
     json: flags.Switch = False,
 ) -> int:
-    """Run the same GGUF file through this engine and its peers, taking turns.
+    """Compare this engine with other engines on the same GGUF file; the engines run in turns.
 
     Parameters
     ----------
     model
-        GGUF file, or a short name whose file is one.
+        GGUF file, or a short name of one.
     peers
         Engines to compare with, a list of llama.cpp and openvino (`pip install llama-cpp-python openvino-genai`).
     peer_python
-        Python that has the peers installed.
+        Python interpreter of the environment in which the peers are installed.
     batched_bench
-        A `llama-batched-bench` of your own build, compared as one more engine.
+        Path of a `llama-batched-bench` program, compared as one more engine.
     input_len
         Prompt tokens.
     output_len
         Answer tokens.
     concurrency
-        Sequences at once, a list.
+        Numbers of concurrent sequences, such as 1,4,16.
     threads
         Threads of every engine.
     activation_bits
-        How finely this engine rounds activations (see `tokenmill run --help`).
+        Precision of this engine's activations (see `tokenmill run --help-all`).
     rounds
-        Rounds; medians of ratios are shown with their quartiles.
+        Number of rounds; ratios are shown as medians with quartiles.
     html
-        Write a page with bars to this file.
+        Write a page with bar charts to this file.
     json
-        One JSON object instead of tables; into a pipe it comes as the last line in any case.
+        Print one JSON object instead of tables; into a pipe it is always printed as the last line.
     """
     from tokenmill.bench import compare as bench
 
@@ -338,7 +339,10 @@ def compare(
     shapes = [{"input_len": input_len, "output_len": output_len, "concurrency": c} for c in counts]
     names = [*_others(peers), bench.OURS]
     _require_program(batched_bench)
-    ours = (activation_bits, dumps({**shapes[-1], "concurrency": max(counts), "seed": 0}))  # what to make room for
+    ours = (
+        activation_bits,
+        dumps({**shapes[-1], "concurrency": max(counts), "seed": 0}),
+    )  # the largest run, which sets the context and batch size
     with bench.engines(names, peer_python, path, threads, batched_bench, ours) as running:
         turns = [_print_turn(turn) for turn in bench.take_turns(running, shapes, rounds)]
         versions = {engine.name: engine.version for engine in running}
@@ -363,7 +367,7 @@ def compare(
 def _common_file(model: str) -> Path:
     path = resolve_model(model).path
     if path.suffix != ".gguf":
-        raise InvalidConfig(f"{model} is no GGUF file, which all engines could read", param="model")
+        raise InvalidConfig(f"{model} is not a GGUF file, which all engines can read", param="model")
     return path
 
 
@@ -372,20 +376,20 @@ def _others(peers: str) -> list[str]:
 
     named = list(dict.fromkeys(peer.strip() for peer in peers.split(",") if peer.strip()))
     if OURS in named:
-        raise InvalidConfig(f"{OURS} takes part in any case; name the others", param="peers")
+        raise InvalidConfig(f"{OURS} is always compared; name only the others", param="peers")
     return named
 
 
 def _require_program(file: Path | None) -> None:
     if file is not None and not (file.is_file() and os.access(file, os.X_OK)):
-        raise InvalidConfig(f"{file} is no program that can be run", param="batched_bench")
+        raise InvalidConfig(f"{file} is not an executable program", param="batched_bench")
 
 
 def _print_turn(turn: Turn) -> Turn:
-    """Print a line for each turn as it ends: a comparison takes minutes, and may be interrupted."""
+    """Print a line for each finished turn, since a comparison takes minutes and may be interrupted."""
     name, shape, figures = turn
     speeds = [f"{figure.removesuffix('_tok_s')} {number(value)} tok/s" for figure, value in figures.items() if value]
-    print(f"  {name}, {shape['concurrency']} at once: {', '.join(speeds)}", file=sys.stderr, flush=True)
+    print(f"  {name}, {shape['concurrency']} concurrent: {', '.join(speeds)}", file=sys.stderr, flush=True)
     return turn
 
 
@@ -401,19 +405,19 @@ def _show_comparison(path: Path, found: list[Any], versions: dict[str, str]) -> 
         for c in sorted(found, key=lambda c: (c.figure, c.concurrency, c.engine))
     ]
     columns = ("phase", "sequences", "engine", "tok/s (median)", "ours / theirs (quartiles)")
-    print_rich_table(f"{path.name}, taking turns", columns, rows)
+    print_rich_table(f"{path.name}, measured in turns", columns, rows)
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def links(*, json: flags.Switch = False) -> int:
-    """Measure the links between ranks of this machine: latency and bytes per second (`plan --link FILE` reads them).
+    """Measure latency and bandwidth between ranks of this machine (`plan --link FILE` reads the result).
 
     Parameters
     ----------
     json
-        One JSON object instead of a table; into a pipe it comes as the last line in any case.
+        Print one JSON object instead of a table; into a pipe it is always printed as the last line.
     """
     from tokenmill.bench.links import measure_links
 

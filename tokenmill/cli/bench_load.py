@@ -1,5 +1,4 @@
-"""Load on a server, as `bench serve` and `bench search` share it: groups of flags and what they become, a live line
-while it runs, a table and a few sentences at the end."""
+"""Load generation shared by `bench serve` and `bench search`: groups of flags, live progress, and the final report."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TargetConfig:
     url: str = "http://127.0.0.1:8000"
-    """Where the server is."""
+    """URL of the server."""
     model: str | None = None
-    """Name of the model to ask for; the first the server lists by default."""
+    """Name of the model; by default the first that the server lists."""
     dialect: str = "openai-chat"
-    """openai-chat, openai-completions, anthropic, ollama or tgi."""
+    """API of the requests: openai-chat, openai-completions, anthropic, ollama or tgi."""
     api_key: str | None = field(default=None, repr=False)
-    """Key sent as the dialect wants it."""
+    """API key, sent in the dialect's header."""
     timeout_s: Amount = 600.0
     """Seconds after which a request counts as failed."""
 
@@ -45,22 +44,24 @@ class TargetConfig:
     def _first_model(self) -> str:
         base = self.url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
-            raise InvalidConfig(f"{self.url!r} is no address like http://127.0.0.1:8000", param="url")
+            raise InvalidConfig(f"{self.url!r} is not a URL such as http://127.0.0.1:8000", param="url")
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         request = urllib.request.Request(f"{base}/v1/models", headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=10) as reply:
                 return str(json.load(reply)["data"][0]["id"])
         except urllib.error.HTTPError as problem:
-            raise RequestFailed(f"{base} does not list its models: {problem}", hint="--api-key, or --model") from None
+            raise RequestFailed(
+                f"{base} does not list its models: {problem}", hint="set --api-key or --model"
+            ) from None
         except OSError as problem:
             why = getattr(problem, "reason", problem)
             raise RequestFailed(f"{base} can't be reached: {why}", hint="tokenmill serve starts a server") from None
         except (ValueError, KeyError, IndexError, TypeError) as problem:
-            raise RequestFailed(f"{base} does not list its models: {problem}", hint="name one with --model") from None
+            raise RequestFailed(f"{base} does not list its models: {problem}", hint="set --model") from None
 
 
-# Options that only some workloads read, and those that a trace makes idle: it brings its own prompts and lengths.
+# Options that only some workloads use, and those that have no effect with a trace, which has its own lengths.
 READ_BY = {
     "file": ("text", "lengths"),
     "schema": ("schema",),
@@ -68,36 +69,36 @@ READ_BY = {
     "num_prefixes": ("shared-prefix",),
     "turns": ("multi-turn",),
 }
-OF_NO_TRACE = ("workload", "input_len", "output_len", *READ_BY)
+UNUSED_WITH_TRACE = ("workload", "input_len", "output_len", *READ_BY)
 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
     workload: str = "random"
-    """random, text, lengths (a csv), shared-prefix, multi-turn or schema."""
+    """Kind of requests: random, text, lengths (from a CSV), shared-prefix, multi-turn or schema."""
     input_len: str = "128"
     """Prompt tokens: a number or LOW:HIGH."""
     output_len: str = "64"
     """Answer tokens: a number or LOW:HIGH."""
     prefix_len: Count = 256
-    """Tokens of each shared prefix."""
+    """Length of each shared prefix in tokens."""
     num_prefixes: Count = 4
-    """Different shared prefixes."""
+    """Number of different shared prefixes."""
     turns: Count = 4
-    """Turns of a conversation (multi-turn)."""
+    """Turns per conversation (multi-turn)."""
     file: Path | None = None
-    """Text or csv of lengths for the workload."""
+    """File with the text (text) or the CSV of lengths (lengths)."""
     schema: Path | None = None
     """JSON schema that answers must follow (schema)."""
     max_input: Count | None = None
-    """Cut longer prompts of a csv or trace."""
+    """Maximum prompt tokens; longer prompts of a CSV or trace are cut."""
     max_output: Count | None = None
-    """Cut longer answers of a csv or trace."""
+    """Maximum answer tokens; longer answers of a CSV or trace are cut."""
     bench_seed: int = 0
-    """Seed of prompts, lengths and arrivals."""
+    """Random seed of prompts, lengths and arrivals."""
 
     def sessions(self, *, has_trace: bool = False) -> Workload:
-        """The requests to send (with a trace: those of the warm-up); a wrong kind or file is refused before that."""
+        """Return the requests to send (with a trace: for the warm-up); raise InvalidConfig for a wrong kind or file."""
         from tokenmill.bench.traffic import Lengths
         from tokenmill.bench.workloads import Workload
 
@@ -123,7 +124,7 @@ class WorkloadConfig:
         cuts = (has_trace or self.workload == "lengths", "--workload lengths or --trace")
         made_up = (self.workload != "lengths", "another workload than lengths")
         needs |= {"max_input": cuts, "max_output": cuts, "input_len": made_up, "output_len": made_up}
-        return needs | dict.fromkeys(OF_NO_TRACE, (False, "a load without --trace")) if has_trace else needs
+        return needs | dict.fromkeys(UNUSED_WITH_TRACE, (False, "a load without --trace")) if has_trace else needs
 
 
 def _read_schema(path: Path) -> dict[str, Any]:
@@ -132,20 +133,20 @@ def _read_schema(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as problem:
         raise InvalidConfig(f"{path} can't be read: {problem}", param="schema") from None
     if not isinstance(found, dict):
-        raise InvalidConfig(f"{path} holds no JSON schema: an object is wanted", param="schema")
+        raise InvalidConfig(f"{path} is not a JSON schema: it must be an object", param="schema")
     return found
 
 
 @dataclass(frozen=True)
 class RunConfig:
     warmup: CountOrZero = 2
-    """Requests before the measurement."""
+    """Number of warm-up requests before the measurement."""
     max_lag_ms: Amount = 20.0
-    """Refuse to report a run in which the load generator itself lagged more than this (99th percentile)."""
+    """Maximum lag of the load generator's own event loop (99th percentile); slower runs are not reported."""
     html: Path | None = None
-    """Write a page with plots to this file."""
+    """Write a page with charts to this file."""
     json: Switch = False
-    """One JSON object instead of tables; into a pipe it comes as the last line in any case."""
+    """Print one JSON object instead of tables; into a pipe it is always printed as the last line."""
 
     def run(self, target: Target, load: ClosedLoop | OpenLoop, work: Workload) -> LoadRun:
         from itertools import islice
@@ -166,7 +167,7 @@ class RunConfig:
 
 
 TargetFlags = Annotated[TargetConfig, Parameter(name="*", group=Group.create_ordered("Server under test"))]
-WorkloadFlags = Annotated[WorkloadConfig, Parameter(name="*", group=Group.create_ordered("What is asked"))]
+WorkloadFlags = Annotated[WorkloadConfig, Parameter(name="*", group=Group.create_ordered("Requests"))]
 RunFlags = Annotated[RunConfig, Parameter(name="*", group=Group.create_ordered("Measurement"))]
 TARGET, WORKLOAD, RUN = TargetConfig(), WorkloadConfig(), RunConfig()
 
@@ -178,7 +179,7 @@ def closed_load(work: Workload, concurrency: int, num_requests: int | None, dura
 
 
 def settings_of(*groups: Any, **more: Any) -> dict[str, Any]:
-    """Everything needed to repeat the run; never the key."""
+    """Return all settings needed to repeat the run, without the API key."""
     known = {key: value for group in groups for key, value in asdict(group).items()} | more
     known.pop("api_key", None)
     return {key: str(value) if isinstance(value, Path) else value for key, value in known.items() if value is not None}
@@ -188,7 +189,7 @@ LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("end to end", 
 COLUMNS = ("mean", "std", "p50", "p75", "p90", "p95", "p99")
 
 
-# ── what is shown ────────────────────────────────────────────────────────────────────────────────────
+# ── the report ────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -230,13 +231,13 @@ def _sentences(found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{found['completed']} of {found['requests']} requests in {found['span_s']:.1f} s: {found['requests_s']:.2f}/s "
         f"({found['requests_min']:.0f}/min), input {found['input_tok_s']:,.0f} tok/s, output "
-        f"{found['output_tok_s']:,.0f} tok/s, at most {found['max_in_flight']} at once"
+        f"{found['output_tok_s']:,.0f} tok/s, at most {found['max_in_flight']} concurrent requests"
     )
     if found["failed"]:
         yield f"{found['failed']} failed: {', '.join(f'{why} {times} times' for why, times in found['errors'].items())}"
     if "goodput_share" in found:
         yield f"goodput: {found['goodput_requests_s']:.2f} requests/s, {found['goodput_share']:.1%} of all"
     if "mfu" in found:
-        yield f"of the device: MFU {found['mfu']:.1%}, MBU {found['mbu']:.1%}"
+        yield f"share of the device's peak: MFU {found['mfu']:.1%}, MBU {found['mbu']:.1%}"
     lag = found["lag"]
     yield f"the load generator lagged {lag['p99_ms']:.1f} ms (p99), used {lag['busy']:.0%} of a core"

@@ -1,4 +1,4 @@
-"""`tokenmill bench serve`, `search` and `report`: load on a server, the most load within limits, runs side by side."""
+"""`tokenmill bench serve`, `search` and `report`: load a server, find its largest load within limits, compare runs."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ArrivalConfig:
     concurrency: Count | None = None
-    """Closed loop: number of clients, each of which waits for its answer before it sends the next request."""
+    """Closed loop: number of clients, each of which waits for its answer before sending its next request."""
     rate: Amount | None = None
-    """Open loop: requests a second, whether the server keeps up or not."""
+    """Open loop: requests per second, whether or not the server keeps up."""
     arrivals: Literal["poisson", "gamma", "constant", "ramp"] = "poisson"
-    """How open-loop requests are spread."""
+    """Distribution of open-loop arrivals."""
     burstiness: Amount = 0.5
-    """Shape of gamma arrivals: below 1 in clusters, 1 as poisson."""
+    """Shape of gamma arrivals: below 1 is bursty, 1 is Poisson."""
     rate_end: Amount | None = None
-    """Rate at the end of a ramp."""
+    """Arrival rate at the end of a ramp."""
     num_requests: Count | None = None
     """Requests to send, or conversations (multi-turn); 100 by default, unless there is a duration or a trace."""
     duration_s: Amount | None = None
     """Stop sending requests after this many seconds."""
     trace: Path | None = None
-    """Replay recorded traffic: an Azure csv, a Mooncake jsonl file, or a server's request log."""
+    """Replay recorded traffic: an Azure CSV, a Mooncake JSONL file, or a server's request log."""
     time_scale: Amount = 1.0
-    """Stretch the trace: 2 is half as fast."""
+    """Factor on the trace's times: 2 replays it at half speed."""
     length_scale: Amount = 1.0
-    """Scale the trace's prompts and answers."""
+    """Factor on the lengths of the trace's prompts and answers."""
     trace_s: Amount | None = None
     """Replay only this many seconds from the start of the trace."""
     trace_share: Amount = 1.0
-    """Keep this share of the recorded requests, drawn at random: for machines smaller than the recorded ones."""
+    """Replay only this share of the requests, chosen at random."""
 
     @property
     def count(self) -> int | None:
@@ -105,18 +105,18 @@ class ArrivalConfig:
 @dataclass(frozen=True)
 class ResultConfig:
     goodput: str = ""
-    """Limits that a good request keeps: ttft=1s,tpot=100ms."""
+    """Latency limits for goodput: ttft=1s,tpot=100ms."""
     usd_per_hour: AmountOrZero | None = None
-    """Price of the server, for cost per token."""
+    """Price of the server per hour, for cost per token."""
     known_model: Path | None = None
-    """config.json or GGUF file of the served model: MFU and MBU are reported too."""
+    """config.json or GGUF file of the served model, to report MFU and MBU."""
     device: str | None = None
-    """Device that serves it, as `plan --devices` lists them; needed for MFU and MBU."""
+    """Device of the server, from `plan --devices`, to report MFU and MBU."""
     output: Path | None = None
-    """Write every request to this JSON file; `bench report` compares them, `plan --calibrate` learns from them."""
+    """Write every request to this JSON file, for `bench report` and `plan --calibrate`."""
 
     def check(self) -> None:
-        """Refuse wrong settings before anything is sent."""
+        """Refuse invalid settings before any request is sent."""
         from tokenmill.arch.read import read_spec
         from tokenmill.bench.totals import parse_goodput
         from tokenmill.bench.utilisation import known_device
@@ -124,19 +124,19 @@ class ResultConfig:
         parse_goodput(self.goodput)
         require_folder(self.output, "output")
         if (self.known_model is None) != (self.device is None):
-            raise InvalidConfig("--known-model and --device go together", param="device")
+            raise InvalidConfig("--known-model and --device must be given together", param="device")
         if self.known_model is not None and self.device is not None:
             known_device(self.device)
             read_spec(self.known_model)
 
     def check_search(self) -> None:
-        """Refuse what says nothing about a search: its limits are those of --slo."""
+        """Refuse flags without effect on a search, whose limits are set by --slo."""
         refuse_idle(self, {"goodput": (False, "`bench serve`; a search has --slo"),
                            "known_model": (False, "`bench serve`"), "device": (False, "`bench serve`")})  # fmt: skip
         require_folder(self.output, "output")
 
     def price_at(self, verdict: Verdict) -> float | None:
-        """Dollars per million output tokens at the largest load that held; None where there is no price."""
+        """Return dollars per million output tokens at the largest passing load; None without a price."""
         speeds = [trial.output_tok_s for trial in verdict.trials if trial.passed and trial.output_tok_s > 0]
         return self.usd_per_hour / 3600 / max(speeds) * 1e6 if self.usd_per_hour and speeds else None
 
@@ -150,8 +150,8 @@ class ResultConfig:
         return figures | utilisation(run.records, self.known_model, self.device)
 
 
-ArrivalFlags = Annotated[ArrivalConfig, Parameter(name="*", group=Group.create_ordered("When it is asked"))]
-ResultFlags = Annotated[ResultConfig, Parameter(name="*", group=Group.create_ordered("What is reported"))]
+ArrivalFlags = Annotated[ArrivalConfig, Parameter(name="*", group=Group.create_ordered("Arrival of requests"))]
+ResultFlags = Annotated[ResultConfig, Parameter(name="*", group=Group.create_ordered("Report"))]
 
 
 def serve(
@@ -162,7 +162,7 @@ def serve(
     wanted: ResultFlags = ResultConfig(),
     measurement: bench_load.RunFlags = bench_load.RUN,
 ) -> int:
-    """Put load on any server, open or closed loop; measure latencies and throughput as its clients see them."""
+    """Benchmark any server with open- or closed-loop load: latencies and throughput as seen by clients."""
     from tokenmill.bench.pages import html_report
     from tokenmill.bench.report import ReportRun
     from tokenmill.bench.result import result, write_result
@@ -186,23 +186,23 @@ def serve(
 
 
 def report(*files: Path, html: Path | None = None, json: Switch = False) -> int:
-    """Compare results of `bench serve --output`, side by side.
+    """Compare results of `bench serve --output` side by side.
 
     Parameters
     ----------
     files
         Result files.
     html
-        Write a page with plots laid over each other to this file.
+        Write a page with overlaid charts to this file.
     json
-        One JSON object instead of tables; into a pipe it comes as the last line in any case.
+        Print one JSON object instead of tables; into a pipe it is always printed as the last line.
     """
     from tokenmill.bench.pages import html_report
     from tokenmill.bench.report import ReportRun, different_settings, latency_matrix, matrix_rows, throughput_matrix
     from tokenmill.bench.result import read_result
 
     if not files:
-        raise InvalidConfig("name at least one result file")
+        raise InvalidConfig("at least one result file is needed")
     require_page(html)
     runs = [ReportRun(path.stem, *read_result(path)) for path in files]
     tables = [] if json else [("Runs", throughput_matrix(runs)), ("Latency", latency_matrix(runs))]
@@ -223,35 +223,37 @@ def report(*files: Path, html: Path | None = None, json: Switch = False) -> int:
 @dataclass(frozen=True)
 class SearchConfig:
     slo: str = "ttft_p95=1s,tpot_p95=100ms"
-    """Limits: METRIC_STATISTIC=DURATION with ttft, tpot, itl, e2e and p50 to p99 or mean."""
+    """Latency limits, METRIC_STATISTIC=DURATION: ttft, tpot, itl or e2e, with p50 to p99 or mean."""
     over: Literal["concurrency", "rate"] | None = None
-    """What is raised: concurrency (closed loop) or arrival rate (open loop, where --rate is given)."""
+    """Quantity to search: concurrency (closed loop) or rate (open loop, the default with --rate)."""
     start: Amount | None = None
-    """First level tried; 1, or what --concurrency or --rate says."""
+    """First load to try; by default the value of --concurrency or --rate, or 1."""
     most: Amount = 4096
-    """Highest level tried."""
+    """Highest load to try."""
     confidence: float = 0.9
-    """End the search when the highest passing level is known within 5 % with this confidence."""
+    """Stop when the highest passing load is known to within 5 % with this confidence."""
     trials: Count = 120
-    """End the search after this many trials in any case, and report the confidence reached."""
+    """Stop after this many trials in any case, and report the confidence reached."""
     noisy_s: AmountOrZero = 300.0
-    """Search for at least this many seconds where trials contradict each other: a shared machine is slow and fast in
-    phases, and a result found within one phase would only describe that phase."""
+    """Search for at least this many seconds if trials contradict each other: a shared machine may be slow for minutes,
+    and a shorter search would only measure that period."""
     waves: Count = 4
-    """Requests per client in a trial (--over concurrency); --num-requests says how many in all."""
+    """Requests per client in a trial (--over concurrency), unless --num-requests sets the total."""
     trial_s: Amount = 20.0
-    """Seconds in which a trial sends requests (--over rate); --duration-s is the same."""
+    """Duration of a trial in seconds (--over rate); the same as --duration-s."""
 
     def with_arrival(self, arrival: ArrivalConfig) -> SearchConfig:
-        """The settings with what `bench serve`'s flags say: where to begin, and what is raised."""
+        """Return the settings with those that follow from `bench serve`'s flags: the first load and the quantity."""
         if arrival.trace is not None:
-            raise InvalidConfig("--trace has loads of its own: `bench serve` replays it", param="trace")
+            raise InvalidConfig("a search varies the load, which a --trace fixes; use `bench serve`", param="trace")
         if arrival.arrivals == "ramp":
-            raise InvalidConfig("a search raises the rate itself, trial by trial: no --arrivals ramp", param="arrivals")
+            raise InvalidConfig(
+                "a search varies the rate between trials; --arrivals ramp is not possible", param="arrivals"
+            )
         over = self.over or ("concurrency" if arrival.rate is None else "rate")
         wrong = "rate" if over == "concurrency" else "concurrency"
         if getattr(arrival, wrong) is not None:
-            raise InvalidConfig(f"--{wrong} has nothing to do in a search --over {over}", param=wrong)
+            raise InvalidConfig(f"--{wrong} does not apply to a search --over {over}", param=wrong)
         start = self.start or getattr(arrival, over) or 1.0
         return replace(self, over=over, start=start, trial_s=arrival.duration_s or self.trial_s)
 
@@ -261,7 +263,7 @@ class SearchConfig:
 
     @property
     def what(self) -> str:
-        return "concurrency" if self.is_closed else "requests a second"
+        return "concurrency" if self.is_closed else "requests per second"
 
     def settings(self, arrival: ArrivalConfig) -> SearchSettings:
         from tokenmill.bench.search import SearchSettings
@@ -277,7 +279,7 @@ class SearchConfig:
         return SearchSettings(start, self.most, self.confidence, self.trials, self.is_closed, noisy_s=self.noisy_s)
 
 
-SearchFlags = Annotated[SearchConfig, Parameter(name="*", group=Group.create_ordered("What is searched"))]
+SearchFlags = Annotated[SearchConfig, Parameter(name="*", group=Group.create_ordered("Search"))]
 
 
 def search(
@@ -290,15 +292,15 @@ def search(
     measurement: bench_load.RunFlags = bench_load.RUN,
     resume: Path | None = None,
 ) -> int:
-    """Find the largest load that a server holds within limits on latency, with a confidence.
+    """Find the largest load at which a server meets latency limits, with a confidence.
 
-    It takes `bench serve`'s flags: those about load say where it begins. Ctrl-C or SIGTERM ends it early, with
-    what is known by then.
+    The flags of `bench serve` that set a load set the first one to try. Ctrl-C or SIGTERM ends the search with the
+    estimate so far.
 
     Parameters
     ----------
     resume
-        File that keeps the trials; a search that was broken off goes on from it.
+        File that records the trials, from which an interrupted search is resumed.
     """
     from tokenmill.bench.pages import html_search
     from tokenmill.bench.report import curve_rows, curve_titles, sentence
@@ -347,7 +349,7 @@ def search(
 
 @contextmanager
 def ended_by(number: signal.Signals) -> Iterator[None]:
-    """Inside, this signal ends the search as Ctrl-C does: hours of trials still get their verdict."""
+    """Make a signal end the search like Ctrl-C, so that hours of trials still give a result."""
     before = signal.signal(number, signal.default_int_handler)
     try:
         yield
@@ -358,8 +360,8 @@ def ended_by(number: signal.Signals) -> Iterator[None]:
 def trier(
     asked: SearchConfig, arrival: ArrivalConfig, workload: WorkloadConfig, measurement: RunConfig, aim: Target
 ) -> Callable[[float, int], Trial]:
-    """The function that runs one trial, at a level of load and with the number of trials before it. Each has prompts of
-    its own: those of an earlier one would be in the server's prefix cache."""
+    """Return a function that runs one trial, given its load and number. Every trial has new prompts, because those of
+    earlier trials are in the server's prefix cache."""
     from tokenmill.bench.totals import parse_limits
 
     limits, first = parse_limits(asked.slo), workload.sessions()

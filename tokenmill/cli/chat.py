@@ -1,7 +1,7 @@
 """`tokenmill chat`: a conversation in the terminal (`prompt_input.py` says how turns are typed).
 
-A turn that begins with / changes the conversation or its settings; /help lists what there is. Ctrl-C during an answer
-stops it and keeps what was written; Ctrl-D or /exit leaves.
+A turn that begins with / is a command that changes the conversation or its settings; /help lists them. Ctrl-C during an
+answer stops it and keeps its text; Ctrl-D or /exit leaves.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tokenmill.config.sampling import SamplingConfig
 from tokenmill.errors import InvalidRequest, TokenmillError
 
 HELP = '''\
-/clear            forget the conversation
-/undo             forget the last turn and its answer
-/retry            answer the last turn once more
-/system TEXT      how the model should behave; without TEXT, show it
-/set              show how answers are drawn
-/set NAME VALUE   change it, for example /set temperature 0.2
-/read FILE        put a text file before the next turn
-/image FILE       show a picture (for models with vision, of which none runs yet)
-/save FILE        write the conversation as JSON
-/load FILE        go on with one that was saved
-/model NAME       go on with another model
+/clear            clear the conversation
+/undo             remove the last turn and its answer
+/retry            answer the last turn again
+/system TEXT      set the system message; without TEXT, show it
+/set              list the sampling parameters
+/set NAME VALUE   change one, for example /set temperature 0.2
+/read FILE        prepend a text file to the next turn
+/image FILE       attach an image (not supported yet: no model with vision runs)
+/save FILE        save the conversation as JSON
+/load FILE        load a saved conversation
+/model NAME       continue with another model
 /stats            tokens and speed of the last answer, and how full the context is
 /help             this list
 /exit             leave (also Ctrl-D)
 
-Alt-Enter breaks a line, and so does \\ at its end; """ opens a block of lines and """ closes it. A pasted \
-text is one turn. Ctrl-R searches earlier turns. Ctrl-C stops an answer.'''
+Alt-Enter, or \\ at the end of a line, starts a new line; """ starts and ends a block of lines. Pasted \
+text is a single turn. Ctrl-R searches earlier turns. Ctrl-C stops an answer.'''
 COMMANDS = tuple(dict.fromkeys(line.split()[0][1:] for line in HELP.splitlines() if line.startswith("/")))
 MAX_FILE_BYTES = 4 << 20
 
@@ -58,17 +58,17 @@ def command(
     sampling: flags.SamplingFlags = flags.SAMPLING,
     engine: flags.ChatEngineFlags = flags.ENGINE,
 ) -> int:
-    """Talk with a model in the terminal. /help lists what can be done there.
+    """Chat with a model in the terminal. /help lists the commands of the chat.
 
     Parameters
     ----------
     url
-        Talk with a running server instead: http://127.0.0.1:8000. MODEL is then a name that it serves.
+        Use a running server, such as http://127.0.0.1:8000, instead of loading a model. MODEL is a name of that server.
     system
-        How the model should behave, in words.
+        System message.
     context_shift
-        Let the conversation go on past the context: the oldest turns are dropped. On unless told otherwise; with --url
-        it is the server's setting then.
+        Let the conversation continue past the context by dropping the oldest turns. On by default; with --url the
+        default is the server's setting.
     """
     sampling.params()  # wrong values are refused before a model is loaded
     if url is not None:
@@ -94,7 +94,7 @@ OpenModel = Callable[[str | None], tuple[session.ChatModel, str]]
 
 
 class Conversation:
-    """A conversation so far, the model it is held with, and the sampling settings of the next answer."""
+    """A conversation, its model, and the sampling parameters of the next answer."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Conversation:
         self.sampling, self.system = sampling, system
         self._context_shift = context_shift
         self.messages: list[dict[str, Any]] = []
-        self._read = ""  # files before the next turn
+        self._read = ""  # text of files to prepend to the next turn
         self._last: session.Answer | None = None
 
     def __enter__(self) -> Conversation:
@@ -128,7 +128,7 @@ class Conversation:
                     self._read = ""
                 elif not self.run_command(text):
                     return
-            except TokenmillError as problem:  # too long, wrong value: the conversation goes on
+            except TokenmillError as problem:  # too long, wrong value: the conversation continues
                 say(f"! {' '.join(str(problem).split())}", sys.stderr)
 
     def answer(self, text: str) -> None:
@@ -145,7 +145,7 @@ class Conversation:
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     def run_command(self, line: str) -> bool:
-        """Run a /command; False when it is the one that leaves."""
+        """Run a /command; return False for the one that leaves."""
         name, _, rest = line[1:].strip().partition(" ")
         match name:
             case "exit" | "quit" | "bye":
@@ -154,10 +154,10 @@ class Conversation:
                 say(HELP)
             case "clear":
                 self.messages = []
-                print("(the conversation is forgotten)")
+                print("(the conversation is cleared)")
             case "undo":
                 self._forget_turn()
-                print(f"({len(self.messages) // 2} turns are left)")
+                print(f"({len(self.messages) // 2} turns remain)")
             case "retry":
                 self.answer(self._forget_turn())
             case "system":
@@ -175,16 +175,16 @@ class Conversation:
             case "stats":
                 say(f"({self._stats()})")
             case "image":
-                raise InvalidRequest("pictures can't be shown to a model: none with vision runs here yet")
+                raise InvalidRequest("images are not supported: no model with vision runs yet")
             case _:
                 near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-                raise InvalidRequest(f"there is no /{name}; {f'did you mean /{near[0]}?' if near else 'see /help'}")
+                raise InvalidRequest(f"unknown command /{name}; {f'did you mean /{near[0]}?' if near else 'see /help'}")
         return True
 
     def _stats(self) -> str:
-        """Tokens and speed of the last answer, and how much of the context the conversation takes."""
+        """Return tokens and speed of the last answer, and how much of the context is used."""
         if self._last is None:
-            return "nothing was answered yet"
+            return "there is no answer yet"
         usage, most = self._last.usage, self.llm.max_context
         if usage is None or most is None:
             return self._last.stats()
@@ -192,7 +192,7 @@ class Conversation:
         return f"{self._last.stats()}; context {used:,} of {most:,} tokens, {used / most:.0%} full".replace("%", " %")
 
     def _forget_turn(self) -> str:
-        """Take back the last turn with its answer; its text."""
+        """Remove the last turn and its answer; return its text."""
         if not self.messages:
             raise InvalidRequest("there is no turn yet")
         asked = str(self.messages[-2]["content"])
@@ -202,7 +202,7 @@ class Conversation:
     def _read_file(self, name: str) -> None:
         text = _text_of(name)
         self._read += f"{Path(name).name}:\n\n{text.rstrip()}\n\n"
-        print(f"({len(text):,} characters of {name} go before the next turn)")
+        print(f"({len(text):,} characters of {name} will precede the next turn)")
 
     def _save(self, name: str) -> None:
         path = Path(_required(name)).expanduser()
@@ -217,13 +217,13 @@ class Conversation:
         try:
             found = msgspec.json.decode(_text_of(name), type=SavedConversation)
         except msgspec.DecodeError as problem:
-            raise InvalidRequest(f"{name} is no saved conversation: {problem}") from problem
+            raise InvalidRequest(f"{name} is not a saved conversation: {problem}") from problem
         self.messages = [msgspec.to_builtins(message) for message in found.messages]
         self.system = found.system
         print(f"({len(self.messages) // 2} turns)")
 
     def _change_model(self, name: str) -> None:
-        """Continue the conversation with another model; with the old one, where the other can't be opened."""
+        """Continue the conversation with another model, or with the old one if the other can't be opened."""
         if not name:
             print(f"({self.name})")
             return
@@ -260,7 +260,7 @@ class SavedConversation(msgspec.Struct):
 
 def _required(name: str) -> str:
     if not name:
-        raise InvalidRequest("name a file")
+        raise InvalidRequest("the name of a file is missing")
     return name
 
 
@@ -275,7 +275,7 @@ def _text_of(name: str) -> str:
 
 
 def with_setting(sampling: SamplingConfig, name: str, value: str) -> SamplingConfig:
-    """The settings with one changed, converted and checked as a flag would be."""
+    """Return the settings with one changed; its value is converted and checked like a flag's."""
     hints, field = get_type_hints(SamplingConfig), _field(name)
     if field not in hints:
         near = difflib.get_close_matches(field, hints, n=1, cutoff=0.5)

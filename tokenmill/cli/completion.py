@@ -1,4 +1,4 @@
-"""`tokenmill completion`: a script with which a shell completes commands and flags."""
+"""`tokenmill completion`: print a shell's completion script."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def command(shell: Literal["bash", "zsh", "fish"] | None = None, /) -> int:
-    """Print a script that lets your shell complete commands and flags: source <(tokenmill completion bash)
+    """Print a completion script for commands and flags: source <(tokenmill completion bash)
 
     Parameters
     ----------
     shell
-        The shell; the one you use by default.
+        The shell; by default the one in use.
     """
     from tokenmill.cli.dispatch import whole_app
 
     chosen = shell or Path(os.environ.get("SHELL", "")).name
     if chosen not in SHELLS:
-        raise InvalidConfig(f"name a shell: {', '.join(SHELLS)}", param="shell")
+        raise InvalidConfig(f"the shell must be one of {', '.join(SHELLS)}", param="shell")
     print(whole_app().generate_completion(prog_name="tokenmill", shell=chosen))  # type: ignore[arg-type]
     return 0

@@ -1,4 +1,4 @@
-"""`tokenmill create`: a model made from another one by a Modelfile, as Ollama's users write it."""
+"""`tokenmill create`: derive a model from another one with a Modelfile in Ollama's format."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tokenmill.store.modelfile import MAX_MODELFILE_CHARACTERS
 
 
 def command(name: str, /, *, file: Annotated[Path, Parameter(alias="-f")] = Path("Modelfile")) -> int:
-    """Make a model from another one: its own adapter, system prompt, parameters, first messages, chat template.
+    """Create a model from another one, with its own adapter, system prompt, parameters, messages or chat template.
 
     Parameters
     ----------
     name
-        What the new model is called.
+        Name of the new model.
     file
         The Modelfile: FROM, ADAPTER, SYSTEM, PARAMETER, MESSAGE, TEMPLATE (Jinja), LICENSE.
     """
@@ -30,7 +30,7 @@ def command(name: str, /, *, file: Annotated[Path, Parameter(alias="-f")] = Path
     require_options(modelfile.parameters)
     if modelfile.adapter:
         modelfile.adapter = str((file.parent / Path(modelfile.adapter).expanduser()).resolve())
-        adapter_size(Path(modelfile.adapter))  # refuses what is none
+        adapter_size(Path(modelfile.adapter))  # refuses a file that is not an adapter
     base = modelfile.base
     path = (file.parent / base).expanduser()
     if base.startswith((".", "/", "~")) or base.endswith(".gguf"):

@@ -1,9 +1,9 @@
-"""`tokenmill detect`: find a watermark in a text.
+"""`tokenmill detect`: detect a watermark in a text.
 
 tokenmill detect answer.txt --model smollm2:135m --key 1234
 tokenmill run "A story" --watermark-key 1234 | tokenmill detect - --key 1234 --json
 
-Needs the model's tokenizer only: no weights are loaded, no torch.
+Needs only the model's tokenizer, neither weights nor torch.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def command(
     context: int = 1,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Tell whether a text carries a watermark: how many of its tokens are green, and how unlikely that is by chance.
+    """Detect a watermark in a text: count its green tokens, and compute how unlikely that number is by chance.
 
     Parameters
     ----------
     file
         The text; - reads it from stdin.
     key
-        The key that the text may have been generated with.
+        Key with which the text may have been generated.
     model
-        The model that may have written it: its tokenizer cuts the text.
+        Model that may have generated the text; its tokenizer is used.
     gamma
-        The share of green tokens that it was generated with.
+        Share of green tokens in the vocabulary, as used for generation.
     context
-        How many tokens before each one decide what is green.
+        Number of preceding tokens that determine the green tokens, as used for generation.
     json
-        One JSON object for programs.
+        Print one JSON object.
     """
     mark = Watermark(key=key, gamma=gamma, context=context)
     reading = detect_watermark(mark, _token_ids(model, _text(file)))
@@ -73,12 +73,14 @@ def _facts(reading: WatermarkScore) -> dict[str, float]:
 
 def _verdict(reading: WatermarkScore) -> str:
     if not reading.num_scored:
-        return "too short to tell"
-    return "watermarked with this key" if reading.z_score > CERTAIN else "no watermark of this key to be seen"
+        return "the text is too short"
+    return "watermarked with this key" if reading.z_score > CERTAIN else "no watermark with this key found"
 
 
 def _token_ids(model: str, text: str) -> list[int]:
-    from tokenmill.engine.frontend import tokenizer_of  # the tokenizer's libraries, once the arguments are sound
+    from tokenmill.engine.frontend import (
+        tokenizer_of,
+    )  # imports the tokenizer's libraries, after the arguments are checked
 
     tokenizer = tokenizer_of(resolve_model(model).path)
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""Runs a verb with its arguments: collects settings, parses flags, prints errors as one line, returns the exit code.
+"""Execution of a command: collect settings, parse flags, print errors as one line, return the exit code.
 
     flags  >  environment  >  file  >  defaults
 
@@ -6,8 +6,8 @@
     max_context = 4096
 
 A section of the TOML file is a config dataclass, a key is one of its fields. Values are converted by the same code as
-flags. One file serves all verbs: a verb takes the keys it has flags for. An unknown name is refused, with the nearest
-known one.
+flags. One file can serve all commands: each reads the keys that it has flags for. Unknown names are refused with a
+suggestion.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cyclopts.config import Dict
 
 from tokenmill.cli.exit_codes import fail
 from tokenmill.cli.flags import flag_name, whole_numbers_only
-from tokenmill.cli.help_screen import daily_help, wanted_help
+from tokenmill.cli.help_screen import requested_help, short_help
 from tokenmill.cli.verbs import VERBS
 from tokenmill.config import CacheConfig, ModelConfig, OpsConfig, ParallelConfig, SchedulerConfig
 from tokenmill.config.cluster import read_tables, settings_tables
@@ -38,7 +38,7 @@ from tokenmill.config.sampling import SamplingConfig
 from tokenmill.config.server import ServerConfig
 from tokenmill.errors import InvalidConfig, TokenmillError
 
-# Where a verb's function is, if not `command` in a module of the verb's name.
+# Module and function of a command, if not `command` in the module of the command's name.
 ENTRY_POINTS = {
     "pull": ("store_verbs", "pull_models"),
     "list": ("store_verbs", "list_models"),
@@ -50,19 +50,21 @@ ENTRY_POINTS = {
     "roll": ("fleet_verbs", "roll_replicas"),
 }
 CONFIGURED = ("run", "chat", "serve", "batch", "up")
-EVERYWHERE = "Every flag can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_PORT=8001).\n"
+SETTINGS_EPILOGUE = (
+    "Every flag can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_PORT=8001).\n"
+)
 
 
 def dispatch(verb: str, arguments: list[str]) -> int:
-    """Run a verb. Wrong usage and known failures become one line on stderr and an exit code."""
+    """Run a command. Wrong usage and known failures become one line on stderr and an exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
+        sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal's encoding lacks
     try:
         arguments, config_file = take_config_file(arguments)
         cluster_file = Path(arguments[0]) if verb == "up" and arguments and not arguments[0].startswith("-") else None
-        app = build_app(verb, config_file, asks_server=_asks_server(arguments), cluster_file=cluster_file)
-        if (asked := wanted_help(verb, arguments)) is not None:
-            return _show_help(app, *asked)
+        app = build_app(verb, config_file, uses_server=_uses_server(arguments), cluster_file=cluster_file)
+        if (request := requested_help(verb, arguments)) is not None:
+            return _show_help(app, *request)
         arguments = with_our_names(arguments, flags_of(app, verb))
         return int(app([verb, *arguments]) or 0)
     except UnusedCliTokensError as problem:
@@ -76,12 +78,12 @@ def dispatch(verb: str, arguments: list[str]) -> int:
 
 
 def _show_help(app: App, command: str, is_all: bool) -> int:
-    """Print the screen of daily flags, or all of them."""
+    """Print the help screen with the common flags, or with all flags."""
     words = command.split()
-    epilogue = "\nFiles (--config FILE.toml) and variables (TOKENMILL_SEED=7) can set all of them."
+    epilogue = "\nAll flags can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_SEED=7)."
     one = app[words[0]]
     one = one[words[1]] if len(words) > 1 and words[1] in list(one) else one
-    screen = None if is_all else daily_help(command, one, epilogue if words[0] in CONFIGURED else "")
+    screen = None if is_all else short_help(command, one, epilogue if words[0] in CONFIGURED else "")
     if screen is None:
         return int(app([*words, "--help"]) or 0)
     print(screen)
@@ -89,7 +91,7 @@ def _show_help(app: App, command: str, is_all: bool) -> int:
 
 
 def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """Take `--config FILE` out of the arguments: it works with every verb, so no verb has a flag for it."""
+    """Remove `--config FILE` from the arguments and return the file; it works with every command."""
     chosen, rest = os.environ.get("TOKENMILL_CONFIG"), []
     remaining = iter(arguments)
     for argument in remaining:
@@ -107,19 +109,19 @@ def take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
 
 
 def build_app(
-    verb: str, config_file: Path | None, *, asks_server: bool = False, cluster_file: Path | None = None
+    verb: str, config_file: Path | None, *, uses_server: bool = False, cluster_file: Path | None = None
 ) -> App:
     found = [(environment_settings(os.environ), "the environment")]
     if config_file is not None:
         found.append((file_settings(config_file), str(config_file)))
     if cluster_file is not None:
         found.append((cluster_settings(cluster_file), str(cluster_file)))
-    sources = [_source(_without_engine(values) if asks_server else values, name) for values, name in found]
+    sources = [_source(_without_engine(values) if uses_server else values, name) for values, name in found]
     app = App(
         name="tokenmill",
         config=[*sources, whole_numbers_only],
         default_parameter=Parameter(show_default=worth_showing),
-        help_epilogue=EVERYWHERE if verb in CONFIGURED else None,
+        help_epilogue=SETTINGS_EPILOGUE if verb in CONFIGURED else None,
         version_flags=[],
         print_error=False,
         exit_on_error=False,
@@ -136,25 +138,26 @@ def add_verb(app: App, verb: str) -> None:
 
 
 def whole_app() -> App:
-    """Return a parser of all verbs, for shell completion; a command needs only its own."""
+    """Return a parser of all commands, for shell completion."""
     app = App(name="tokenmill", version_flags=["--version"])
     for verb in VERBS:
         add_verb(app, verb)
     return app
 
 
-def _asks_server(arguments: Sequence[str]) -> bool:
+def _uses_server(arguments: Sequence[str]) -> bool:
     return any(argument == "--url" or argument.startswith("--url=") for argument in arguments)
 
 
 def _without_engine(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those of an engine: a file and the environment are about engines that run here."""
+    """Return settings without those of the engine, which do not apply to a server that runs elsewhere."""
     of_engine = {flag_name(section, name) for section in ENGINE_SECTIONS for name in _names(section)}
     return {flag: value for flag, value in values.items() if flag not in of_engine}
 
 
 def worth_showing(default: object) -> str | None:
-    """A default as `--help` shows it; None for one that is not worth showing, as for a switch that is off."""
+    """Return a default value as `--help` shows it; None for values that it does not show, such as a switch that is
+    off."""
     if isinstance(default, bool):
         return "on" if default else None
     return None if default in (None, "", ()) else str(default)
@@ -167,12 +170,12 @@ def _source(values: dict[str, Any], name: str) -> Dict:
 def _unused_arguments(verb: str, words: list[str]) -> str:
     shown = " ".join(words)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    quotes = " (a prompt of several words goes in quotes)" if verb == "run" else ""
-    return f"{verb} has no use for {shown!r}{quotes}; see tokenmill {verb} --help"
+    quotes = " (quote a prompt of several words)" if verb == "run" else ""
+    return f"unexpected argument of {verb}: {shown!r}{quotes}; see tokenmill {verb} --help"
 
 
 def flags_of(app: App, verb: str) -> list[str]:
-    """The options of a verb, with their dashes."""
+    """Return the options of a command, with their dashes."""
     command = app[verb]
     if command.default_command is None:
         return []  # its subcommands have them
@@ -180,54 +183,54 @@ def flags_of(app: App, verb: str) -> list[str]:
 
 
 def with_our_names(arguments: list[str], known: Sequence[str]) -> list[str]:
-    """The arguments with other engines' options for the same settings replaced by ours, each with a note on stderr."""
-    made: list[str] = []
+    """Replace options of other engines by ours, each with a note on stderr."""
+    translated: list[str] = []
     rest = deque(arguments)
     while rest:
         argument = rest.popleft()
         flag, equals, value = argument.partition("=")
         name = SHORT.get(flag) or flag.removeprefix("--").replace("-", "_")
         if argument == "--":
-            return [*made, argument, *rest]
+            return [*translated, argument, *rest]
         if not flag.startswith("-") or flag in known:
-            made.append(argument)
+            translated.append(argument)
             if rest and not equals and flag.startswith("-"):
-                made += _respelled(flag, name, rest)
+                translated += _translated_value(flag, name, rest)
             continue
         is_off = name.startswith("no_") and name.removeprefix("no_") in OTHER_NAMES
         name = name.removeprefix("no_") if is_off else name
         if name not in OTHER_NAMES:
-            made.append(f"--{name}{equals}{value}" if flag in SHORT else argument)
+            translated.append(f"--{name}{equals}{value}" if flag in SHORT else argument)
             continue
         if OTHER_NAMES[name].is_switch:
-            says_more = not equals and bool(rest) and rest[0].lower() in ("on", "off", "auto", "true", "false")
-            value = "false" if is_off else rest.popleft() if says_more else value or "true"
+            has_value = not equals and bool(rest) and rest[0].lower() in ("on", "off", "auto", "true", "false")
+            value = "false" if is_off else rest.popleft() if has_value else value or "true"
         elif not equals:
             if not rest:
                 raise InvalidConfig(f"{flag} needs a value")
             value = rest.popleft()
-        made += _replaced(flag, by_other_name(name, value), OTHER_NAMES[name])
-    return made
+        translated += _replaced(flag, by_other_name(name, value), OTHER_NAMES[name])
+    return translated
 
 
-def _respelled(flag: str, name: str, rest: deque[str]) -> list[str]:
-    """The value of one of our own options, where another engine writes it differently; nothing where it does not."""
+def _translated_value(flag: str, name: str, rest: deque[str]) -> list[str]:
+    """Return our value of an option if the next argument is another engine's value for it, otherwise nothing."""
     ours = our_value(name, rest[0])
     if ours == rest[0]:
         return []
-    note(f"{flag} {rest.popleft()} is {flag} {ours} here")
+    note(f"{flag} {rest.popleft()} means {flag} {ours} here")
     return [ours]
 
 
 def _replaced(flag: str, found: tuple[str, Any] | None, other: OtherName) -> list[str]:
     if found is None:
-        note(f"{flag} has nothing to do here: {other.instead or 'that is so anyway'}")
+        note(f"{flag} has no effect here: {other.instead or 'it is the default'}")
         return []
     name, value = found
     option = f"--{name.replace('_', '-')}"
     if other.is_switch:
         option = option if str(value).lower() in ON else option.replace("--", "--no-", 1)
-    note(f"{flag} is {option} here")
+    note(f"{flag} means {option} here")
     return [option] if other.is_switch else [option, str(value)]
 
 
@@ -236,15 +239,15 @@ def note(text: str) -> None:
 
 
 def _unknown_option(verb: str, problem: UnknownOptionError, known: Sequence[str]) -> str:
-    """The error for an unknown option, or for one that exists only for other verbs. What opens a server is never
-    proposed."""
+    """Return the error for an unknown option, or for one of other commands. Options that open a server to others are
+    never suggested."""
     given = (problem.token.keyword or problem.token.value).partition("=")[0]
     option = given.removeprefix("--no-").removeprefix("--")
     if is_setting(option):
-        return f"--{option} does nothing in {verb}: it is for other verbs"
-    harmless = [flag for flag in known if flag.removeprefix("--no-").removeprefix("--") not in OPENING]
+        return f"--{option} does not apply to {verb}: it is an option of other commands"
+    suggestible = [flag for flag in known if flag.removeprefix("--no-").removeprefix("--") not in OPENING]
     elsewhere = {f"--{name.replace('_', '-')}": other for name, other in OTHER_NAMES.items()}
-    near = difflib.get_close_matches(given, [*harmless, *elsewhere], n=1, cutoff=0.75)
+    near = difflib.get_close_matches(given, [*suggestible, *elsewhere], n=1, cutoff=0.75)
     if not near:
         return f"{verb} has no option {given}; see tokenmill {verb} --help"
     whose = f" ({elsewhere[near[0]].whose})" if near[0] in elsewhere else ""
@@ -268,19 +271,19 @@ OTHER_VARIABLES = (
     "TOKENMILL_HOME", "TOKENMILL_CONFIG", "TOKENMILL_DEBUG", "TOKENMILL_CLUSTER_KEY", "TOKENMILL_RANK_KEY",
     "TOKENMILL_UNPROVEN_KERNELS",
 )  # fmt: skip
-TEST_PREFIXES = ("TOKENMILL_TEST_", "TOKENMILL_CLIENTS")  # what the tests set
+TEST_PREFIXES = ("TOKENMILL_TEST_", "TOKENMILL_CLIENTS")  # variables of the test suite
 
 
 # ── settings from a file and the environment ─────────────────────────────────────────────────────────
 
 
 def file_settings(path: Path) -> dict[str, Any]:
-    """Flag name → value from a TOML file."""
+    """Return flag name → value from a TOML file."""
     return settings_of(path, read_tables(path))
 
 
 def cluster_settings(path: Path) -> dict[str, Any]:
-    """Flag name → value from the file of a cluster, which says more than settings."""
+    """Return flag name → value from a cluster's file, whose other tables are left out."""
     return settings_of(path, settings_tables(read_tables(path)))
 
 
@@ -294,7 +297,7 @@ def settings_of(path: Path, tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_tables(path: Path, tables: Any) -> str:
-    """The `[models.NAME]` tables as JSON, which `serve` reads: they are no flags, but models with settings each."""
+    """Return the `[models.NAME]` tables as JSON for `serve`; they define models and have no flags."""
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise InvalidConfig(f"{path}: models must be tables: write [models.NAME] and its keys below")
     try:
@@ -304,7 +307,7 @@ def _model_tables(path: Path, tables: Any) -> str:
 
 
 def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Flag name → value from TOKENMILL_… variables; several values are separated by commas."""
+    """Return flag name → value from TOKENMILL_… variables; lists are separated by commas."""
     known = {_variable(flag_name(section, name)): (section, name) for section in SECTIONS for name in _names(section)}
     found: dict[str, Any] = {}
     for variable, value in environment.items():
@@ -318,7 +321,7 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_setting(flag: str) -> bool:
-    """Return whether some verb has this flag, given without its dashes."""
+    """Return whether any command has this flag, given without its dashes."""
     return any(flag == flag_name(section, name) for section in SECTIONS for name in _names(section))
 
 
@@ -337,12 +340,12 @@ def _section(path: Path, section: str, table: Any) -> dict[str, Any]:
 
 
 def _refuse_unknown(variable: str, known: list[str]) -> None:
-    """Refuse a variable that names no setting: one that is misspelt would be ignored."""
+    """Refuse a variable that is not a setting; otherwise a misspelt one would be ignored silently."""
     name = variable.removeprefix(PREFIX).lower()
     ours = OTHER_NAMES[name].ours if name in OTHER_NAMES else ""
     near = [_variable(ours)] if ours else difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
     hint = f"; did you mean {near[0]}?" if near else "; unset it"
-    raise InvalidConfig(f"the environment variable {variable} is no setting{hint}")
+    raise InvalidConfig(f"the environment variable {variable} is not a setting{hint}")
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:
@@ -355,7 +358,7 @@ def _names(section: str) -> list[str]:
 
 
 def _several(section: str) -> set[str]:
-    """Fields that take several values."""
+    """Return the names of fields that take several values."""
     hints = get_type_hints(SECTIONS[section])
     return {name for name, hint in hints.items() if get_origin(hint) in (tuple, list)}
 

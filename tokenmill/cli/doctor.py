@@ -1,4 +1,4 @@
-"""`tokenmill doctor`: what this machine has, what is chosen and why, what to fix. Exit 1 when something must be."""
+"""`tokenmill doctor`: check the machine. The exit code is 1 if something must be fixed."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ def command(
     quantization: Literal["none", "fp8", "int4", "int8"] = "none",
     context: int = 4096,
 ) -> int:
-    """What this machine has, what is chosen and why, what to fix.
+    """Check this machine: hardware, chosen settings and why, what to fix.
 
     Parameters
     ----------
     kernels
-        A model: print which GPU kernel would multiply each of its matrices, for 1 to 4,096 rows, and why.
+        Model for which to print the GPU kernel that multiplies each of its matrices, for 1 to 4,096 rows, and why.
     device
-        GPU that --kernels is asked about, by name (H200, A100, L4, RTX4090, ...); it need not be here.
+        GPU for --kernels, by name (H200, A100, L4, RTX4090, ...); it need not be installed.
     quantization
-        How --kernels takes plain weights to be rounded while they are loaded.
+        Quantisation of unquantised weights that --kernels assumes.
     context
-        Tokens of a row's context, for --kernels.
+        Context length in tokens that --kernels assumes.
     """
     if kernels is not None:
         return print_kernels(kernels, device, quantization, context)
     if device is not None or quantization != "none":
-        raise InvalidConfig("--device and --quantization are for doctor --kernels MODEL")
+        raise InvalidConfig("--device and --quantization need --kernels MODEL")
     machine, store = probe_machine(), Store()
     manifests = store.manifests()
     print_facts([("tokenmill", f"{tokenmill.__version__}, Python {machine.python}, {machine.system}")])
@@ -101,7 +101,7 @@ def print_kernels(model: str, device: str | None, quantization: str, context: in
     for section in describe_kernels(spec, weights, min(context, spec.max_context), gpu):
         _section(section.title, [(f"{section.unit} {_span(one)}", _kernels(one)) for one in section.ranges])
     if rows := unproven_rows():
-        _section(f"Not chosen: kernels that no GPU has run yet ({VARIABLE}=1 chooses them)", rows)
+        _section(f"Not selected: kernels that have not been verified on a GPU ({VARIABLE}=1 enables them)", rows)
     return 0
 
 
@@ -110,7 +110,7 @@ def unproven_rows() -> list[Row]:
 
 
 def _gpu_for(device: str | None) -> Capabilities:
-    """Return the GPU that is asked about, or else the first one here, or else an H200."""
+    """Return the named GPU, or the first installed one, or an H200."""
     from tokenmill.ops.triton.launch.capabilities import TUNED, describe_gpu, known_tunings, named_gpu
 
     if device is not None:
@@ -118,7 +118,7 @@ def _gpu_for(device: str | None) -> Capabilities:
     gpu = next((gpu for gpu in probe_machine().gpus if gpu.vendor == "nvidia"), None)
     if gpu is None:
         found = named_gpu(TUNED)
-        return replace(found, device=f"none here: shown for an {found.device} (--device names another)")
+        return replace(found, device=f"no GPU installed: shown for an {found.device} (--device selects another)")
     digits = gpu.architecture.removeprefix("sm_").rstrip("af")
     return describe_gpu(gpu.name, (int(digits[:-1]), int(digits[-1])), known_tunings())
 
@@ -134,13 +134,13 @@ def _kernels(one: Range) -> str:
 
 def hardware_rows(machine: Machine) -> list[Row]:
     cpu, memory = machine.cpu, machine.memory
-    limit = f", limited to {cpu.quota:g} cores' worth" if cpu.quota else ""
+    limit = f", limited to {cpu.quota:g} cores by a quota" if cpu.quota else ""
     caches = ", ".join(f"{level} {num_bytes >> 10:,} KiB" for level, num_bytes in cpu.cache_bytes.items())
-    grouped = " (a control group's limit)" if memory.limit_bytes else ""
+    grouped = " (cgroup limit)" if memory.limit_bytes else ""
     rows = [
         ("cpu", cpu.name),
         ("cores", f"{cpu.usable_cores} usable of {cpu.physical_cores} physical, {cpu.logical_cores} logical{limit}"),
-        ("instructions", " ".join(cpu.instruction_sets) or "none known"),
+        ("instructions", " ".join(cpu.instruction_sets) or "none detected"),
         ("kernels", is_available()[1]),
         ("caches", caches or "unknown"),
         ("memory", f"{size(memory.available_bytes)} available of {size(memory.total_bytes)}{grouped}"),
@@ -163,15 +163,15 @@ def package_rows() -> list[Row]:
 def store_rows(store: Store, manifests: list[Manifest]) -> list[Row]:
     rows = [("where", str(store.root)), ("size", size(store.size_bytes()))]
     if store.partial_bytes():
-        rows.append(("unfinished", f"{size(store.partial_bytes())} of pulls that can be continued"))
+        rows.append(("unfinished", f"{size(store.partial_bytes())} of downloads that can be resumed"))
     return rows + [(manifest.name, f"{size(manifest.size_bytes)}, {manifest.source}") for manifest in manifests]
 
 
 def choice_rows(store: Store, manifests: list[Manifest]) -> tuple[list[Row], str | None]:
-    """Return what the engine would choose for the default model, or for the first in the store, or why it can't run
-    it."""
+    """Return the settings that the engine would choose for the default model or the first stored one, or why it can't
+    run it."""
     if not manifests:
-        return [("", f"nothing yet: `tokenmill pull` fetches {DEFAULT_MODEL}")], None
+        return [("", f"no model yet: `tokenmill pull` downloads {DEFAULT_MODEL}")], None
     manifest = next((m for m in manifests if m.name == DEFAULT_MODEL), manifests[0])
     try:
         reasons = _reasons(store, manifest)
@@ -186,17 +186,17 @@ def _reasons(store: Store, manifest: Manifest) -> list[str]:
 
 
 def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[list[str], list[str]]:
-    """Return what keeps Tokenmill from working, and what would make it better."""
+    """Return problems that must be fixed, and improvements."""
     damaged = sorted(set(store.names()) - {manifest.name for manifest in manifests})
     must = [f"{name} is damaged: tokenmill rm {name}, then tokenmill pull {name}" for name in damaged]
     if _version("torch") is None:
         must.append("torch is not installed: pip install torch")
     if not _is_writable(store):
-        must.append(f"the store {store.root} can't be written: set TOKENMILL_HOME")
+        must.append(f"the model store {store.root} is not writable: set TOKENMILL_HOME")
     has_kernels, why_not = is_available()
     advice: list[tuple[bool, Callable[[], str]]] = [
-        (not has_kernels, lambda: f"{why_not}: CPUs compute with torch, many times slower"),
-        (not manifests, lambda: f"no model here yet: tokenmill pull fetches {DEFAULT_MODEL} (98 MB)"),
+        (not has_kernels, lambda: f"{why_not}: models on CPUs run on torch, which is many times slower"),
+        (not manifests, lambda: f"no model yet: tokenmill pull downloads {DEFAULT_MODEL} (98 MB)"),
         (machine.memory.available_bytes < LOW_MEMORY_BYTES, lambda: "less than 2 GiB of memory available"),
         (_free_disk(store) < LOW_DISK_BYTES, lambda: f"only {size(_free_disk(store))} free on the store's disk"),
         (bool(machine.gpus), lambda: gpu_advice(machine.gpus[0])),
@@ -204,13 +204,13 @@ def to_fix(machine: Machine, store: Store, manifests: list[Manifest]) -> tuple[l
             bool(machine.gpus) and importlib.util.find_spec("triton") is None,
             lambda: "GPU kernels need triton: pip install triton",
         ),
-        (not _is_there("pip"), lambda: "pip is missing: models from PyPI can't be pulled"),
+        (not _is_there("pip"), lambda: "pip is missing: models can't be downloaded from PyPI"),
     ]
     return must, [told for applies, text in advice if applies and (told := text())]
 
 
 def gpu_advice(gpu: Gpu) -> str:
-    """Advice on a GPU that torch can't use; empty where it can."""
+    """Return advice on a GPU that torch can't use; empty if it can."""
     if _version("torch") is None:
         return ""
     return unused_gpu(gpu) or ""

@@ -1,7 +1,7 @@
-"""Exit codes of commands, and one line on stderr where something went wrong.
+"""Exit codes of commands, and one line on stderr for failures.
 
-`TOKENMILL_DEBUG=1` shows the traceback behind the line. This file imports little, so that Ctrl-C while all else
-is still being imported ends here too.
+`TOKENMILL_DEBUG=1` shows the traceback as well. This file imports little, so that it also handles Ctrl-C while other
+modules are still being imported.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ BROKEN_PIPE = 141
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Run a command; its exit code, or that of what stopped it."""
+    """Run a command and return its exit code, or that of the error or signal that stopped it."""
     try:
         code = command()
-        _flush()  # an error of the output can be reported here, but not when the interpreter ends
+        _flush()  # here an error of the output can still be reported
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `tokenmill run … | head -1`: the reader has left, which is no error
+    except BrokenPipeError:  # `tokenmill run … | head -1`: the reader has closed the pipe, which is not an error
         _forget_output()
         return BROKEN_PIPE
     except OSError as problem:
         code = fail(f"{problem.strerror or problem}" + (f": {problem.filename}" if problem.filename else ""), 1)
         _forget_output()
         return code
-    except Exception as problem:  # the last stop before the user: a bug is one line too
+    except Exception as problem:  # the outermost handler: a bug is reported on one line too
         if is_early_stop(problem):
             return 0
         return fail(f"internal error: {type(problem).__name__}: {problem}", 1)
@@ -52,7 +52,7 @@ def _flush() -> None:
 
 
 def _forget_output() -> None:
-    """Drop output that can't be written: the interpreter would try again, and complain, when it ends."""
+    """Discard output that can't be written; otherwise the interpreter would try again at exit and print an error."""
     try:
         _flush()
     except OSError:

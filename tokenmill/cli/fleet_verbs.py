@@ -12,48 +12,48 @@ from tokenmill.config.cluster import replica_range
 
 
 def scale_replicas(replicas: str, /, *, url: str = DEFAULT_URL) -> int:
-    """Change how many replicas a running cluster has. Requests of one that ends go on in others.
+    """Change the number of replicas of a running cluster. Requests of a stopped replica continue on others.
 
     Parameters
     ----------
     replicas
-        One number, or as many of a range as the load needs: 1..4; 0..4 ends the last one too without requests.
+        A number, or a range to scale within according to load, such as 1..4; 0..4 stops the last replica when idle.
     url
-        Where the cluster's front is; its key is TOKENMILL_API_KEY.
+        URL of the cluster; the API key is read from TOKENMILL_API_KEY.
     """
     least, most = replica_range(replicas)
     _change(url, "/replicas/scale", {"replicas": replicas})
-    print(f"{least} replicas" if least == most else f"{least} to {most} replicas, as the load needs them")
+    print(f"{least} replicas" if least == most else f"{least} to {most} replicas, according to load")
     return 0
 
 
 def drain_replica(replica: CountOrZero, /, *, undo: Switch = False, url: str = DEFAULT_URL) -> int:
-    """Move the requests of a replica to others, and give it no more.
+    """Move a replica's requests to others, and assign it no new ones.
 
     Parameters
     ----------
     replica
-        Its number, as GET /replicas shows it.
+        Number of the replica in GET /replicas.
     undo
-        Let it work again.
+        Put the replica back into service.
     url
-        Where the server is; its key is TOKENMILL_API_KEY.
+        URL of the server; the API key is read from TOKENMILL_API_KEY.
     """
     _change(url, "/replicas/drain", {"replica": replica, "is_drained": not undo})
-    print(f"replica {replica} {'works again' if undo else 'is empty and gets no requests'}")
+    print(f"replica {replica} {'is in service again' if undo else 'is drained'}")
     return 0
 
 
 def roll_replicas(*, url: str = DEFAULT_URL) -> int:
-    """Start the replicas of a server anew, one after the other; no request fails.
+    """Restart the replicas of a server one by one; no request fails.
 
     Parameters
     ----------
     url
-        Where the server is; its key is TOKENMILL_API_KEY.
+        URL of the server; the API key is read from TOKENMILL_API_KEY.
     """
     done = _change(url, "/replicas/restart", {})
-    print(f"started anew: {', '.join(map(str, done.get('restarted', []))) or 'none'}")
+    print(f"restarted: {', '.join(map(str, done.get('restarted', []))) or 'none'}")
     return 0
 
 

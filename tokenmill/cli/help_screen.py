@@ -1,7 +1,7 @@
-"""`--help` on one screen: what a verb does and the flags of every day. `--help-all` has the others too.
+"""`--help` on one screen: what a command does and its common flags. `--help-all` lists all flags.
 
-A flag is a line: its name, the first sentence of its help, its default. Which flags are of every day is a table here;
-a verb that is not in it has few enough flags to list them all.
+A flag is one line: its name, its default, the first sentence of its help. The common flags are a table here; a command
+that is not in the table has few enough flags to list them all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SAMPLING = ("--temperature", "--max-tokens", "--seed", "--stop")
 ENGINE = ("--max-context", "--quantization", "--device", "--threads")
 ARRIVAL = ("--concurrency", "--rate", "--num-requests", "--duration-s", "--trace")
 WORK = ("--workload", "--input-len", "--output-len")
-DAILY: dict[str, tuple[str, ...]] = {
+COMMON_FLAGS: dict[str, tuple[str, ...]] = {
     "run": ("--url", "--system", "--schema", "--raw", "--stats", *SAMPLING, *ENGINE),
     "chat": ("--url", "--system", *SAMPLING, "--context-shift", *ENGINE),
     "serve": ("--host", "--port", "--api-key", "--served-name", "--alias", "--adapter", "--max-running", *ENGINE,
@@ -32,11 +32,11 @@ DAILY: dict[str, tuple[str, ...]] = {
     "bench latency": ("--batch-sizes", "--input-lens", "--output-len", "--rounds", *ENGINE, "--json"),
     "bench startup": ("--rounds", *ENGINE, "--json"),
 }  # fmt: skip
-NARROWEST, WIDEST = 60, 110
+MIN_WIDTH, MAX_WIDTH = 60, 110
 
 
-def wanted_help(verb: str, arguments: list[str]) -> tuple[str, bool] | None:
-    """Return the command whose help is asked for, and whether in full; None where none is."""
+def requested_help(verb: str, arguments: list[str]) -> tuple[str, bool] | None:
+    """Return the command whose help is requested, and whether with all flags; None if none is."""
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if not {"--help", "-h", "--help-all"} & set(before):
         return None
@@ -44,22 +44,24 @@ def wanted_help(verb: str, arguments: list[str]) -> tuple[str, bool] | None:
     return command, "--help-all" in before
 
 
-def daily_help(command: str, app: App, epilogue: str) -> str | None:
-    """The screen of a command; None for a command without a table, whose whole help is short."""
-    daily = DAILY.get(command)
-    if daily is None:
+def short_help(command: str, app: App, epilogue: str) -> str | None:
+    """Return the help screen of a command; None for a command that is not in the table."""
+    common = COMMON_FLAGS.get(command)
+    if common is None:
         return None
-    width = min(max(shutil.get_terminal_size((80, 24)).columns, NARROWEST), WIDEST)
+    width = min(max(shutil.get_terminal_size((80, 24)).columns, MIN_WIDTH), MAX_WIDTH)
     arguments = [one for one in app.assemble_argument_collection(parse_docstring=True) if one.parse and one.show]
-    places = [one for one in arguments if not one.names[0].startswith("-")]
+    positional = [one for one in arguments if not one.names[0].startswith("-")]
     flags = {one.names[0]: one for one in arguments if one.names[0].startswith("-")}
-    shown = [(flag, f"{flag} {_value(flags[flag])}".rstrip()) for flag in daily]
+    shown = [(flag, f"{flag} {_value(flags[flag])}".rstrip()) for flag in common]
     column = max(len(name) for _, name in shown) + 4
-    lines = [f"Usage: tokenmill {command} {' '.join(f'[{one.names[0]}]' for one in places)} [FLAGS]".replace("  ", " ")]
+    lines = [
+        f"Usage: tokenmill {command} {' '.join(f'[{one.names[0]}]' for one in positional)} [FLAGS]".replace("  ", " ")
+    ]
     lines += ["", *textwrap.wrap(_sentence(app.help or ""), width), ""]
-    lines += [_line(one.names[0], _help(one), column, width) for one in places]
+    lines += [_line(one.names[0], _help(one), column, width) for one in positional]
     lines += [_line(name, _help(flags[flag]), column, width) for flag, name in shown]
-    rest = len(flags) - len(daily)
+    rest = len(flags) - len(common)
     return "\n".join([*lines, "", f"--help-all lists {rest} more flags.{epilogue}"])
 
 
@@ -68,7 +70,7 @@ def _line(name: str, text: str, column: int, width: int) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """Cut a sentence to a width: whole, or up to the end of a clause, or of a word."""
+    """Shorten a sentence to a width, if possible at the end of a clause."""
     if len(text) <= width:
         return text
     for mark in ("; ", ": "):
@@ -80,8 +82,8 @@ def _cut(text: str, width: int) -> str:
 
 def _help(argument: Any) -> str:
     default = argument.field_info.default
-    is_worth = default not in (None, "", (), False, True, argument.field_info.empty)
-    return (f"[{_shown(default)}] " if is_worth else "") + _sentence(argument.parameter.help or "").rstrip(".")
+    is_shown = default not in (None, "", (), False, True, argument.field_info.empty)
+    return (f"[{_shown(default)}] " if is_shown else "") + _sentence(argument.parameter.help or "").rstrip(".")
 
 
 def _shown(default: Any) -> str:
@@ -89,15 +91,15 @@ def _shown(default: Any) -> str:
 
 
 def _sentence(text: str) -> str:
-    """The first sentence, on one line."""
+    """Return the first sentence of a text, on one line."""
     whole = " ".join(text.split("\n\n")[0].split())
     end = whole.find(". ")
     return whole if end < 0 else whole[: end + 1]
 
 
 def _value(argument: Any) -> str:
-    """Return the placeholder of a flag's value: none for a switch, its choices where they are few, else the kind of
-    value."""
+    """Return the placeholder of a flag's value: nothing for a switch, its choices if they are short, otherwise its
+    type."""
     hint = argument.hint
     kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
     if bool in kinds:

@@ -1,4 +1,4 @@
-"""`tokenmill host`: run replicas of a cluster on this machine. The front is elsewhere and says what to run."""
+"""`tokenmill host`: run replicas on this machine for a cluster whose front end runs elsewhere."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def command(
     ends_with_parent: Switch = False,
     seats: Annotated[Count | None, Parameter(show=False)] = None,
 ) -> int:
-    """Run replicas for the front of a cluster (`tokenmill up`) until stopped. Nothing listens on this machine.
+    """Run replicas for a cluster started elsewhere by `tokenmill up`, until stopped. This machine opens no port.
 
     Parameters
     ----------
     join
-        Where the front lets machines join: ws://HOST:PORT, or wss:// with TLS. With tcp://HOST:PORT this machine is a
-        stage of a pipeline instead, whose core waits there (`--stages-at`), with the key in TOKENMILL_RANK_KEY.
+        Address of the cluster: ws://HOST:PORT, or wss:// with TLS. With tcp://HOST:PORT this machine instead runs a
+        pipeline stage of the engine that listens there (`--stages-at`), with the key in TOKENMILL_RANK_KEY.
     key_file
-        File with the cluster's key; TOKENMILL_CLUSTER_KEY without it.
+        File with the cluster's key; by default the key is read from TOKENMILL_CLUSTER_KEY.
     name
-        How the front calls this machine; its host name by default.
+        Name of this machine in the cluster; by default its host name.
     replicas
-        Replicas that this machine has room for; by default one for each GPU, or one on its processor.
+        Number of replicas that this machine can hold; by default one per GPU, or one on the CPU.
     tls_ca
-        File with the certificate that the front's must be signed by (PEM); the system's by default.
+        File with the certificate authority of the cluster (PEM); by default the system's.
     ends_with_parent
-        End when the process that started this one has ended.
+        Exit when the parent process has ended.
     seats
-        Former name of --replicas; deprecated.
+        Deprecated name of --replicas.
     """
     if join.startswith(STAGE_SCHEME):
         return _be_stage(join.removeprefix(STAGE_SCHEME), os.getppid() if ends_with_parent else None)
@@ -72,7 +72,7 @@ def command(
     key = read_key(key_file, os.environ.get("TOKENMILL_CLUSTER_KEY"))
     gpus = probe_nvidia() if torch_computes_on_gpus() else []
     if seats is not None:
-        print("tokenmill: --seats is deprecated: write --replicas", file=sys.stderr)
+        print("tokenmill: --seats is deprecated: use --replicas", file=sys.stderr)
     capacity = replicas or seats or max(1, len(gpus))
     device = f"{len(gpus)} × {gpus[0].name}" if gpus else probe_cpu().name
     configure_logging()
@@ -82,7 +82,7 @@ def command(
 
 
 def _be_stage(address: str, parent_pid: int | None) -> int:
-    """Run a stage's process, and the next one when it has ended: the core starts its group again, and waits there."""
+    """Run a stage's process, and a new one when it ends, since the core restarts all ranks after a failure."""
     from tokenmill.engine.core_process import python_command
     from tokenmill.engine.joined_ranks import group_key, split_address
 
@@ -107,7 +107,7 @@ def _be_stage(address: str, parent_pid: int | None) -> int:
 
 
 async def _run(agent: HostAgent, parent_pid: int | None) -> int:
-    """Run until a signal comes, or until the parent is gone; cores are ended then."""
+    """Run until a signal arrives or the parent has ended; then stop the cores."""
     running = asyncio.create_task(agent.run())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
@@ -126,16 +126,16 @@ async def _run(agent: HostAgent, parent_pid: int | None) -> int:
 def _tls(url: str, ca: Path | None) -> ssl.SSLContext | None:
     if not url.startswith("wss://"):
         if ca is not None:
-            raise InvalidConfig("--tls-ca needs an address that begins with wss://", param="tls_ca")
+            raise InvalidConfig("--tls-ca needs a wss:// address", param="tls_ca")
         return None
     try:
         return ssl.create_default_context(cafile=None if ca is None else str(ca))
     except (OSError, ssl.SSLError) as problem:
-        raise InvalidConfig(f"{ca} is no certificate that can be used: {problem}", param="tls_ca") from None
+        raise InvalidConfig(f"{ca} is not a usable certificate: {problem}", param="tls_ca") from None
 
 
 class Fitting:
-    """Makes the settings of a core fit this machine: its share of threads and memory."""
+    """Adapts a core's settings to this machine: its share of threads and memory."""
 
     def __init__(self, capacity: int, num_gpus: int) -> None:
         self._capacity = capacity

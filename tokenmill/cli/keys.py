@@ -1,4 +1,4 @@
-"""`tokenmill keys add | list | revoke`: the API keys of a server, as records in a file."""
+"""`tokenmill keys add | list | revoke`: manage the file of a server's API keys."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from tokenmill.errors import InvalidConfig
 from tokenmill.server.audit import append, by_operator, file_beside
 from tokenmill.server.keys import KeyRecord, default_keys_file, new_key, read_keys, write_keys
 
-command = App(help="Make, list and revoke the API keys of a server.", help_flags=["--help", "-h"], version_flags=[])
+command = App(help="Create, list and revoke the API keys of a server.", help_flags=["--help", "-h"], version_flags=[])
 
-File = Annotated[Path | None, Parameter(name="--keys-file", help="The file; keys.toml in TOKENMILL_HOME by default.")]
-AuditFile = Annotated[
-    Path | None, Parameter(name="--audit-log", help="The audit log; audit.jsonl beside the file of keys by default.")
+File = Annotated[
+    Path | None, Parameter(name="--keys-file", help="File of keys; by default keys.toml in TOKENMILL_HOME.")
 ]
-TOLD = "A running server reads its keys again on SIGHUP."
+AuditFile = Annotated[
+    Path | None, Parameter(name="--audit-log", help="Audit log; by default audit.jsonl next to the file of keys.")
+]
+RELOAD_NOTE = "A running server reloads its keys on SIGHUP."
 _LIFETIME = re.compile(r"(\d{1,5})([dhw])")
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
 
@@ -45,34 +47,34 @@ def add(
     keys_file: File = None,
     audit_log: AuditFile = None,
 ) -> int:
-    """Make a key and print it: it is kept nowhere, only its digest is.
+    """Create a key and print it. Only its digest is stored.
 
     Parameters
     ----------
     name
-        Who it is for; unique.
+        Unique name of the key, such as its owner.
     expires
-        A date (2027-01-31), or a time from now: 12h, 90d, 8w.
+        Expiry: a date (2027-01-31) or a time from now (12h, 90d, 8w).
     model
-        A model that it may use, with wildcards; may be given several times. All by default.
+        Allowed model, optionally with wildcards; may be given several times. By default all.
     requests_per_minute
-        Most requests that it may send in a minute.
+        Maximum requests per minute.
     tokens_per_minute
-        Most tokens of prompts and answers in a minute.
+        Maximum tokens of prompts and answers per minute.
     tokens_per_day
-        Most tokens of prompts and answers in a day.
+        Maximum tokens of prompts and answers per day.
     max_running
-        Most requests at a time; further ones are refused.
+        Maximum concurrent requests; further ones are refused.
     max_sequences
-        Most sequences computed at a time; further ones wait.
+        Maximum running sequences; further ones wait.
     weight
-        Its share of the engine while others want theirs: with 2 it gets twice as much as with 1.
+        Weight in fair scheduling under load: 2 gets twice the share of 1.
     min_priority
-        Smallest `priority` that its requests may ask for: smaller runs first. As for all keys by default
+        Minimum `priority` of its requests; smaller values run first. By default that of all keys
         (`serve --min-priority`).
     sees_all
-        For operators: on the server's page it sees the requests of all keys and may abort them; of several keys only
-        such a one reads /metrics, and changes models where clients may.
+        Operator key: may see and abort the requests of all keys on the web page. If there are several keys, only such
+        keys may read /metrics and load, unload or change models.
     """
     path = keys_file or default_keys_file()
     wanted = KeyRecord(
@@ -98,12 +100,12 @@ def add(
 
 @command.command(name="list")
 def list_keys(*, json: Annotated[bool, Parameter(negative="")] = False, keys_file: File = None) -> int:
-    """List the keys, without what would let anyone use them.
+    """List the keys, without secrets.
 
     Parameters
     ----------
     json
-        One JSON array for programs.
+        Print one JSON array.
     """
     records = _known(keys_file or default_keys_file())
     if json:
@@ -125,7 +127,7 @@ def revoke(name: str, *, keys_file: File = None, audit_log: AuditFile = None) ->
     Parameters
     ----------
     name
-        The id it was made with.
+        Name of the key.
     """
     path = keys_file or default_keys_file()
     records = _known(path)
@@ -134,12 +136,12 @@ def revoke(name: str, *, keys_file: File = None, audit_log: AuditFile = None) ->
         raise InvalidConfig(f"there is no key {name!r} in {path}", hint="tokenmill keys list")
     write_keys(path, left)
     _record(audit_log or file_beside(path), "key_revoked", name)
-    print(f"{name} is revoked. {TOLD}")
+    print(f"{name} is revoked. {RELOAD_NOTE}")
     return 0
 
 
 def _record(path: Path, event: str, key_id: str) -> None:
-    """Write a change to the audit log; a disk that does not take it does not undo the change."""
+    """Record a change in the audit log; the change stays even if that fails."""
     try:
         append(path, [(time.time(), event, {"id": key_id, "by": by_operator()})])
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""Terminal output besides answers: progress of a pull, tables, sizes in words, one JSON line."""
+"""Terminal output other than answers: download progress, tables, readable sizes, JSON lines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-NUMBERS_WIDTH = 48  # characters of a terminal for how much, how fast, how long, and some of a bar
+NUMBERS_WIDTH = 48  # columns for size, speed, remaining time and a part of the bar
 
 
-# ── the progress of a pull ───────────────────────────────────────────────────────────────────────────
+# ── download progress ───────────────────────────────────────────────────────────────────────────
 
 
 class PullScreen:
-    """A bar per file on a terminal, plain lines elsewhere. Use as a context: the bar is taken down at its end."""
+    """Progress of a download: a bar per file on a terminal, plain lines elsewhere. A context manager, which removes the
+    bar at its end."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
@@ -73,16 +74,16 @@ class PullScreen:
 
 
 def shortened(name: str, width: int) -> str:
-    """A name cut to a width; its end, which may say which part of a model it is, stays."""
+    """Shorten a name to a width by removing its middle; its end, such as a part number, is kept."""
     width = max(width, 16)
     return name if len(name) <= width else f"{name[: width // 2]}…{name[len(name) - (width - width // 2 - 1) :]}"
 
 
-# ── words and columns ────────────────────────────────────────────────────────────────────────────────
+# ── formatting and columns ────────────────────────────────────────────────────────────────────────────────
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people: 98.4 MB."""
+    """Format bytes: 98.4 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -91,7 +92,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """A count for people: 134.5 M."""
+    """Format a count: 134.5 M."""
     for unit in ("", " k", " M", " B"):
         if abs(number) < 1000:
             return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
@@ -100,7 +101,7 @@ def count(number: float) -> str:
 
 
 def print_facts(rows: list[tuple[str, str]]) -> None:
-    """Print two aligned columns; plain text, so that it reads the same in a pipe."""
+    """Print two aligned columns as plain text."""
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
         print(f"{label:{width}}  {text}" if text else label)
@@ -113,7 +114,7 @@ def print_table(titles: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-# ── tables and the JSON line ─────────────────────────────────────────────────────────────────────────
+# ── tables and JSON lines ─────────────────────────────────────────────────────────────────────────
 
 
 def print_rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -130,13 +131,13 @@ def print_rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence
 
 
 def print_result(facts: dict[str, Any], *, as_json: bool) -> None:
-    """The JSON line of a result for programs: where it was asked for, or where a program reads the output."""
+    """Print a result as a JSON line if requested, or if the output is a pipe."""
     if as_json or not sys.stdout.isatty():
         print_json_line(facts)
 
 
 def print_json_line(facts: dict[str, Any]) -> None:
-    """Print an object on one line; NaN and infinities, which are not JSON, become null."""
+    """Print an object as one line of JSON; NaN and infinities become null."""
     print(msgspec.json.encode(finite(facts)).decode(), flush=True)
 
 
@@ -151,7 +152,7 @@ def finite(value: Any) -> Any:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A number in a table cell: thousands separated, a dash for an unknown one."""
+    """Format a number for a table, with thousands separators; a dash if unknown."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 

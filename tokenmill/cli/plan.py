@@ -1,4 +1,4 @@
-"""`tokenmill plan`: memory, speed and price of a model on a device, before buying it. No weights, no torch."""
+"""`tokenmill plan`: predict memory, speed and price of a model on a device. Needs neither weights nor torch."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DeviceConfig:
     device: str = "auto"
-    """Name from the table (--devices lists it), or auto for this machine by measurement; several by commas."""
+    """Device from the table (see --devices), or auto to measure this machine; several separated by commas."""
     tp: Count = 1
-    """Devices that share every layer (tensor split)."""
+    """Tensor parallel devices."""
     pp: Count = 1
-    """Stages that the layers are cut into (pipeline split)."""
+    """Pipeline parallel stages."""
     link: str | None = None
-    """What connects several devices: nvlink, pcie5, pcie4, ib, ethernet, shared or loopback; by default what such
-    devices usually have."""
+    """Interconnect of the devices: nvlink, pcie5, pcie4, ib, ethernet, shared, loopback, or a result file of `bench
+    links`; by default the usual one of such devices."""
     mfu: Share | None = None
-    """Share of peak arithmetic that prefill reaches."""
+    """Share of peak FLOP/s that prefill reaches (MFU)."""
     mbu: Share | None = None
-    """Share of peak bandwidth that decode reaches."""
+    """Share of peak bandwidth that decode reaches (MBU)."""
     calibrate: Path | None = None
-    """JSON result of `bench offline`, `latency` or `serve --output` on this device, instead of mfu and mbu."""
+    """Result file of `bench offline`, `latency` or `serve --output` on this device, instead of --mfu and --mbu."""
     usd_per_hour: AmountOrZero | None = None
-    """Price of all devices together."""
+    """Price of all devices together per hour."""
 
     def named(self, name: str) -> PlanDevice:
         from tokenmill.planner.device import plan_device
@@ -57,65 +57,65 @@ class DeviceConfig:
 @dataclass(frozen=True)
 class LoadConfig:
     input_len: Count = 1024
-    """Prompt tokens of a request."""
+    """Prompt tokens per request."""
     output_len: Count = 1024
-    """Answer tokens of a request."""
+    """Answer tokens per request."""
     batch: Count = 1
-    """Requests running together for which TPOT is shown."""
+    """Number of running requests for which TPOT is shown."""
     slo: str = ""
-    """Limits to stay within: ttft=1s,tpot=100ms."""
+    """Latency limits: ttft=1s,tpot=100ms."""
     context: Count | None = None
-    """Tokens kept per request; input plus output by default."""
+    """Context length per request in tokens; by default input plus output."""
     max_running: Count = 256
-    """Requests that may run together."""
+    """Maximum number of running requests."""
     token_budget: Count = 2048
-    """Tokens computed in one step at most."""
+    """Maximum tokens per step."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     weight_dtype: str = "auto"
-    """float32, bfloat16, fp8, int8, int4 or a GGUF type such as Q4_K; auto: as stored."""
+    """Data type of weights: float32, bfloat16, fp8, int8, int4 or a GGUF type such as Q4_K; auto: as stored."""
     kv_dtype: str = "auto"
-    """Precision of cached keys and values; auto: what a GPU computes in, float16 on a CPU."""
+    """Data type of the KV cache; auto: the data type of activations on a GPU, float16 on a CPU."""
     memory_fraction: Share | None = None
-    """Share of the memory left after the weights that the KV pool takes."""
+    """Share of the memory left after the weights for the KV cache."""
     mtp: Annotated[bool, Parameter(negative="")] = False
-    """Count the head that predicts further tokens, as `serve --speculate mtp` reads it."""
+    """Include the multi-token prediction head, which `serve --speculate mtp` loads."""
 
 
 @dataclass(frozen=True)
 class ShowConfig:
     compare: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
-    """More devices or models to show side by side."""
+    """Further devices or models to compare."""
     fit: Annotated[bool, Parameter(negative="")] = False
-    """Show every precision and split on the device."""
+    """Try every precision and split on the device."""
     topologies: Count | None = None
-    """Rank all ways to put the model on this many devices: tensor splits, pipelines, replicas."""
+    """Rank all ways to use this many devices: tensor parallel, pipelines, replicas."""
     which: Annotated[bool, Parameter(negative="")] = False
-    """Rank all known devices by the price of a request within the limits, 1 to 8 of each side by side."""
+    """Rank all known devices, 1 to 8 of each, by the price of a request that meets the latency limits."""
     devices: Annotated[bool, Parameter(negative="")] = False
-    """List the known devices and nothing else."""
+    """List the known devices."""
     json: Annotated[bool, Parameter(negative="")] = False
-    """One JSON object for programs."""
+    """Print one JSON object."""
     html: Path | None = None
-    """Write a page with plots to this file."""
+    """Write a page with charts to this file."""
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False
-    """All figures: operations, memory by part, and who can read that fast."""
+    """Show all figures: operations, memory by part, and reading speeds for comparison."""
 
 
-DeviceFlags = Annotated[DeviceConfig, Parameter(name="*", group=Group.create_ordered("Where it runs"))]
-LoadFlags = Annotated[LoadConfig, Parameter(name="*", group=Group.create_ordered("What it must carry"))]
-PrecisionFlags = Annotated[PrecisionConfig, Parameter(name="*", group=Group.create_ordered("How it is stored"))]
-ShowFlags = Annotated[ShowConfig, Parameter(name="*", group=Group.create_ordered("What is shown"))]
+DeviceFlags = Annotated[DeviceConfig, Parameter(name="*", group=Group.create_ordered("Devices"))]
+LoadFlags = Annotated[LoadConfig, Parameter(name="*", group=Group.create_ordered("Load"))]
+PrecisionFlags = Annotated[PrecisionConfig, Parameter(name="*", group=Group.create_ordered("Precision"))]
+ShowFlags = Annotated[ShowConfig, Parameter(name="*", group=Group.create_ordered("Output"))]
 DEVICE, LOAD, PRECISION, SHOW = DeviceConfig(), LoadConfig(), PrecisionConfig(), ShowConfig()
 
 
 def require_no_idle(device: DeviceConfig, precision: PrecisionConfig, show: ShowConfig) -> None:
-    """Refuse flags that --calibrate measures, and flags that --fit tries in every way."""
+    """Refuse flags that --calibrate measures, and flags whose values --fit, --which or --topologies enumerate."""
     refuse_idle(device, dict.fromkeys(("mfu", "mbu"), (device.calibrate is None, "a plan without --calibrate")))
     ranked = ("tp", "pp", "link", "mfu", "mbu", "calibrate", "usd_per_hour")
-    refuse_idle(device, dict.fromkeys(ranked, (not show.which, "a plan without --which, which asks the table")))
+    refuse_idle(device, dict.fromkeys(ranked, (not show.which, "a plan without --which, which uses the table")))
     refuse_idle(show, dict.fromkeys(("compare", "fit", "html"), (not show.which, "a plan without --which")))
     asked = show.topologies is None
     refuse_idle(device, dict.fromkeys(("tp", "pp"), (asked, "a plan without --topologies, which tries them all")))
@@ -155,7 +155,7 @@ def parse_slo(text: str) -> Slo:
         name, _, value = part.partition("=")
         key = name.strip().split("_")[0]
         if key not in ("ttft", "tpot"):
-            raise InvalidConfig(f"{name!r} is no limit of a plan; write ttft=1s,tpot=100ms", param="slo")
+            raise InvalidConfig(f"{name!r} is not a limit of a plan; write ttft=1s,tpot=100ms", param="slo")
         limits[f"{key}_s"] = parse_seconds(value)
     return Slo(**limits)
 
@@ -172,7 +172,7 @@ def command(
     precision: PrecisionFlags = PRECISION,
     show: ShowFlags = SHOW,
 ) -> int:
-    """What a model takes and gives on a device: memory, TTFT, TPOT, concurrency, price.
+    """Predict memory, TTFT, TPOT, concurrency and price of a model on a device.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def command(
         return 0
     plans = _plans(model, device, show, question(device, load, precision))
     if not plans:
-        raise InvalidConfig(f"{model} fits {device.device} in no precision and on no split of it", hint="--which")
+        raise InvalidConfig(f"{model} does not fit {device.device} in any precision and split", hint="--which")
     _print(plans, show)
     if show.html is not None:
         from tokenmill.planner.report import html_page
@@ -242,11 +242,11 @@ def _plans(models: str, asked: DeviceConfig, show: ShowConfig, question: Questio
     model_names = [*_list(models), *[name for name in others if name != "auto" and not find_device(name)]]
     for named, what in ((model_names, "model"), (device_names, "device")):
         if not named:
-            raise InvalidConfig(f"no {what} is named", param=what)
+            raise InvalidConfig(f"the list of {what}s is empty", param=what)
     found = [find_model(name) for name in model_names]
     if asked.calibrate is not None:
         if len(found) > 1 or len(device_names) > 1:
-            raise InvalidConfig("--calibrate is about one model on one device", param="calibrate")
+            raise InvalidConfig("--calibrate needs one model and one device", param="calibrate")
         question = replace(question, speeds=measured_speeds(asked.calibrate, found[0], question.kv_dtype))
     pairs = list(product(found, [asked.named(name) for name in device_names]))
     if show.fit:
@@ -255,7 +255,7 @@ def _plans(models: str, asked: DeviceConfig, show: ShowConfig, question: Questio
 
 
 def measured_speeds(path: Path, model: PlannedModel, kv_dtype: str) -> Speeds:
-    """Read the speeds of a benchmark result: of the engine alone, or of a server of `model` under load."""
+    """Read the speeds from a benchmark result of the engine alone or of a server under load."""
     from tokenmill.arch.read import read_json
     from tokenmill.bench.result import read_result
     from tokenmill.planner.calibrate import Served, read_calibration, served_speeds
@@ -286,9 +286,9 @@ def _print(plans: list[Plan], show: ShowConfig) -> None:
         print_facts(facts(plans[0]) if show.verbose else brief_facts(plans[0]))
         if not show.verbose:
             return
-        print("\nWhich TPOT a reader needs:")
+        print("\nTPOT compared with reading speeds:")
         print_table(
-            ("a reader who", "words/min", "ms/token", "kept up"), [tuple(r) for r in reading_rows(plans[0].tpot_s)]
+            ("reader", "words/min", "ms/token", "fast enough"), [tuple(r) for r in reading_rows(plans[0].tpot_s)]
         )
     else:
         titles, rows = compared_by_row(plans)

@@ -1,12 +1,12 @@
-r'''The turns that a person types, or a pipe brings.
+r'''Input of the turns of a conversation, typed or from a pipe.
 
     a line                    is a turn
-    a line that ends with \   goes on in the next line
-    """ ... """               a block of lines is one turn
+    a line that ends with \   continues in the next line
+    """ ... """               a block of lines is a turn
 
-On a terminal a pasted text is one turn however many lines it has, Alt-Enter begins a new line, Ctrl-R searches the
-history (kept in the store's directory, readable by its owner only), and Ctrl-C drops the turn being typed. A dumb
-terminal gets plain lines; from a pipe, lines are read as they are.
+On a terminal pasted text is a single turn, Alt-Enter starts a new line, Ctrl-R searches the history (a file in the
+store's directory, readable only by its owner), and Ctrl-C discards the turn being typed. On a dumb terminal and from a
+pipe plain lines are read.
 '''
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_HISTORY_BYTES = 1 << 20
 
 
 class PromptInput:
-    """Iterating yields turns until there are no more."""
+    """Iterator over the turns until the end of the input."""
 
     def __init__(self, source: TextIO) -> None:
         self._source = source
@@ -40,7 +40,7 @@ class PromptInput:
             except KeyboardInterrupt:
                 if not self.is_terminal:
                     raise
-                print("\n(Ctrl-D or /exit leaves)")
+                print("\n(Ctrl-D or /exit to leave)")
                 continue
             if turn is None:
                 return
@@ -69,7 +69,7 @@ class PromptInput:
         return "\n".join(lines).strip("\n")
 
     def _line(self, prompt: str) -> str | None:
-        """The next line; an editor may give several at once."""
+        """Return the next input, which may have several lines if it comes from the editor."""
         if self.is_terminal:
             try:
                 return input(prompt) if self._session is None else str(self._session.prompt(styled(prompt)))
@@ -82,7 +82,7 @@ class PromptInput:
 
 
 def line_editor() -> Any:
-    """A `prompt_toolkit` session: Enter sends, Alt-Enter breaks the line, a paste keeps its lines."""
+    """Return a `prompt_toolkit` session: Enter sends, Alt-Enter starts a new line, pasted text keeps its lines."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -115,7 +115,7 @@ def styled(prompt: str) -> Any:
 
 
 def history_file() -> Path | None:
-    """The file of earlier turns, for its owner only; None where it can't be kept. A large one begins anew."""
+    """Return the history file, readable only by its owner; None if it can't be written. A large one is truncated."""
     file = store_root() / "chat_history.txt"
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

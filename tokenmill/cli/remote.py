@@ -1,7 +1,7 @@
-"""A model of a running server, asked over HTTP as `run --url` and `chat --url` do: Tokenmill's own, or any other that
-speaks OpenAI's chat and completions.
+"""Client of a running server for `run --url` and `chat --url`: Tokenmill's own server, or any other with OpenAI's chat
+and completions routes.
 
-Only what differs from the defaults is sent, so that servers which know fewer parameters take it.
+Only parameters that differ from the defaults are sent, for servers that know fewer parameters.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class RemoteModel:
     """One model of a server."""
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None) -> None:
-        """`model`: its name there; without one, the first that the server lists. `key`: TOKENMILL_API_KEY or
-        OPENAI_API_KEY by default."""
+        """`model`: its name on the server, by default the first that it lists. `key`: by default TOKENMILL_API_KEY or
+        OPENAI_API_KEY."""
         self._server = RemoteServer(url, key or os.environ.get("TOKENMILL_API_KEY") or os.environ.get("OPENAI_API_KEY"))
         listed = {str(row.get("id")): row for row in self._server.get("/models").get("data") or []}
         if model is None and not listed:
             raise UnknownModel(f"the server at {url} lists no models")
         self.name = model or next(iter(listed))
-        length = listed.get(self.name, {}).get("max_model_len")  # as vLLM and Tokenmill tell it
+        length = listed.get(self.name, {}).get("max_model_len")  # a field of vLLM and Tokenmill
         self.max_context = length if isinstance(length, int) and length > 0 else None
 
     def stream(self, prompt: str, params: SamplingParams) -> RemoteEvents:
@@ -52,7 +52,7 @@ class RemoteModel:
         return self._events("/chat/completions", {"messages": messages}, params)
 
     def close(self) -> None:
-        """Nothing is held between two answers."""
+        """Do nothing: no connection is kept between answers."""
 
     def _events(self, path: str, asked: dict[str, Any], params: SamplingParams) -> RemoteEvents:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
@@ -60,7 +60,7 @@ class RemoteModel:
 
 
 def sent(params: SamplingParams) -> dict[str, Any]:
-    """The parameters as fields of a request: those that were set, and the temperature, whose defaults differ."""
+    """Return the parameters as request fields: those that differ from the default, and the temperature."""
     given = {name: getattr(params, name) for name in params.__struct_fields__ if name not in NOT_SENT}
     fields = {name: value for name, value in given.items() if value != getattr(DEFAULTS, name)}
     if params.guided is not None:
@@ -71,7 +71,7 @@ def sent(params: SamplingParams) -> dict[str, Any]:
 
 
 def constraint(guided: Guided) -> dict[str, Any]:
-    """A constraint as OpenAI's field for JSON, as vLLM's for the kinds that OpenAI has none for."""
+    """Return a constraint as OpenAI's field for JSON, or as vLLM's fields for other kinds."""
     match guided.kind:
         case "json_object":
             return {"response_format": {"type": "json_object"}}
@@ -87,12 +87,12 @@ def constraint(guided: Guided) -> dict[str, Any]:
 
 
 class RemoteServer:
-    """Requests to one server: to the routes below /v1, and to those that change it."""
+    """HTTP client of one server: routes below /v1, and routes that change its state."""
 
     def __init__(self, url: str, key: str | None) -> None:
         address = urlsplit(url if "://" in url else f"http://{url}")
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise InvalidConfig(f"{url} is no address of a server", param="url", hint="http://127.0.0.1:8000")
+            raise InvalidConfig(f"{url} is not the URL of a server", param="url", hint="http://127.0.0.1:8000")
         self._address = address
         self._where = f"{address.scheme}://{address.netloc}"
         path = address.path.rstrip("/")
@@ -103,14 +103,14 @@ class RemoteServer:
         return self._object(self._request("GET", self._root + path))
 
     def change(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask for a change by a route that is not below /v1."""
+        """Send a POST request to a route outside /v1."""
         return self._object(self._request("POST", self._root.removesuffix("/v1") + path, orjson.dumps(body)))
 
     def _object(self, opened: _OpenReply) -> dict[str, Any]:
         try:
             found = orjson.loads(opened.reply.read(MAX_LINE_BYTES))
         except orjson.JSONDecodeError as problem:
-            raise RequestFailed(f"{self._where} answers, but not as OpenAI's API does") from problem
+            raise RequestFailed(f"{self._where} does not answer like OpenAI's API") from problem
         finally:
             opened.close()
         return found if isinstance(found, dict) else {}
@@ -136,7 +136,7 @@ class RemoteServer:
             connection.close()
             raise EngineDead(
                 f"no server answers at {self._where}: {problem}",
-                hint="`tokenmill serve` starts one; --url says where it is",
+                hint="start one with `tokenmill serve`, or set --url",
             ) from problem
         if opened.reply.status != 200:
             try:
@@ -147,26 +147,26 @@ class RemoteServer:
 
 
 def _refusal(reply: http.client.HTTPResponse) -> TokenmillError:
-    """A server's refusal in its own words."""
+    """Return an error with the message of the server's refusal."""
     text = reply.read(MAX_ERROR_BYTES)
     try:
         message = str(orjson.loads(text)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
         message = text.decode("utf-8", "replace").strip()[:200] or reply.reason
     if reply.status == 401:
-        return InvalidRequest(f"the server wants a key: {message}", hint="set TOKENMILL_API_KEY")
+        return InvalidRequest(f"the server requires an API key: {message}", hint="set TOKENMILL_API_KEY")
     kind = InvalidRequest if 400 <= reply.status < 500 else RequestFailed
-    return kind(f"the server refuses ({reply.status}): {message}")
+    return kind(f"the server refused the request ({reply.status}): {message}")
 
 
 class _OpenReply:
     def __init__(self, connection: http.client.HTTPConnection, reply: http.client.HTTPResponse) -> None:
         self.reply = reply
         self._connection = connection
-        self._socket = connection.sock  # the connection forgets it where the reply ends with the connection
+        self._socket = connection.sock  # the connection drops its reference if the reply ends with the connection
 
     def break_off(self) -> None:
-        """End the stream for its reader at once; may be called by a signal handler."""
+        """Shut down the connection, so that reading ends immediately; may be called by a signal handler."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -194,14 +194,14 @@ class RemoteEvents(Iterator[Event]):
         raise StopIteration
 
     def _data(self) -> bytes | None:
-        """The data of the next event of the stream; None at its end."""
+        """Return the data of the next server-sent event; None at the end of the stream."""
         while True:
             try:
                 line = self._opened.reply.readline(MAX_LINE_BYTES)
             except (OSError, ValueError, http.client.HTTPException) as problem:
                 if self._is_stopped:
                     return None
-                raise RequestFailed(f"the answer broke off: {problem}") from problem
+                raise RequestFailed(f"the connection was lost during the answer: {problem}") from problem
             if not line:
                 if self._is_stopped or self._finish_reason is not None:
                     return None
@@ -214,7 +214,7 @@ class RemoteEvents(Iterator[Event]):
         try:
             said = orjson.loads(data)
         except orjson.JSONDecodeError as problem:
-            raise RequestFailed("the server sent something that is no event of a stream") from problem
+            raise RequestFailed("the server sent an invalid event") from problem
         if error := said.get("error"):
             raise RequestFailed(str(error.get("message") if isinstance(error, dict) else error))
         usage = _usage(said.get("usage"))
@@ -231,7 +231,7 @@ class RemoteEvents(Iterator[Event]):
         return Event(request_id="", text=text, parts=parts, usage=usage)
 
     def stop(self) -> None:
-        """End the answer early: the server notices that its client has left."""
+        """Stop the answer by closing the connection, on which the server aborts the request."""
         self._is_stopped = True
         self._opened.break_off()
 

@@ -43,42 +43,42 @@ def command(
     sampling: flags.SamplingFlags = flags.SAMPLING,
     engine: flags.ChatEngineFlags = flags.ENGINE,
 ) -> int:
-    """Answer one prompt on stdout, streamed. Text piped in is the prompt, or follows it. Without either, on a terminal,
-    it is `tokenmill chat`.
+    """Answer one prompt and stream the answer to stdout. Text from a pipe is the prompt, or is appended to it. On a
+    terminal without a prompt this starts `tokenmill chat`.
 
     Parameters
     ----------
     model
-        Short name, GGUF file, model directory or Hugging Face id. A lone argument that is none of these is the PROMPT.
+        Short name, GGUF file, model directory or Hugging Face id. A single argument that is neither is the PROMPT.
     prompt
-        What to answer.
+        The prompt.
     url
-        Ask a running server instead: http://127.0.0.1:8000. MODEL is then a name that it serves.
+        Use a running server, such as http://127.0.0.1:8000, instead of loading a model. MODEL is a name of that server.
     system
-        How the model should behave, in words.
+        System message.
     schema
-        A file with a JSON schema: the answer is JSON that follows it.
+        File with a JSON schema that the answer must follow.
     raw
-        Continue the text as it is, without the chat template.
+        Continue the text without a chat template.
     stats
-        Tell on stderr how many tokens and how fast.
+        Print the number of tokens and the speed on stderr.
     context_shift
-        Let the answer go on past the context: the oldest tokens are dropped. Off unless told otherwise, on in a chat.
+        Let the answer continue past the context by dropping the oldest tokens. Off by default, on in `tokenmill chat`.
     """
     model, prompt = tell_apart(model, prompt) if url is None or prompt is not None else (None, model)
     if url is not None:
         flags.refuse_engine_flags(engine)
     text = _with_stdin(prompt)
     if raw and system:
-        raise InvalidRequest("--system needs the chat template, which --raw leaves out")
+        raise InvalidRequest("--system needs the chat template, which --raw disables")
     if not text and not raw and schema is None and sys.stdin.isatty() and sys.stdout.isatty():
         return chat.command(
             model, url=url, system=system, context_shift=context_shift, sampling=sampling, engine=engine
         )
     if not text:
-        raise InvalidRequest("nothing to answer", hint='tokenmill run "your question", or pipe text in')
-    asked = msgspec.structs.replace(sampling.params(), context_shift=context_shift)
-    params = following(schema, asked)  # wrong values are refused before a model is loaded
+        raise InvalidRequest("there is no prompt", hint='tokenmill run "your question", or pipe text in')
+    chosen = msgspec.structs.replace(sampling.params(), context_shift=context_shift)
+    params = with_schema(schema, chosen)  # wrong values are refused before a model is loaded
     llm = RemoteModel(url, model) if url else session.open_model(engine.config(model))
     asked_at = time.monotonic()
     try:
@@ -94,13 +94,13 @@ def command(
 
 
 def tell_apart(model: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-    """Tell the arguments apart: a single one is the model if it could be one, else the prompt for the default model."""
+    """Return model and prompt: a single argument is the model if it looks like one, otherwise the prompt."""
     if model is not None and prompt is None and not is_model_name(model) and find_created(model, Store()) is None:
         return None, model
     return model, prompt
 
 
-def following(schema: Path | None, params: SamplingParams) -> SamplingParams:
+def with_schema(schema: Path | None, params: SamplingParams) -> SamplingParams:
     if schema is None:
         return params
     try:
@@ -123,7 +123,7 @@ def _with_stdin(prompt: str | None) -> str:
 
 
 def _has_piped_input() -> bool:
-    """Return whether a file or a pipe is redirected to stdin; a service's closed or null stdin is neither."""
+    """Return whether stdin is a file or a pipe, rather than closed or /dev/null as in a service."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):
@@ -136,5 +136,5 @@ def _piped_text() -> str:
         return ""
     data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
     if len(data) > MAX_STDIN_BYTES:
-        raise InvalidRequest(f"more than {MAX_STDIN_BYTES >> 20} MB were piped in")
+        raise InvalidRequest(f"the input from the pipe is larger than {MAX_STDIN_BYTES >> 20} MB")
     return data.decode("utf-8", errors="replace")

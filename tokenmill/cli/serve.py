@@ -1,4 +1,4 @@
-"""`tokenmill serve`: models over HTTP. Fetches them first, with a progress bar, then hands over to the server."""
+"""`tokenmill serve`: download the models if necessary, with a progress bar, then start the HTTP server."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tokenmill.server.ui.model_lists import FitFinder
 
 MODELS_HELP = (
-    "Short names, GGUF files, model directories, Hugging Face ids or scripted:FILE; the default model without them. "
-    "The first is loaded at once, others when they are asked for."
+    "Short names, GGUF files, model directories, Hugging Face ids or scripted:FILE; by default the default model. "
+    "The first is loaded at start, the others when they are first requested."
 )
 
 
@@ -33,7 +33,7 @@ def command(
     """Serve models over HTTP: OpenAI clients work against http://127.0.0.1:8000/v1."""
     from tokenmill.server.listen import require_free_ports
 
-    require_free_ports(server)  # before all that takes seconds to import
+    require_free_ports(server)  # before imports that take seconds
     from tokenmill.cli import session
     from tokenmill.server.run import require_servable, run_server
 
@@ -67,7 +67,7 @@ def command(
 
 
 def named_as(model: ServedModelConfig, found: ResolvedModel) -> ServedModelConfig:
-    """The model with the name that clients use: one that was given, or its own."""
+    """Return the model with the name for clients: the configured one, or the model's own."""
     return replace(model, name=model.name or model.engine.model.served_name or found.name)
 
 
@@ -97,4 +97,4 @@ def planned_memory(request: PlanRequest) -> ModelMemory:
 
 
 def too_large(num_bytes: int, available: int) -> str:
-    return f"it takes {num_bytes / 1e9:.2f} GB of memory, and {max(0, available) / 1e9:.2f} GB are left for it"
+    return f"it needs {num_bytes / 1e9:.2f} GB of memory, but only {max(0, available) / 1e9:.2f} GB are available"

@@ -1,4 +1,4 @@
-"""`tokenmill ps` and `stop`: the models of a running server, and how they leave its memory."""
+"""`tokenmill ps` and `stop`: list and unload the models of a running server."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Flag = Annotated[bool, Parameter(negative="")]
 
 
 def list_running(*, url: str = DEFAULT_URL, json: Flag = False) -> int:
-    """List the models of a running server: which are in memory, what they take and how long they stay.
+    """List the models of a running server: which are loaded, their memory, and how long they stay loaded.
 
     Parameters
     ----------
     url
-        Where the server is; its key is TOKENMILL_API_KEY.
+        URL of the server; the API key is read from TOKENMILL_API_KEY.
     json
-        One JSON array for programs.
+        Print one JSON array.
     """
     rows = _server(url).get("/models").get("data") or []
     if json:
@@ -34,14 +34,14 @@ def list_running(*, url: str = DEFAULT_URL, json: Flag = False) -> int:
 
 
 def stop_models(*models: str, url: str = DEFAULT_URL) -> int:
-    """Take models out of a running server's memory, after their running requests. The next request loads them again.
+    """Unload models of a running server after their running requests. The next request loads them again.
 
     Parameters
     ----------
     models
-        Names as `tokenmill ps` shows them; all that are loaded without any.
+        Names shown by `tokenmill ps`; by default all loaded models.
     url
-        Where the server is; its key is TOKENMILL_API_KEY.
+        URL of the server; the API key is read from TOKENMILL_API_KEY.
     """
     server = _server(url)
     names = models or tuple(str(row.get("id")) for row in server.get("/models").get("data") or [] if _is_loaded(row))
@@ -62,7 +62,7 @@ def _is_loaded(row: dict[str, Any]) -> bool:
 
 
 def _in_words(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row of `ps`; another engine's server says less of its models."""
+    """Return a row of `ps`; servers of other engines report fewer fields."""
     status = row.get("status") or {}
     state, taken = str(status.get("value", "")), row.get("memory_bytes")
     return (
@@ -77,6 +77,6 @@ def _in_words(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _stay(row: dict[str, Any]) -> str:
     if row.get("is_pinned"):
-        return "for ever"
+        return "forever"
     left_s = row.get("expires_in_s")
-    return "until room is needed" if left_s is None else f"{left_s:.0f} s"
+    return "until memory is needed" if left_s is None else f"{left_s:.0f} s"

@@ -1,7 +1,8 @@
-"""`tokenmill service install | show`: a server that systemd starts, watches and restarts.
+"""`tokenmill service install | show`: a systemd service that runs the server.
 
-The unit is `Type=notify`: systemd knows the server as started once it answers (`server/service_notify.py`), and starts
-it anew when it gives no sign of life, as after an engine was given up. The process may write to its own folders alone.
+The unit is `Type=notify`: the service counts as started once the server is ready (`server/service_notify.py`), and
+systemd restarts it if its watchdog notifications stop, as after an engine was given up. The process can only write to
+its own folders.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from cyclopts import App, Parameter
 
 from tokenmill.errors import InvalidConfig
 
-command = App(help="Let systemd start, watch and restart a server.", help_flags=["--help", "-h"], version_flags=[])
+command = App(help="Install a server as a systemd service.", help_flags=["--help", "-h"], version_flags=[])
 
 NAME = "tokenmill.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")
 Argument = Annotated[str, Parameter(help="Arguments of `tokenmill serve`, after a `--`.", allow_leading_hyphen=True)]
-User = Annotated[bool, Parameter(negative="", help="A service of this user, without root.")]
+User = Annotated[bool, Parameter(negative="", help="Install a user service, without root.")]
 HARDENING = """\
 NoNewPrivileges=yes
 PrivateTmp=yes
@@ -42,9 +43,10 @@ UMask=0077
 
 
 def unit(program: str, arguments: tuple[str, ...], *, user: bool) -> str:
-    """The text of the unit. A user's service may not drop capabilities or change its user, so it has fewer walls."""
+    """Return the text of the unit. A user service can't drop capabilities or change its user, so it is less
+    isolated."""
     words = " ".join(shlex.quote(word).replace("%", "%%") for word in ("serve", *arguments))
-    walls = HARDENING + ("" if user else "CapabilityBoundingSet=\nAmbientCapabilities=\nPrivateDevices=no\n")
+    hardening = HARDENING + ("" if user else "CapabilityBoundingSet=\nAmbientCapabilities=\nPrivateDevices=no\n")
     home = "%h/.cache/tokenmill" if user else "/var/lib/tokenmill"
     account = "" if user else "DynamicUser=yes\nStateDirectory=tokenmill\nStateDirectoryMode=0700\n"
     writable = f"ReadWritePaths=-{home}\n" if user else ""
@@ -69,7 +71,7 @@ TimeoutStopSec=60
 WatchdogSec=60
 LimitNOFILE=65536
 KillMode=mixed
-{walls}
+{hardening}
 [Install]
 WantedBy={"default" if user else "multi-user"}.target
 """
@@ -77,34 +79,34 @@ WantedBy={"default" if user else "multi-user"}.target
 
 @command.command
 def show(*arguments: Argument, user: User = False) -> int:
-    """Print the unit that `install` would write."""
+    """Print the systemd unit without installing it."""
     print(unit(program(), arguments, user=user), end="")
     return 0
 
 
 @command.command
 def install(*arguments: Argument, user: User = False, force: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Write the unit, and say how to start it.
+    """Install the systemd unit, and print how to start it.
 
     Parameters
     ----------
     force
-        Replace a unit that is there.
+        Replace an existing unit.
     """
     folder = Path.home() / ".config/systemd/user" if user else SYSTEM_FOLDER
     path = folder / NAME
     if path.exists() and not force:
-        raise InvalidConfig(f"{path} is there already", hint="--force replaces it")
+        raise InvalidConfig(f"{path} exists already", hint="--force replaces it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(unit(program(), arguments, user=user), encoding="utf-8")
         if user:
             (Path.home() / ".cache/tokenmill").mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        hint = "--user needs no root" if not user else None
+        hint = "--user does not need root" if not user else None
         raise InvalidConfig(f"{path} can't be written: {problem.strerror}", hint=hint) from None
     control = "systemctl --user" if user else "systemctl"
-    print(f"{path} is written. Start it, now and with every boot:")
+    print(f"{path} is installed. To start the server now and at every boot:")
     print(f"  {control} daemon-reload\n  {control} enable --now {NAME}")
     if user:
         print("  loginctl enable-linger   # to let it run while you are not logged in")

@@ -1,4 +1,4 @@
-"""An open model and one answer at a time: what `run` and `chat` share."""
+"""Code shared by `run` and `chat`: open a model, and stream one answer at a time."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ LOADING_AFTER_S = 0.7
 
 
 class Events(Protocol):
-    """The events of an answer, as they come."""
+    """The stream of an answer's events."""
 
     def __iter__(self) -> Iterator[Event]: ...
     def __next__(self) -> Event: ...
 
     def stop(self) -> None:
-        """End the answer early: the next event is the end. May be called by a signal handler."""
+        """Stop the answer: the stream ends with the next event. May be called by a signal handler."""
 
     def close(self) -> None: ...
 
@@ -56,7 +56,7 @@ class ChatModel(Protocol):
 
     @property
     def max_context(self) -> int | None:
-        """Tokens of the longest conversation; None where that is not known."""
+        """Return the context length in tokens; None if it is unknown."""
 
     def stream(self, prompt: str, params: SamplingParams) -> Events: ...
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Events: ...
@@ -64,7 +64,7 @@ class ChatModel(Protocol):
 
 
 def open_model(config: EngineConfig) -> ChatModel:
-    """Fetch the model if need be, with a progress bar, and load it."""
+    """Download the model if necessary, with a progress bar, and load it."""
     found = fetch(config.model.model)
     with loading_sign(found.name):
         return ServedModel(config, take_core(fast_start=bool(config.ops.fast_start)), found.custom)
@@ -72,7 +72,7 @@ def open_model(config: EngineConfig) -> ChatModel:
 
 @contextmanager
 def loading_sign(name: str, out: TextIO = sys.stderr) -> Generator[None, None, None]:
-    """Show on a terminal what is being waited for, if it takes a while; the line is erased afterwards."""
+    """Show on a terminal that the model is loading, if it takes a while; erase the line afterwards."""
     if not has_colours(out):
         yield
         return
@@ -98,17 +98,17 @@ def loading_sign(name: str, out: TextIO = sys.stderr) -> Generator[None, None, N
 
 
 def fetch(name: str) -> ResolvedModel:
-    """Make sure that the model is on this machine, and find its files."""
+    """Download the model if necessary and return its files."""
     with PullScreen() as screen:
         return resolve_model(name, progress=screen)
 
 
 class ServedModel:
-    """A core in a process of its own, asked for one answer at a time. The child imports while this process reads flags
-    and tokenizer; the same core in this process would begin a second later."""
+    """An engine whose core is a child process, used for one answer at a time. The child imports while this process
+    parses flags and reads the tokenizer, which saves a second."""
 
     def __init__(self, config: EngineConfig, child: CoreProcess | None, custom: Customization | None = None) -> None:
-        """`custom`: what a created model adds to every conversation."""
+        """`custom`: system prompt, parameters and messages of a created model."""
         self._custom = custom
         self._adapter = the_adapter(config)
         self._runner = asyncio.Runner()
@@ -133,42 +133,42 @@ class ServedModel:
         self._runner.close()
 
     def _events(self, asked: PromptRequest | ChatRequest) -> ServedEvents:
-        async def submit() -> EventStream:  # a stream belongs to the running loop
+        async def submit() -> EventStream:  # a stream must be created in the running loop
             return self._engine.submit(asked)
 
         return ServedEvents(self._runner, self._runner.run(submit()))
 
 
 def the_adapter(config: EngineConfig) -> str | None:
-    """The adapter that answers; several would need a client that chooses."""
+    """Return the name of the adapter to use, of which there may be only one."""
     names = list(named_adapters(config.model.adapter))
     if len(names) > 1:
-        raise InvalidConfig("give one --adapter: it is the one that answers", param="adapter")
+        raise InvalidConfig("only one --adapter may be given", param="adapter")
     return names[0] if names else None
 
 
 def with_custom(asked: ChatRequest, custom: Customization) -> ChatRequest:
-    """A conversation with a created model."""
+    """Apply a created model's parameters, messages and template to a request."""
     from tokenmill.server.ollama.options import sampling_settings
 
     return customized(with_settings(asked, sampling_settings(custom.parameters, max_context=None)), custom)
 
 
 def with_settings(asked: ChatRequest, settings: dict[str, Any]) -> ChatRequest:
-    """A conversation with a model's own parameters, which hold where a flag was left at its default."""
+    """Apply a model's own sampling parameters to a request, except where a flag differs from its default."""
     usual = SamplingConfig().params()
     changes = {name: value for name, value in settings.items() if getattr(asked.params, name) == getattr(usual, name)}
     return msgspec.structs.replace(asked, params=msgspec.structs.replace(asked.params, **changes)) if changes else asked
 
 
 class ServedEvents(Iterator[Event]):
-    """Events of one request. The event loop runs only while the next event is waited for."""
+    """Events of one request as a plain iterator. The event loop runs only while it waits for the next event."""
 
     def __init__(self, runner: asyncio.Runner, stream: EventStream) -> None:
         self._runner, self._stream = runner, stream
 
     def __next__(self) -> Event:
-        event = self._runner.run(following(self._stream))
+        event = self._runner.run(next_event(self._stream))
         if event is None:
             raise StopIteration
         return event
@@ -180,13 +180,13 @@ class ServedEvents(Iterator[Event]):
         self._runner.run(self._stream.aclose())
 
 
-async def following(stream: AsyncIterator[Event]) -> Event | None:
-    """The next event; None after the last one."""
+async def next_event(stream: AsyncIterator[Event]) -> Event | None:
+    """Return the next event; None after the last one."""
     return await anext(stream, None)
 
 
 class Stop:
-    """Ctrl-C during an answer: the first one stops the answer, the second one the program."""
+    """Handler of Ctrl-C during an answer: the first one stops the answer, the second one the program."""
 
     def __init__(self, events: Events) -> None:
         self.asked = False
@@ -201,7 +201,7 @@ class Stop:
 
 @contextmanager
 def stoppable(events: Events) -> Generator[Stop, None, None]:
-    """Inside, Ctrl-C ends the answer, also while a long prompt is computed and no token has come; the engine stays."""
+    """Make Ctrl-C stop the answer, also during prefill, and keep the engine."""
     stop = Stop(events)
     before = signal.signal(signal.SIGINT, stop.ask)
     try:
@@ -214,10 +214,10 @@ class Answer:
     """The text of an answer so far, how long it took, and how it ended."""
 
     def __init__(self, asked_at: float | None = None) -> None:
-        """`asked_at`: when it was asked for, by the monotonic clock; now by default."""
+        """`asked_at`: time of the request by the monotonic clock; by default now."""
         self.text = ""
-        self._told: Usage | None = None  # by the engine or the server: at the beginning and at the end
-        self._num_tokens = 0  # that came
+        self._reported: Usage | None = None  # by the engine or server, at the first and last event
+        self._num_tokens = 0  # received
         self.finish_reason: str | None = None
         self.was_stopped = False
         self._began = time.monotonic() if asked_at is None else asked_at
@@ -226,8 +226,10 @@ class Answer:
 
     def add(self, event: Event) -> None:
         self.text += event.text
-        self._told = event.usage or self._told
-        self._num_tokens += len(event.token_ids) or bool(event.text or event.parts)  # servers send a token at a time
+        self._reported = event.usage or self._reported
+        self._num_tokens += len(event.token_ids) or bool(
+            event.text or event.parts
+        )  # a server sends one token per event
         self.finish_reason = event.finish_reason or self.finish_reason
         self.total_s = time.monotonic() - self._began
         if self.first_s is None and (event.text or event.parts or event.token_ids):
@@ -235,19 +237,19 @@ class Answer:
 
     @property
     def usage(self) -> Usage | None:
-        """Return the usage of the answer so far; for a stopped one the received tokens are counted."""
-        if self._told is None or self.finish_reason is not None:
-            return self._told
+        """Return the usage so far; for a stopped answer, the number of received tokens."""
+        if self._reported is None or self.finish_reason is not None:
+            return self._reported
         return msgspec.structs.replace(
-            self._told, completion_tokens=max(self._told.completion_tokens, self._num_tokens)
+            self._reported, completion_tokens=max(self._reported.completion_tokens, self._num_tokens)
         )
 
     @property
     def ending(self) -> str:
-        """Return a note about the end of the answer; empty where the model ended it."""
+        """Return a note on why the answer ended; empty if the model ended it."""
         if self.was_stopped:
             return "(stopped)"
-        return "(cut off: the answer reached its longest length)" if self.finish_reason == "length" else ""
+        return "(cut off: the answer reached its maximum length)" if self.finish_reason == "length" else ""
 
     def stats(self) -> str:
         """Return one line with tokens and speed of the prompt and of the answer."""
@@ -268,12 +270,11 @@ class Answer:
 def write_answer(
     events: Events, out: TextIO = sys.stdout, thoughts: TextIO = sys.stderr, *, asked_at: float | None = None
 ) -> Answer:
-    """Write the text as it comes; end with a line break; free the sequence when it is stopped early.
+    """Stream the text to `out`, end with a line break, and free the sequence if it is stopped early.
 
-    `asked_at` is when it was asked for: a server's first token may have come before its events are read.
+    `asked_at` is the time of the request, since a server's first token may arrive before its events are read.
 
-    What the model thinks is shown dimmed on `thoughts` where that is a terminal, so that a redirected answer is only
-    the answer.
+    Reasoning is shown dimmed on `thoughts` if that is a terminal, so that redirected output contains only the answer.
     """
     answer = Answer(asked_at)
     thinking, screen = ThoughtScreen(thoughts), AnswerScreen(out)
@@ -299,7 +300,7 @@ def write_answer(
 
 @contextmanager
 def without_echo() -> Generator[None, None, None]:
-    """Inside, keys that are pressed are not shown in the middle of the answer; they are there for the next prompt."""
+    """Do not echo typed keys into the answer; they are kept for the next prompt."""
     if termios is None or not sys.stdin.isatty():
         yield
         return
@@ -314,7 +315,7 @@ def without_echo() -> Generator[None, None, None]:
 
 
 class ThoughtScreen:
-    """Shows a model's thoughts, dimmed, on a terminal; nothing where there is none."""
+    """Shows a model's reasoning, dimmed, on a terminal; nothing elsewhere."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -334,7 +335,7 @@ class ThoughtScreen:
             self.close()
 
     def close(self) -> None:
-        """End the thoughts, before the answer or at the end."""
+        """End the reasoning, before the answer or at the end."""
         if self._is_dim:
             self._out.write(f"{PLAIN}\n\n" if self._styles else "\n\n")
             self._out.flush()

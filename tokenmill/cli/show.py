@@ -1,4 +1,5 @@
-"""`tokenmill show`: what a model is, and what of it fits on this machine. Reads headers only; no weights, no torch."""
+"""`tokenmill show`: describe a model and how it fits this machine. Reads only headers; needs neither weights nor
+torch."""
 
 from __future__ import annotations
 
@@ -49,16 +50,16 @@ def command(
     template: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Describe a model: what computes it, or what is missing; what of it fits here.
+    """Describe a model: its architecture, its kernels or what is missing, and how it fits this machine.
 
     Parameters
     ----------
     model
         Short name, GGUF file, model directory, config.json or Hugging Face id.
     template
-        Print the chat template itself, nothing else.
+        Print only the chat template.
     json
-        One JSON object for programs.
+        Print one JSON object.
     """
     resolved = resolve_model(model, allow_pull=False)
     if template:
@@ -111,7 +112,7 @@ def describe(resolved: ResolvedModel) -> dict[str, Any]:
 
 
 def bytes_by_config(path: Path) -> int:
-    """What the weights take that a config describes, in the precision that it says, on a CPU."""
+    """Return the bytes of the weights that a config describes, in its data type, on a CPU."""
     from tokenmill.planner.model import model_at, model_from_config
 
     model = model_from_config(path, path.stem) if path.suffix == ".json" else model_at(path, path.name)
@@ -119,7 +120,7 @@ def bytes_by_config(path: Path) -> int:
 
 
 def license_of(resolved: ResolvedModel) -> str | None:
-    """The licence by the catalog or by the file; None where neither tells."""
+    """Return the licence from the catalog or the file; None if unknown."""
     entry = find_entry(resolved.name)
     if entry is not None:
         return entry.license
@@ -130,7 +131,7 @@ def license_of(resolved: ResolvedModel) -> str | None:
 
 
 def speed_here(resolved: ResolvedModel) -> dict[str, Any] | None:
-    """Return the speed that the planner expects on this machine; None where there are no weights to run."""
+    """Return the planner's prediction of the speed on this machine; None without weights."""
     from tokenmill.planner.serving import serving_plan
 
     if resolved.path.suffix == ".json":
@@ -141,14 +142,13 @@ def speed_here(resolved: ResolvedModel) -> dict[str, Any] | None:
 
 
 def _speed_in_words(speed: dict[str, Any]) -> str:
-    """Time to the first token and tokens a second, as planned."""
+    """Format predicted TTFT and tokens per second."""
     prompt = f"about {duration(speed['ttft_s'])} for a prompt of {speed['input_len']} tokens"
     return f"{prompt}, then {1 / speed['tpot_s']:,.0f} tokens/s ({speed['device']})"
 
 
 def kernels_for(spec: ModelSpec) -> dict[str, str]:
-    """Return the kernels that compute a model on each kind of device; with the reason where it is torch's reference,
-    which is slow."""
+    """Return the kernels that compute a model on each kind of device; for the slow torch reference, with the reason."""
     dtype = TRITON.devices[0].compute_dtype(spec, False)
     cpu = native_kernels.unsupported_reason(ComputeRequest(spec, "cpu", "float32", default_kv_dtype(spec, NATIVE)))
     gpu = triton_kernels.unsupported_reason(ComputeRequest(spec, "cuda", dtype, default_kv_dtype(spec, TRITON)))
@@ -160,7 +160,7 @@ def kernels_for(spec: ModelSpec) -> dict[str, str]:
 
 
 def describe_planned(resolved: ResolvedModel, error: UnsupportedModel) -> dict[str, Any]:
-    """Describe a model that the engine does not run: what is missing, and what it would cost."""
+    """Describe a model that the engine does not run: what is missing, and its size."""
     config = resolved.path if resolved.path.suffix == ".json" else resolved.path / "config.json"
     facts: dict[str, Any] = {"name": resolved.name, "path": str(resolved.path), "runs": False}
     if not config.is_file():
@@ -210,7 +210,7 @@ def _parameters_in_words(facts: dict[str, Any]) -> str:
 
 
 def stored_weights(path: Path) -> tuple[int, dict[str, int]]:
-    """Bytes of the weights, and bytes by stored type."""
+    """Return the bytes of the weights, in total and by stored type."""
     if path.suffix == ".gguf":
         gguf = read_gguf_model(path)
         by_type: Counter[str] = Counter()
@@ -241,12 +241,13 @@ def chat_template(path: Path) -> str | None:
 
 
 def _kv_dtypes(spec: ModelSpec) -> list[str]:
-    """Return the default KV cache types of a CPU and a GPU, and those that may be asked for"""
+    """Return the default KV cache types of a CPU and a GPU, and the optional ones."""
     return list(dict.fromkeys((default_kv_dtype(spec, NATIVE), default_kv_dtype(spec, TRITON), ROUNDED)))
 
 
 def fit(spec: ModelSpec, weights: int) -> list[dict[str, Any]]:
-    """For each place the model could run: room after the weights as stored, and conversations of full context in it."""
+    """Return for each device the memory left after the weights, and how many conversations of full context fit in
+    it."""
     machine = probe_machine()
     places = [("memory", machine.memory.available_bytes, default_kv_dtype(spec, NATIVE))]
     places += [(gpu.name, gpu.free_bytes, default_kv_dtype(spec, TRITON)) for gpu in machine.gpus]
@@ -269,14 +270,14 @@ def _mixer_in_words(mixer: MixerSpec) -> str:
     if isinstance(mixer, ShortConv):
         return f"short convolution of {mixer.kernel} tokens, {mixer.width} wide"
     if isinstance(mixer, Mla):
-        words = f"latent attention, {mixer.num_heads} heads of {mixer.head_dim}, {mixer.entry_size} values a token"
+        words = f"latent attention, {mixer.num_heads} heads of {mixer.head_dim}, {mixer.entry_size} values per token"
         if mixer.indexer is not None:
-            return f"{words}, over the {mixer.indexer.top_k} tokens that an indexer chooses"
-        return words if not mixer.is_sparse else f"{words}, over the tokens that an earlier layer's indexer chose"
+            return f"{words}, over the {mixer.indexer.top_k} tokens chosen by an indexer"
+        return words if not mixer.is_sparse else f"{words}, over the tokens chosen by an earlier layer's indexer"
     if isinstance(mixer, WindowedMqa):
         words = f"{mixer.num_heads} heads of {mixer.head_dim} over one key, window {mixer.window}"
         rate = mixer.compression and mixer.compression.rate
-        return words if rate is None else f"{words}, entries of {rate} tokens before"
+        return words if rate is None else f"{words}, compressed entries of {rate} tokens before"
     if isinstance(mixer, Recurrent):
         rule = "gated DeltaNet" if mixer.rule == "delta" else "Mamba-2"
         if mixer.has_channel_decays:
@@ -298,7 +299,7 @@ def _mlp_in_words(spec: ModelSpec) -> str:
 def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
     types = ", ".join(f"{name} {size(total)}" for name, total in facts["quantisation"].items())
     custom, has_weights, needed = facts["custom"], bool(facts["weight_bytes"]), size(facts["needed_bytes"])
-    template = "yes (--template prints it)" if facts["has_chat_template"] else "none: use run --raw"
+    template = "yes (--template prints it)" if facts["has_chat_template"] else "none: use `run --raw`"
     rows = [
         ("model", facts["name"]),
         ("path", facts["path"]),
@@ -312,7 +313,7 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("vocabulary", f"{facts['vocab_size']:,} tokens"),
         ("parameters", _parameters_in_words(facts)),
         *([("quantised", facts["quantised_as"])] if facts["quantised_as"] else []),
-        ("weights", f"{size(facts['weight_bytes'])} ({types})" if has_weights else f"{needed}, not here"),
+        ("weights", f"{size(facts['weight_bytes'])} ({types})" if has_weights else f"{needed}, not downloaded"),
         ("context", f"{facts['max_context']:,} tokens"),
         *([("chat template", template)] if has_weights else []),
         ("KV cache", _cache_in_words(facts["kv_bytes_per_token"])),
@@ -329,13 +330,13 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _further_in_words(count: int, proposes_drafts: bool) -> list[tuple[str, str]]:
-    layers = f"{count} layer{'s' * (count > 1)} of the file that predict{'s' * (count == 1)} them"
-    use = "on a CPU --speculate mtp proposes drafts with it" if proposes_drafts else "not used for drafts yet"
-    return [("further tokens", f"{layers}; {use}")] if count else []
+    layers = f"{count} layer{'s' * (count > 1)} in the file"
+    use = "used on a CPU by --speculate mtp" if proposes_drafts else "not used for drafts yet"
+    return [("MTP head", f"{layers}; {use}")] if count else []
 
 
 def _cache_in_words(per_token: dict[str, int]) -> str:
-    by_default = next(iter(per_token.values()))  # a CPU's
+    by_default = next(iter(per_token.values()))  # that of a CPU
     return f"{size(by_default)} per token, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}"
 
 
@@ -344,5 +345,5 @@ def _fit_in_words(row: dict[str, Any], needed: str) -> str:
         return f"no: {row['place']} has {size(row['free_bytes'])} free, and the weights are {needed}"
     return (
         f"yes: {size(row['free_bytes'])} free in {row['place']}, "
-        f"room for about {row['conversations']:,} conversations of {row['context']:,} tokens beside the stored weights"
+        f"room for about {row['conversations']:,} conversations of {row['context']:,} tokens after the weights"
     )

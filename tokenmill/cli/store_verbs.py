@@ -1,6 +1,6 @@
-"""`tokenmill pull`, `list` and `rm`: the models in the store.
+"""`tokenmill pull`, `list` and `rm`: download, list and delete models.
 
-A pull fetches each file once and continues where an earlier pull broke off.
+An interrupted download is resumed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenmill.store import DEFAULT_MODEL, LocalModel, Store, load_catalog, pars
 
 
 def pull_models(*models: str) -> int:
-    """Fetch models into the store; the default model without a name.
+    """Download models; without a name, the default model.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def pull_models(*models: str) -> int:
     for name in models or (DEFAULT_MODEL,):
         model = parse_name(name)
         if isinstance(model, LocalModel):
-            raise InvalidRequest(f"{name} is on this machine already", hint=f"tokenmill run {name}")
+            raise InvalidRequest(f"{name} is already on this machine", hint=f"tokenmill run {name}")
         with PullScreen() as screen:
             manifest = pull(model, store, screen)
         print(f"{manifest.name}  {size(manifest.size_bytes)}  from {manifest.source}")
@@ -42,14 +42,14 @@ Flag = Annotated[bool, Parameter(negative="")]
 
 
 def list_models(*, catalog: Flag = False, json: Flag = False) -> int:
-    """List the models in the store.
+    """List downloaded models.
 
     Parameters
     ----------
     catalog
-        List the short names that can be pulled instead.
+        List the models of the catalog instead, which can be downloaded by their short names.
     json
-        One JSON array for programs.
+        Print one JSON array.
     """
     rows = _catalog_rows() if catalog else _store_rows()
     if json:
@@ -59,7 +59,7 @@ def list_models(*, catalog: Flag = False, json: Flag = False) -> int:
     elif rows:
         print_table(("NAME", "SIZE", "PULLED", "FROM"), [_stored_in_words(row) for row in rows])
     else:
-        print("the store is empty; `tokenmill pull` fetches the default model")
+        print("there are no models yet; `tokenmill pull` downloads the default model")
     return 0
 
 
@@ -71,7 +71,7 @@ def _store_rows() -> list[dict[str, Any]]:
 
 
 def planned_bytes(name: str) -> int:
-    """About how large the file of a model of the catalog is, by its shape and the types of its tensors."""
+    """Estimate the file size of a catalog model from its shape and the types of its tensors."""
     from tokenmill.arch.gguf_mixes import file_bytes
     from tokenmill.planner.model import known_model
 
@@ -111,21 +111,21 @@ def _stored_in_words(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def remove_models(model: str, /, *more: str) -> int:
-    """Remove models from the store. Content that another model uses stays.
+    """Delete downloaded models. Files that another model uses are kept.
 
     Parameters
     ----------
     model
-        Name as `tokenmill list` shows it.
+        Name shown by `tokenmill list`.
     more
-        More of them.
+        Further names.
     """
     from tokenmill.weights.packed_cache import prune
 
     store = Store()
     for name in (model, *more):
         stored = _stored_name(name, store)
-        freed = store.remove(stored) + prune()  # what was packed from it goes with it
+        freed = store.remove(stored) + prune()  # including its packed weights
         print(f"removed {stored}, {size(freed)} freed")
     return 0
 

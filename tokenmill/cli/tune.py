@@ -1,4 +1,4 @@
-"""`tokenmill tune`: measures by which numbers kernels are best chosen on the GPU of this machine."""
+"""`tokenmill tune`: measure the thresholds for kernel selection on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from tokenmill.errors import InvalidConfig
 
 
 def command(*, output: Path | None = None) -> int:
-    """Measure the GPU of this machine and keep a row of tuning for it; takes a few minutes, during which the GPU should
-    be idle.
+    """Measure the thresholds for kernel selection on this machine's GPU and store them. Takes a few minutes, during
+    which the GPU should be idle.
 
     Parameters
     ----------
     output
-        File to write the row to; by default tuning.toml in the store's folder, which every start on this machine reads.
+        Output file; by default tuning.toml in the model store, which every start on this machine reads.
     """
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise InvalidConfig("tune measures an NVIDIA GPU, and torch finds none here")
+        raise InvalidConfig("tune needs an NVIDIA GPU, and torch finds none")
     from tokenmill.ops.triton.launch.capabilities import measured_tunings, tuning_path
     from tokenmill.ops.triton.tune import format_row, measure
 

@@ -1,11 +1,11 @@
-"""`tokenmill up`: a cluster from its file. Plans every topology that fits, says which one is taken and why, starts the
-front and its replicas, and keeps as many of them running as the load needs.
+"""`tokenmill up`: run a cluster described by a file. Plan every topology that fits, print which one is chosen and why,
+start the front end and the replicas, and keep as many replicas running as the load needs.
 
-    cluster.toml ─► plan: replicas × ranks ─► front + replicas ─► watched, scaled, rolled
+    cluster.toml ─► plan: replicas × ranks ─► front end + replicas ─► supervised, scaled, restarted
 
-With --dry-run it ends after the plan. With --search the best three of the plan are tried (`up_search.py`). With
---virtual h200x8 the model sleeps instead of computing, as long as the plan says that those devices would take: front,
-scheduler, routing and autoscaler are the true ones.
+With --dry-run it ends after the plan. With --search the best three topologies are measured (`up_search.py`). With
+--virtual h200x8 the model sleeps for the predicted time of each step instead of computing; front end, scheduler,
+routing and autoscaler are real.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ VIRTUALLY_UNUSED = {
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group with the settings chosen for it."""
+    """A group of replicas with the engine settings chosen for it."""
 
     group: GroupConfig
-    engine: EngineConfig  # of each of its replicas
-    topology: Topology | None = None  # None: a scripted model, which has no weights to plan
+    engine: EngineConfig  # settings of each replica
+    topology: Topology | None = None  # None for a scripted model, which has no weights
 
     @property
     def num_replicas(self) -> int:
-        """Count the replicas that it may have, wherever they run."""
+        """Maximum number of replicas, on all machines."""
         return self.group.most
 
 
@@ -77,21 +77,21 @@ def command(
     server: flags.ServerFlags = flags.SERVER,
     engine: flags.ServerEngineFlags = flags.ENGINE,
 ) -> int:
-    """Plan, start and watch a cluster of replicas behind one port.
+    """Plan, start and autoscale a cluster of replicas behind one port.
 
     Parameters
     ----------
     dry_run
-        Show the plan and why it was chosen, and start nothing.
+        Print the plan and the reasons; start nothing.
     search
-        Start the best three topologies one after another, find the largest load that each holds within the promised
-        latencies (`tokenmill bench search`), and take the one that holds most.
+        Start the three best topologies in turn, measure the largest load that each serves within the latency targets
+        (`tokenmill bench search`), and use the best.
     search_trials
-        Trials of --search for each of them.
+        Maximum trials of --search per topology.
     take
-        Take this topology instead of the planner's choice: 4x2 for four replicas of two ranks.
+        Use this topology instead of the planner's choice, such as 4x2: four replicas of two ranks.
     virtual
-        Try the cluster on devices that are not there: h200x8. The model sleeps as long as they would compute.
+        Simulate the cluster on devices such as h200x8: the model sleeps for the predicted time of each step.
     """
     found = read_cluster(cluster)
     for sentence in found.deprecated:
@@ -102,7 +102,7 @@ def command(
     require_ranges(base)
     if search:
         if len(found.groups) > 1 or take:
-            raise InvalidConfig("--search is for one group, and chooses itself", param="search")
+            raise InvalidConfig("--search needs a single group, and excludes --take", param="search")
         take = search_topologies(cluster, found, base, virtual, search_trials)
     planned = plan_groups(found, base, virtual, take)
     if virtual and (without := settings_without_effect(base)):
@@ -117,25 +117,25 @@ def command(
 
 def refuse_idle_settings(server: ServerConfig, base: EngineConfig, virtual: str, cluster: ClusterConfig) -> None:
     if server.replicas != 1:
-        raise InvalidConfig("the file's [[group]] says how many replicas there are", param="replicas")
+        raise InvalidConfig("the number of replicas is set by the file's [[group]]", param="replicas")
     if server.roles is not None:
-        raise InvalidConfig("the file's [[group]] says what its replicas are for: role", param="roles")
+        raise InvalidConfig("roles are set by the file's [[group]]", param="roles")
     for name in ("tp", "pp"):
         if getattr(base.parallel, name) != 1:
-            raise InvalidConfig("the file's [[group]] says how many ranks a replica has", param=name)
+            raise InvalidConfig("the number of ranks is set by the file's [[group]]", param=name)
     if virtual and is_scripted(base.model.model):
         raise InvalidConfig(
-            "--virtual plans how long a model would compute; a scripted model does not", param="virtual"
+            "--virtual simulates a model's computing time, which a scripted model does not have", param="virtual"
         )
     if virtual and (cluster.hosts.listen or cluster.hosts.ray):
         raise InvalidConfig(
             "--virtual starts all replicas in this process, so no other machine can join", param="virtual",
-            hint="try it with a file without [hosts]",
+            hint="use a file without [hosts]",
         )  # fmt: skip
 
 
 def settings_without_effect(base: EngineConfig) -> list[str]:
-    """Name the settings that a virtual device has nothing for, of those that were given."""
+    """Return the names of changed settings that have no effect on a virtual device."""
     usual = EngineConfig()
     return [
         name
@@ -163,16 +163,16 @@ def require_computable(planned: Sequence[PlannedGroup], base: EngineConfig, virt
 
 
 def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str, take: str = "") -> list[PlannedGroup]:
-    """Choose a topology for each group, and say why. `take`: the one that is taken, whatever others promise."""
+    """Choose a topology for each group and print the reason. `take`: use this one instead."""
     if take and (len(cluster.groups) > 1 or not cluster.hosts.local or is_scripted(base.model.model)):
-        raise InvalidConfig("--take is for one group that is planned on this machine", param="take")
+        raise InvalidConfig("--take needs a single group that runs on this machine", param="take")
     if not cluster.hosts.local:
-        print("No replica runs on this machine: the others fit the model to themselves.", flush=True)
+        print("No replica runs on this machine; the other machines adapt the settings to themselves.", flush=True)
         return [PlannedGroup(group, with_ranks(base, group.tp or 1, group.pp)) for group in cluster.groups]
     if is_scripted(base.model.model):
         if any(group.tp not in (None, 1) or group.pp > 1 for group in cluster.groups):
             raise InvalidConfig("a scripted model has no ranks", param="tp")
-        print("A scripted model has no weights: nothing to plan.", flush=True)
+        print("A scripted model has no weights, so there is nothing to plan.", flush=True)
         return [PlannedGroup(group, base) for group in cluster.groups]
     from tokenmill.planner.topologies import TITLES, named_topology, reason, rows
 
@@ -186,13 +186,15 @@ def plan_groups(cluster: ClusterConfig, base: EngineConfig, virtual: str, take: 
 
     planned, left = [], number
     for index, group in enumerate(cluster.groups):
-        later = [] if device.is_cpu else cluster.groups[index + 1 :]  # the replicas of a processor share it
+        later = [] if device.is_cpu else cluster.groups[index + 1 :]  # replicas on a CPU share it
         own = max(1, left - sum(fewest_devices(found_on(one, number)) for one in later))
         found = found_on(group, own)
-        print(f"{model.name} on {own} × {device.name}, {question.input_len} + {question.output_len} tokens a request:")
+        print(
+            f"{model.name} on {own} × {device.name}, {question.input_len} + {question.output_len} tokens per request:"
+        )
         print_table(TITLES, rows(found))
         chosen = found[0] if not take else named_topology(take, found)
-        print(f"Taken: {f'{take}, not by the plan' if take else reason(found)}.")
+        print(f"Chosen: {f'{take}, by --take' if take else reason(found)}.")
         print("".join(f"Note: {warning}.\n" for warning in chosen.plan.warnings()), flush=True)
         planned.append(PlannedGroup(group, engine_of(base, chosen, number, is_virtual=bool(virtual)), chosen))
         left -= 0 if device.is_cpu else chosen.num_replicas * chosen.num_ranks
@@ -206,7 +208,7 @@ def fewest_devices(found: Sequence[Topology]) -> int:
 
 
 def devices_of(base: EngineConfig, virtual: str) -> tuple[PlannedModel, PlanDevice, int]:
-    """The model, what it is planned on, and how many of them there are."""
+    """Return the model, the device of the plan, and the number of devices."""
     from tokenmill.planner.device import this_machine
     from tokenmill.planner.model import find_model, model_at
     from tokenmill.planner.topologies import named_devices
@@ -229,7 +231,7 @@ def topologies_of(
     device: PlanDevice,
     num_devices: int,
 ) -> list[Topology]:
-    """Return every topology of a group on this many devices, the best first."""
+    """Return every topology of a group on `num_devices` devices, the best first."""
     from tokenmill.planner.topologies import Asked, topologies
 
     here = cluster.most if virtual else cluster.num_local
@@ -241,9 +243,9 @@ def topologies_of(
 
 
 def search_topologies(path: Path, cluster: ClusterConfig, base: EngineConfig, virtual: str, num_trials: int) -> str:
-    """Try the best topologies of the plan; the name of the one that holds most."""
+    """Measure the best topologies of the plan; return the name of the one that serves the largest load."""
     if not cluster.hosts.local or is_scripted(base.model.model):
-        raise InvalidConfig("--search is for a model that is planned on this machine", param="search")
+        raise InvalidConfig("--search needs a model that runs on this machine", param="search")
     from tokenmill.cli.up_search import best_of
 
     found = topologies_of(cluster.groups[0], cluster, base, virtual, *devices_of(base, virtual))
@@ -279,7 +281,7 @@ def may_use_gpu(base: EngineConfig) -> bool:
 
 
 def num_local_devices(device: PlanDevice, base: EngineConfig) -> int:
-    """GPUs of this machine, or threads of its processor."""
+    """Return the number of GPUs of this machine, or of CPU threads."""
     from tokenmill.hardware.cpu import probe_cpu
     from tokenmill.hardware.gpu import probe_nvidia
 
@@ -291,7 +293,7 @@ def with_ranks(base: EngineConfig, tp: int, pp: int) -> EngineConfig:
 
 
 def engine_of(base: EngineConfig, chosen: Topology, num_devices: int, *, is_virtual: bool) -> EngineConfig:
-    """The settings of a replica: its ranks, its share of the threads, its KV pool as it was planned."""
+    """Return the settings of a replica: its ranks, its share of the threads, its planned KV pool."""
     config = with_ranks(base, chosen.tp, chosen.asked.pp)
     if is_virtual or not chosen.plan.device.is_cpu:
         return config
@@ -305,7 +307,7 @@ def engine_of(base: EngineConfig, chosen: Topology, num_devices: int, *, is_virt
 
 
 def run_here(cluster: ClusterConfig, planned: Sequence[PlannedGroup], base: EngineConfig, server: ServerConfig) -> int:
-    """Start the cluster on this machine, and let others join."""
+    """Start the cluster on this machine, which other machines can join."""
     from tokenmill.engine.frontend import load_frontend
     from tokenmill.engine.startup.spare_core import SpareCore
     from tokenmill.fleet.elastic import start_cluster
@@ -339,7 +341,7 @@ def run_here(cluster: ClusterConfig, planned: Sequence[PlannedGroup], base: Engi
 
 
 async def listener(hosts: HostsConfig, key: bytes, places: Places, base: EngineConfig, path: Path) -> JoinListener:
-    """Return the listener that other machines join at."""
+    """Return the listener for machines that join."""
     from tokenmill.fleet.host import model_digest
     from tokenmill.fleet.join import JoinListener
 
@@ -350,7 +352,7 @@ async def listener(hosts: HostsConfig, key: bytes, places: Places, base: EngineC
 
 
 def ray_keepers(cluster: ClusterConfig, joining: JoinListener, places: Places, capacity: int) -> list[FleetKeeper]:
-    """A Ray cluster, where the file names one, as a place for the replicas that have none here."""
+    """Return a keeper that places replicas on a Ray cluster, if the file has one and this machine has no room."""
     if cluster.hosts.ray is None:
         return []
     from tokenmill.fleet.ray_place import RayPlace
@@ -363,7 +365,7 @@ def ray_keepers(cluster: ClusterConfig, joining: JoinListener, places: Places, c
 
 
 def run_virtual(cluster: ClusterConfig, planned: Sequence[PlannedGroup], server: ServerConfig) -> int:
-    """Start the cluster on devices that are not there."""
+    """Start the cluster on simulated devices."""
     from tokenmill.engine.core_client import CoreClient
     from tokenmill.fleet.elastic import start_cluster
     from tokenmill.fleet.places import CountedPlace, Places
@@ -398,8 +400,8 @@ def run_virtual(cluster: ClusterConfig, planned: Sequence[PlannedGroup], server:
 
 
 def in_order(planned: Sequence[PlannedGroup]) -> list[PlannedGroup]:
-    """The group of each replica that there may be. Those that each group has at least come first: cores are started in
-    this order."""
+    """Return the group of each possible replica, in the order in which cores are started: the minimum of every group
+    first."""
     least = [one for one in planned for _ in range(one.group.least)]
     return least + [one for one in planned for _ in range(one.num_replicas - one.group.least)]
 
@@ -421,7 +423,7 @@ def allowed(cluster: ClusterConfig, planned: Sequence[PlannedGroup]) -> ScaleRan
 
 
 def num_needed(planned: Sequence[PlannedGroup]) -> int:
-    """Replicas to begin with."""
+    """Return the initial number of replicas."""
     return sum(
         one.group.least if one.topology is None else max(one.topology.num_needed, one.group.least) for one in planned
     )

@@ -1,7 +1,7 @@
-"""`tokenmill up --search`: the best topologies of a plan, each started and measured; the one that holds most is taken.
+"""`tokenmill up --search`: measure the best topologies of a plan and choose the one that serves the largest load.
 
-A plan is arithmetic. Each of the best three is started as `tokenmill up --take` would, on a port of its own, `tokenmill
-bench search` finds the largest load that it holds within the promised latencies, and it is ended again.
+Each of the best three is started like `tokenmill up --take` on its own port, `tokenmill bench search` finds the largest
+load that it serves within the latency targets, and it is stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenmill.errors import InvalidConfig
 if TYPE_CHECKING:
     from tokenmill.planner.topologies import Topology
 
-NUM_TRIED = 3
+NUM_MEASURED = 3
 START_S = 600.0
 READY_CHECK_S = 0.2
 END_S = 30.0
@@ -39,27 +39,27 @@ TITLES = ("replicas", "tp", "planned requests/s", "measured", "at concurrency", 
 
 @dataclass(frozen=True)
 class HeldLoad:
-    """The load that a topology sustains within the promised latencies."""
+    """The largest load that a topology serves within the latency targets."""
 
     topology: Topology
-    requests_s: float | None  # None: not even one request at a time
+    requests_s: float | None  # None: not even a single request meets them
     concurrency: float | None
 
 
 def best_of(path: Path, found: Sequence[Topology], load: ExpectedLoad, slo: str | None, num_trials: int) -> str:
-    """The name of the topology that holds most. `found`: as planned, the best first."""
-    tried = [one for one in found if not one.why_not][:NUM_TRIED]
+    """Return the name of the topology that serves the largest load. `found`: planned topologies, the best first."""
+    tried = [one for one in found if not one.why_not][:NUM_MEASURED]
     if not tried:
-        raise InvalidConfig(f"no topology does what is asked: {found[0].name} {found[0].why_not}", param="search")
+        raise InvalidConfig(f"no topology meets the requirements: {found[0].name} {found[0].why_not}", param="search")
     measured = []
     for one in tried:
-        print(f"Trying {one.num_replicas} replicas of {one.ranks} …", flush=True)
+        print(f"Measuring {one.num_replicas} replicas of {one.ranks} …", flush=True)
         with started(path, one.name) as url:
             measured.append(held_by(one, url, load, slo, num_trials))
     best = max(measured, key=lambda one: one.requests_s or 0.0)
     print_table(TITLES, [row(one, is_best=one is best) for one in measured])
     if best.requests_s is None:
-        print("None of them keeps the promise as measured: the plan's choice is taken.", flush=True)
+        print("None of them meets the latency targets as measured; using the planner's choice.", flush=True)
         return tried[0].name
     return best.topology.name
 
@@ -77,7 +77,7 @@ def row(one: HeldLoad, *, is_best: bool) -> tuple[str, ...]:
 
 @contextmanager
 def started(path: Path, name: str) -> Iterator[str]:
-    """A cluster of one topology while the context lasts; the address of its front."""
+    """Run a cluster of one topology inside the context; yield the URL of its front end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = [argument for argument in sys.argv[2:] if argument not in OWN_FLAGS]
@@ -100,11 +100,11 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str, path: Path) -> No
     ends_s = time.monotonic() + START_S
     while time.monotonic() < ends_s:
         if child.poll() is not None:
-            raise InvalidConfig(f"the cluster of {path} ended with exit code {child.returncode} while it was tried")
+            raise InvalidConfig(f"the cluster of {path} ended with exit code {child.returncode} during its measurement")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=READY_CHECK_S + 5.0):
                 return
-        except (urllib.error.URLError, OSError):  # it does not listen yet, or is still loading
+        except (urllib.error.URLError, OSError):  # not listening yet, or still loading
             time.sleep(READY_CHECK_S)
     raise InvalidConfig(f"the cluster of {path} was not ready within {START_S:.0f} s")
 
@@ -120,7 +120,7 @@ def held_by(one: Topology, url: str, load: ExpectedLoad, slo: str | None, num_tr
     )
     lines = done.stdout.strip().splitlines()
     if not lines:
-        raise InvalidConfig(f"bench search ended with exit code {done.returncode} and said nothing")
+        raise InvalidConfig(f"bench search ended with exit code {done.returncode} without a result")
     found: dict[str, Any] = json.loads(lines[-1])
     held = [trial for trial in found["trials"] if trial["passed"]]
     if not held:
@@ -130,7 +130,7 @@ def held_by(one: Topology, url: str, load: ExpectedLoad, slo: str | None, num_tr
 
 
 def limits(slo: str | None) -> list[str]:
-    """The promise as limits of a search."""
+    """Return latency targets as limits of a search."""
     promised = read_service_level(slo)
     named = (("ttft", promised.ttft_s), ("tpot", promised.tpot_s))
     given = [f"{name}_p95={seconds * 1e3:g}ms" for name, seconds in named if seconds is not None]

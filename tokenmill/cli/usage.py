@@ -1,4 +1,4 @@
-"""`tokenmill usage`: what the requests of a server took, from its ledger."""
+"""`tokenmill usage`: report the usage of a server from its ledger."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Flag = Annotated[bool, Parameter(negative="")]
 def command(
     *, by: str = "key", since: str = "30d", csv: Flag = False, json: Flag = False, state_dir: Path | None = None
 ) -> int:
-    """Add up what the requests of a server took: requests, tokens of prompts (cached ones among them) and of answers.
+    """Report a server's usage: requests, prompt tokens (and how many were cached) and answer tokens.
 
     Parameters
     ----------
     by
-        Groups: key, user, model, outcome, day, month; several with commas.
+        Group by key, user, model, outcome, day or month; several separated by commas.
     since
-        A date, or a span from now: 12h, 7d, 8w.
+        Start: a date, or a time before now (12h, 7d, 8w).
     csv
-        Comma-separated values.
+        Print comma-separated values.
     json
-        One JSON array for programs.
+        Print one JSON array.
     state_dir
-        Where the server keeps its state; `state` in TOKENMILL_HOME by default.
+        Folder of the server's state; by default `state` in TOKENMILL_HOME.
     """
     groups, since_s = groups_of(by), moment_of(since, time.time())
     path = (state_dir or store_root() / "state") / FILE_NAME
     if not path.exists():
-        raise InvalidConfig(f"there is no ledger in {path.parent}", hint="a server with API keys keeps one")
+        raise InvalidConfig(f"there is no ledger in {path.parent}", hint="a server with API keys writes one")
     try:
         connection = opened(path)
         rows = summed(connection, groups, since_s)

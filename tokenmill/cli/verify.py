@@ -1,4 +1,4 @@
-"""`tokenmill verify`: whether the files of stored models, and their packed weights, are what they were."""
+"""`tokenmill verify`: check the files of stored models and their packed weights for damage."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Finding(NamedTuple):
 
 
 def command(*models: str) -> int:
-    """Read all files of models in the store again and compare them with their SHA-256, and packed weights with theirs.
-    Exit code 1 names what is damaged; packed weights that are damaged are removed, and made anew by the next start.
+    """Compare the files of downloaded models and their packed weights with their SHA-256. If one is damaged, report it
+    and exit with code 1. Damaged packed weights are deleted; the next start writes them again.
 
     Parameters
     ----------
     models
-        Names as `tokenmill list` shows them; all models and packed weights without one.
+        Names shown by `tokenmill list`; by default all models and packed weights.
     """
     store = Store()
     findings = [finding for manifest in _chosen(store, models) for finding in stored_files(store, manifest)]
     findings += [] if models else packed_files(packed_folder())
-    rows = [(one.what, one.file, size(one.num_bytes), one.problem or "as it was") for one in findings]
+    rows = [(one.what, one.file, size(one.num_bytes), one.problem or "ok") for one in findings]
     if not rows:
-        print("there is nothing to verify in the store")
+        print("the store is empty")
         return 0
     print_table(("MODEL", "FILE", "SIZE", "FOUND"), rows)
     if damaged := [one for one in findings if one.problem is not None]:
@@ -52,26 +52,26 @@ def _chosen(store: Store, names: tuple[str, ...]) -> Iterator[Manifest]:
     for name in names or store.names():
         manifest = store.get(plain_name(name))
         if manifest is None:
-            raise UnknownModel(f"{name} is not in the store, or a file of it is missing or cut short")
+            raise UnknownModel(f"{name} is not in the store, or one of its files is missing or truncated")
         yield manifest
 
 
 def stored_files(store: Store, manifest: Manifest) -> Iterator[Finding]:
-    """Check the files of a model against the digests that they were stored with."""
+    """Check the files of a model against their stored digests."""
     for file in manifest.files:
         with store.blob_path(file.sha256).open("rb") as content:
             is_same = hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
-        yield Finding(manifest.name, file.name, file.size_bytes, None if is_same else "its SHA-256 is another one")
+        yield Finding(manifest.name, file.name, file.size_bytes, None if is_same else "its SHA-256 differs")
 
 
 def packed_files(folder: Path) -> Iterator[Finding]:
-    """Packed weights that are complete. Damaged ones are removed."""
+    """Check completed packed weights, and delete damaged ones."""
     for path in sorted(folder.glob("*")) if folder.is_dir() else ():
         if path.suffix in (SUFFIX, ".tmp"):
             continue
         found, problem = path.stat(), None
         if found.st_mode & 0o200:
-            continue  # still being written out
+            continue  # still being written
         try:
             require_sums(path, always=True)
         except Unusable as unusable:

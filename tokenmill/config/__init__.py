@@ -1,7 +1,7 @@
 """Settings: small frozen dataclasses, composed, not inherited. A config is never changed after its creation.
 
-`auto` (or None) values are resolved by `engine/resolve.py`, one pure function that returns a new config and the
-reasons, printed at start. The command line, TOML files and environment variables all fill these same fields.
+`auto` (or None) values are resolved by `engine/resolve.py`, a pure function that returns a new config and the reasons,
+which are printed at start. The command line, TOML files and environment variables all set these fields.
 """
 
 from tokenmill.config.engine import (

@@ -1,4 +1,4 @@
-"""Adapters as settings name them: NAME=PATH, or a path whose last part is the name."""
+"""The `--adapter` setting: NAME=PATH, or a path whose last part is the name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 
 
 def named_adapters(given: Sequence[str]) -> dict[str, Path]:
+    """Return the path of each adapter by its name."""
     found: dict[str, Path] = {}
     for one in given:
         name, is_named, path = one.partition("=")
@@ -25,14 +26,14 @@ def named_adapters(given: Sequence[str]) -> dict[str, Path]:
 
 
 def adapter_settings(adapters: Mapping[str, str | Path]) -> tuple[str, ...]:
-    """The setting for adapters that a program gives by name."""
+    """Return the `adapter` setting for a mapping of names to paths."""
     return tuple(f"{name}={path}" for name, path in adapters.items())
 
 
 def require_adapter_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise InvalidConfig(
-            f"{name[:80]!r} is no name for an adapter",
+            f"{name[:80]!r} is not a valid adapter name",
             param="adapter",
-            hint="letters, digits, dots, dashes, underscores and slashes",
+            hint="use letters, digits, dots, dashes, underscores and slashes",
         )

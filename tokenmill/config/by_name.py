@@ -1,7 +1,7 @@
 """Engine configs from keyword arguments: `LLM("smollm2:135m", max_context=2048)`.
 
-Each setting is found by its name in the part that has it. No command line parser has checked its value, so it is
-checked against the field's type here.
+A keyword is looked up in the parts of the config by its name. Its value has not been checked by a command line parser,
+so it is checked against the field's type here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a st
 
 
 def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
-    """Return the model's config with some fields replaced, also by the names that other engines have for them; raise
+    """Return the model's config with some fields replaced, which may have the names of other engines; raise
     InvalidConfig for a wrong name or value."""
     given: Any = model
     if not isinstance(given, str | Path | EngineConfig):
@@ -50,7 +50,7 @@ def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, Any])
 
 
 def settings_signature() -> Signature:
-    """Return the signature of `LLM(...)` with each setting by its name: for tab completion and `help`."""
+    """Return the signature of `LLM(...)` with every setting as a keyword, for tab completion and `help`."""
     model = Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, default=ModelConfig().model)
     named = [
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
@@ -64,10 +64,14 @@ def settings_signature() -> Signature:
 def _by_our_names(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         if name == "seed" and settings.get("load_format") != "dummy":
-            raise InvalidConfig("seed is that of random weights", param=name, hint="use SamplingParams(seed=…)")
+            raise InvalidConfig(
+                "seed is the seed of random weights (load_format='dummy')",
+                param=name,
+                hint="use SamplingParams(seed=…)",
+            )
         found = by_other_name(name, value) if name in OTHER_NAMES else (name, our_value(name, value))
         if found is not None and found[0] in settings and found[0] != name:
-            raise InvalidConfig(f"{name} says the same as {found[0]}; give one of them", param=name)
+            raise InvalidConfig(f"{name} means the same as {found[0]}; pass only one of them", param=name)
         if found is not None:
             yield found
 

@@ -1,29 +1,28 @@
-"""A cluster as its file describes it: `tokenmill up cluster.toml`.
+"""Description of a cluster, read from the file of `tokenmill up cluster.toml`.
 
     model = "smollm2:135m"                # as on the command line of `serve`
-    slo = "ttft=1s,tpot=50ms"             # what clients are promised: topology and number of replicas follow it
+    slo = "ttft=1s,tpot=50ms"             # latency targets, from which topology and number of replicas are derived
 
-    [[group]]                             # one or more
-    replicas = "2..6"                     # or one number; "0..6" ends the last one too when there are no requests
-    tp = "auto"                           # ranks of a replica; auto: the planner's choice
-    pp = 1                                # stages of a replica, each of tp ranks
+    [[group]]                             # identical replicas; one or more groups
+    replicas = "2..6"                     # minimum and maximum, or one number; "0..6" scales to zero
+    tp = "auto"                           # tensor parallel ranks of a replica; auto: the planner chooses
+    pp = 1                                # pipeline stages of a replica, each of tp ranks
     role = "any"                          # or "prefill", "decode": as with `serve --roles`
 
-    [load]                                # what to plan for
+    [load]                                # the expected load
     input_len = 512
     output_len = 256
-    requests_s = 4.0                      # without it: as much as the devices carry
+    requests_s = 4.0                      # default: the most that the devices can serve
 
     [hosts]
-    local = true                          # replicas run on this machine too,
-    local_replicas = 1                    # at most so many
-    listen = "0.0.0.0:8100"               # where `tokenmill host --join` of other machines reaches this one
-    key_file = "cluster.key"              # what they must know
-    ray = "auto"                          # the address of a Ray cluster whose nodes run replicas too
+    local = true                          # run replicas on this machine too
+    local_replicas = 1                    # maximum there; default: 1 with `listen`, otherwise unlimited
+    listen = "0.0.0.0:8100"               # address at which `tokenmill host --join` reaches this machine
+    key_file = "cluster.key"              # secret shared with the other machines
+    ray = "auto"                          # address of a Ray cluster whose nodes run replicas too
 
-Where KV blocks are kept beside the pool is said in [cache], as for `serve`: kv_disk, kv_disk_gb, kv_host_gb.
-
-All other sections ([server], [model], [cache], [scheduler], [ops], [sampling]) are those of any settings file.
+All other sections ([server], [model], [cache], [scheduler], [ops], [sampling]) are those of any settings file, for
+example kv_disk, kv_disk_gb and kv_host_gb in [cache].
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ MAX_TP = 64
 MAX_PP = 64
 MAX_FILE_BYTES = 1 << 20
 ROLES = ("any", "prefill", "decode")
-FORMER_LOCAL_REPLICAS = "seats"  # still read
+FORMER_LOCAL_REPLICAS = "seats"  # deprecated name of local_replicas, still accepted
 OWN_TABLES = ("group", "load", "hosts", "scale")
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Replicas that are alike."""
+    """A group of identical replicas."""
 
     least: int = 1
     most: int = 1
-    tp: int | None = None  # ranks of each stage; None: as the planner chooses
-    role: str = "any"  # what each is for
-    pp: int = 1  # stages of each
+    tp: int | None = None  # ranks per stage; None: the planner chooses
+    role: str = "any"  # see ROLES
+    pp: int = 1  # stages per replica
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class ExpectedLoad:
 
     input_len: int = 512
     output_len: int = 256
-    requests_s: float | None = None  # None: as many as it can
+    requests_s: float | None = None  # None: the most that the devices can serve
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ class HostsConfig:
     """The machines of a cluster."""
 
     local: bool = True
-    local_replicas: int | None = None  # at most, on this machine; None: all, or one where others can join
-    listen: str | None = None  # address and port for hosts that join; None: none can
+    local_replicas: int | None = None  # maximum on this machine; None: unlimited, or 1 with `listen`
+    listen: str | None = None  # address and port at which hosts join; None: no other hosts
     key_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -85,12 +84,12 @@ class ClusterConfig:
     groups: tuple[GroupConfig, ...] = (GroupConfig(),)
     load: ExpectedLoad = ExpectedLoad()
     hosts: HostsConfig = HostsConfig()
-    idle_s: float = 60.0  # that the last replica stays without a request, where none may be
-    deprecated: tuple[str, ...] = ()  # what is written by a former name, one sentence each
+    idle_s: float = 60.0  # time without requests after which the last replica stops, if the minimum is 0
+    deprecated: tuple[str, ...] = ()  # warnings about deprecated names
 
     @property
     def num_local(self) -> int:
-        """Replicas that run on this machine at most."""
+        """Maximum number of replicas on this machine."""
         if not self.hosts.local:
             return 0
         return min(self.most, self.hosts.local_replicas or (self.most if self.hosts.listen is None else 1))
@@ -109,7 +108,7 @@ class ClusterConfig:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+    """Read a TOML file; raise InvalidConfig if that fails."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InvalidConfig(f"{path} is too large for a settings file")
@@ -121,7 +120,8 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 
 def settings_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a cluster's file that any settings file has; the short forms of two settings are written out."""
+    """Return the tables of a cluster's file that are ordinary settings, with the short forms `model` and `slo`
+    expanded."""
     found = {name: table for name, table in tables.items() if name not in OWN_TABLES}
     for short, section in (("model", "model"), ("slo", "scheduler")):
         value = found.get(short)
@@ -134,11 +134,11 @@ def settings_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_cluster(path: Path) -> ClusterConfig:
-    """Read the replicas, load and machines of a cluster's file; InvalidConfig names what can't be read."""
+    """Read groups, load and hosts from a cluster's file; raise InvalidConfig for an invalid entry."""
     tables = read_tables(path)
     groups = tables.get("group", [{}])
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
-        raise InvalidConfig(f"{path}: write [[group]] and its keys below, once for each group", param="group")
+        raise InvalidConfig(f"{path}: write [[group]] and its keys below, once per group", param="group")
     scale = _table(path, tables, "scale", ("idle",))
     idle_s = seconds_of(scale.get("idle", "60s"))
     if idle_s is None or not 0 < idle_s <= 86_400:
@@ -153,7 +153,9 @@ def read_cluster(path: Path) -> ClusterConfig:
         (f"{path}: [hosts] {FORMER_LOCAL_REPLICAS} is deprecated: write local_replicas",) if uses_former else (),
     )
     if not 1 <= cluster.most <= MAX_REPLICAS:
-        raise InvalidConfig(f"{path}: a cluster has 1 to {MAX_REPLICAS} replicas, not {cluster.most}", param="replicas")
+        raise InvalidConfig(
+            f"{path}: a cluster must have 1 to {MAX_REPLICAS} replicas, not {cluster.most}", param="replicas"
+        )
     return cluster
 
 
@@ -171,20 +173,20 @@ def _group(path: Path, table: Mapping[str, Any]) -> GroupConfig:
         raise InvalidConfig(f"{path}: [[group]] role must be any, prefill or decode, got {role!r}", param="role")
     if role != "any" and not least:
         raise InvalidConfig(
-            f"{path}: [[group]] a {role} group needs one replica at least", param="replicas", hint='replicas = "1..4"'
+            f"{path}: [[group]] a {role} group needs at least one replica", param="replicas", hint='replicas = "1..4"'
         )
     return GroupConfig(least, most, None if tp == "auto" else tp, role, pp)
 
 
 def replica_range(given: Any, where: str = "") -> tuple[int, int]:
-    """The least and the largest number of replicas: `3`, `"3"` or `"2..6"`."""
+    """Return the minimum and maximum number of replicas, given as `3`, `"3"` or `"2..6"`."""
     ends = str(given).split("..") if type(given) in (int, str) else []
     if len(ends) in (1, 2) and all(end.strip().isdecimal() and len(end) < 5 for end in ends):
         least, most = int(ends[0]), int(ends[-1])
         if least <= most <= MAX_REPLICAS and most >= 1:
             return least, most
     raise InvalidConfig(
-        f"{where}replicas must be a number up to {MAX_REPLICAS} or a range of them, got {given!r}",
+        f"{where}replicas must be a number up to {MAX_REPLICAS} or a range such as 2..6, got {given!r}",
         param="replicas",
         hint='write replicas = 3, or replicas = "2..6"',
     )
@@ -223,24 +225,26 @@ def _hosts(path: Path, tables: Mapping[str, Any]) -> HostsConfig:
         listen_address(hosts.listen)
     if hosts.listen is not None and hosts.key_file is None:
         raise InvalidConfig(
-            f"{path}: [hosts] listen needs a key_file: machines that join must know the key",
+            f"{path}: [hosts] listen needs a key_file: hosts that join must prove that they know the key",
             param="key_file",
             hint="head -c 32 /dev/urandom | base64 > cluster.key",
         )
     if (hosts.tls_cert is None) != (hosts.tls_key is None):
-        raise InvalidConfig(f"{path}: [hosts] tls_cert and tls_key belong together", param="tls_cert")
+        raise InvalidConfig(f"{path}: [hosts] tls_cert and tls_key must be given together", param="tls_cert")
     if hosts.listen is None and hosts.ray is not None:
-        raise InvalidConfig(f"{path}: [hosts] ray needs listen: its nodes join there", param="listen")
+        raise InvalidConfig(f"{path}: [hosts] ray needs listen: Ray nodes join at that address", param="listen")
     if hosts.listen is None and not hosts.local:
-        raise InvalidConfig(f"{path}: [hosts] local = false needs listen: there is no machine", param="local")
+        raise InvalidConfig(
+            f"{path}: [hosts] local = false needs listen: otherwise there is no machine for replicas", param="local"
+        )
     return hosts
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Address and port of `0.0.0.0:8100`, `[::]:8100`."""
+    """Parse an address and port such as `0.0.0.0:8100` or `[::]:8100`."""
     address, colon, port = text.rpartition(":")
     if not colon or not address or not port.isdecimal() or not int(port) <= 65_535:
-        raise InvalidConfig(f"{text!r} is no address and port", param="listen", hint="write 0.0.0.0:8100")
+        raise InvalidConfig(f"{text!r} is not an address and port", param="listen", hint="write 0.0.0.0:8100")
     return address.removeprefix("[").removesuffix("]"), int(port)
 
 

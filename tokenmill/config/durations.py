@@ -1,4 +1,4 @@
-"""Durations as people write them: `5m`, `1h30m`, `90` (seconds), `-1` (for ever)."""
+"""Parsing of durations: `5m`, `1h30m`, `90` (seconds), `-1` (forever)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DURATION = re.compile(rf"([+-]?)(?:((?:{_PART})+)|(\d+(?:\.\d+)?))")
 
 
 def seconds_of(given: object) -> float | None:
-    """The seconds of a duration, which may be a number of them; None for what is no duration."""
+    """Return the seconds of a duration, given as text or as a number of seconds; None if it is not a duration."""
     if isinstance(given, int | float) and not isinstance(given, bool):
         return float(given)
     found = _DURATION.fullmatch(given) if isinstance(given, str) else None
@@ -23,6 +23,6 @@ def seconds_of(given: object) -> float | None:
 
 
 def keep_alive_of(seconds: float) -> float | None:
-    """Return how many seconds a model stays without a request; None: for ever, which below zero and over a hundred
-    years mean."""
+    """Return how many seconds an idle model stays in memory; None (forever) for negative values and for more than a
+    hundred years."""
     return seconds if 0 <= seconds < FOREVER_S else None

@@ -1,4 +1,4 @@
-"""Promises of latency to clients, as an operator writes them: `ttft=1s,tpot=50ms`."""
+"""Latency targets (`--slo ttft=1s,tpot=50ms`)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from tokenmill.errors import InvalidConfig
 
 @dataclass(frozen=True)
 class ServiceLevel:
-    """Promised latencies; None: nothing is promised."""
+    """Latency targets; None: no target."""
 
-    ttft_s: float | None = None  # for the first token
-    tpot_s: float | None = None  # for each further one
+    ttft_s: float | None = None  # until the first token
+    tpot_s: float | None = None  # per further token
 
 
 def read_service_level(text: str | None) -> ServiceLevel:
-    """The promises in a text; InvalidConfig names what can't be read."""
+    """Parse latency targets; raise InvalidConfig for an invalid one."""
     promised: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, _, value = (piece.strip() for piece in part.partition("="))
         seconds = seconds_of(value)
         if name not in ("ttft", "tpot") or name in promised or seconds is None or not 0.001 <= seconds <= 3600.0:
             raise InvalidConfig(
-                f"{part.strip()!r} is no promise", param="slo", hint="write ttft=1s,tpot=50ms, or one of the two"
+                f"{part.strip()!r} is not a latency target",
+                param="slo",
+                hint="write ttft=1s,tpot=50ms, or one of the two",
             )
         promised[name] = seconds
     return ServiceLevel(promised.get("ttft"), promised.get("tpot"))

@@ -1,4 +1,4 @@
-"""Sampling settings as the command line has them. The docstring under a field is its help text.
+"""Sampling settings of the command line. The docstring under a field is its help text.
 
 These are the fields of `SamplingParams` that make sense for one answer in a terminal; the temperature suits chat.
 """
@@ -13,57 +13,57 @@ from tokenmill.params import SamplingParams, Watermark
 @dataclass(frozen=True)
 class SamplingConfig:
     temperature: float = 0.7
-    """0 always takes the most likely token; higher is more varied."""
+    """Sampling temperature; 0 always picks the most likely token, higher values are more varied."""
     top_p: float = 1.0
-    """Draw from the most likely tokens that together have this probability."""
+    """Sample from the most likely tokens whose probabilities sum to this."""
     top_k: int = 0
-    """Draw from this many most likely tokens; 0 for all."""
+    """Sample from this many most likely tokens; 0 for all."""
     min_p: float = 0.0
-    """Leave out tokens less likely than this share of the most likely one."""
+    """Exclude tokens less likely than this fraction of the most likely one."""
     typical_p: float = 1.0
-    """Draw from the most typical tokens that together have this probability."""
+    """Sample from the most typical tokens whose probabilities sum to this."""
     top_n_sigma: float = 0.0
-    """Sample only tokens whose logits lie within this many standard deviations of the highest; 0 for all."""
+    """Sample from tokens whose logits are within this many standard deviations of the highest; 0 for all."""
     xtc_probability: float = 0.0
-    """How often the most likely tokens are left out, for more surprising answers."""
+    """Probability of excluding the most likely tokens at a step (XTC), for more varied answers."""
     xtc_threshold: float = 0.1
-    """Tokens at least this likely count as the most likely ones there."""
+    """Minimum probability of the tokens that XTC may exclude."""
     dynatemp_range: float = 0.0
-    """The temperature moves this far to both sides: down where the model is sure, up where it is not."""
+    """Range of dynamic temperature: lowered by up to this where the model is certain, raised where it is not."""
     mirostat: int = 0
-    """2 keeps the surprise of each token near mirostat-tau; 0 does not."""
+    """2 enables mirostat 2, which keeps the surprise of tokens near mirostat-tau; 0 disables it."""
     mirostat_tau: float = 5.0
-    """The wanted surprise of a token, in bits."""
+    """Target surprise of a token for mirostat, in bits."""
     mirostat_eta: float = 0.1
-    """How quickly mirostat corrects itself."""
+    """Learning rate of mirostat."""
     dry_multiplier: float = 0.0
-    """Above 0, passages that repeat earlier ones become less likely the longer they are (DRY)."""
+    """Strength of the DRY penalty on repeated sequences, which grows with their length; 0 disables it."""
     dry_allowed_length: int = 2
-    """Repeated sequences up to this many tokens are not penalised."""
+    """Longest repeated sequence, in tokens, that DRY does not penalise."""
     no_repeat_ngram_size: int = 0
-    """No sequence of this many tokens occurs twice; 0: off."""
+    """Forbid repeating any sequence of this many tokens; 0 disables it."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens that occurred already less likely."""
+    """Penalty on tokens that have occurred in the prompt or answer; values above 1 make them less likely."""
     presence_penalty: float = 0.0
-    """Taken from the logit of a token that occurred in the answer."""
+    """Subtracted from the logits of tokens that have occurred in the answer."""
     frequency_penalty: float = 0.0
-    """Taken from the logit of a token for each time it occurred in the answer."""
+    """Subtracted from the logit of a token for each time it has occurred in the answer."""
     seed: int | None = None
-    """Same prompt, same settings, same seed: same answer."""
+    """Random seed: the same prompt, settings and seed give the same answer."""
     max_tokens: int | None = None
-    """Longest answer in tokens; by default up to the end of the context."""
+    """Maximum tokens of the answer; by default up to the end of the context."""
     min_tokens: int = 0
-    """Shortest answer in tokens."""
+    """Minimum tokens of the answer."""
     stop: tuple[str, ...] = ()
     """Text that ends the answer; may be given several times."""
     stop_regex: tuple[str, ...] = ()
-    """A pattern that ends the answer; may be given several times."""
+    """Regular expression that ends the answer; may be given several times."""
     thinking_budget: int | None = None
-    """The most tokens the model may spend thinking before it must answer."""
+    """Maximum tokens of reasoning before the model must answer."""
     watermark_key: int | None = None
-    """Leaves a watermark that `tokenmill detect --key` finds."""
+    """Embed a watermark that `tokenmill detect --key` detects."""
     ignore_eos: bool = False
-    """Go on when the model would end its answer."""
+    """Continue after the model's end-of-sequence token."""
 
     def params(self) -> SamplingParams:
         given = {**asdict(self), "stop": list(self.stop), "stop_regex": list(self.stop_regex)}

@@ -1,13 +1,13 @@
 """The models of one server: those on the command line, and the `[models.NAME]` tables of a settings file.
 
     [models.coder]
-    source = "qwen-coder.gguf"                    # as on the command line; the table's name without it
+    source = "qwen-coder.gguf"                    # as on the command line; by default the table's name
     aliases = ["gpt-4o-mini", "claude-sonnet-*"]  # other names, with wildcards
-    keep_alive = "10m"                            # how long it stays in memory without a request
-    pinned = true                                 # never unloaded, whatever else is asked for
-    max_context = 8192                            # any setting of [model], [cache], [scheduler] and [ops], for it alone
+    keep_alive = "10m"                            # how long it stays in memory while idle
+    pinned = true                                 # never unloaded to make room for other models
+    max_context = 8192                            # any setting of [model], [cache], [scheduler] and [ops]
 
-Flags and the file's other sections are the settings of all models; a table's own come on top.
+Flags and the file's other sections apply to all models; the settings of a model's table override them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ class ServedModelConfig:
     """One model of a server."""
 
     engine: EngineConfig
-    name: str | None = None  # that clients use; None: known once its files are read
+    name: str | None = None  # name for clients; None: known once its files are read
     aliases: tuple[str, ...] = ()
-    keep_alive_s: float | None = None  # None: until room is needed
+    keep_alive_s: float | None = None  # time in memory while idle; None: until memory is needed
     is_pinned: bool = False
 
 
 def served_models(
     base: EngineConfig, names: Sequence[str], tables: Mapping[str, Any], server: ServerConfig
 ) -> list[ServedModelConfig]:
-    """All models of a server, those that were named first. Without names and tables it is the one of `base`."""
+    """Return all models of a server: those on the command line, then those of tables. Without either: the model of
+    `base`."""
     is_named_elsewhere = base.model.model != ModelConfig().model  # --model
     named = list(names) or ([base.model.model] if is_named_elsewhere or not tables else [])
     models = [
@@ -49,7 +50,9 @@ def served_models(
     ]
     models += [_from_table(base, name, table, server) for name, table in tables.items() if name not in named]
     if len(models) > 1 and base.model.served_name is not None:
-        raise InvalidConfig("served_name is for a server of one model", param="served_name", hint="use [models.NAME]")
+        raise InvalidConfig(
+            "served_name requires a server with one model", param="served_name", hint="use [models.NAME]"
+        )
     first = replace(models[0], aliases=(*models[0].aliases, *server.alias))
     if len(models) == 1 and "keep_alive" not in tables.get(named[0] if named else next(iter(tables)), {}):
         first = replace(first, is_pinned=first.is_pinned or server.model_keep_alive is None)
@@ -65,7 +68,7 @@ def _from_table(base: EngineConfig, name: str, table: Any, server: ServerConfig)
     if not isinstance(table, dict):
         raise InvalidConfig(f"models.{name} must be a table: write {where} and its keys below", param="models")
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise InvalidConfig(f"{name[:60]!r} can't be the name of a model", param="models")
+        raise InvalidConfig(f"{name[:60]!r} is not a valid model name", param="models")
     settings = dict(table)
     source, pinned = settings.pop("source", name), settings.pop("pinned", False)
     aliases, keep_alive = settings.pop("aliases", []), settings.pop("keep_alive", server.model_keep_alive)
@@ -75,7 +78,7 @@ def _from_table(base: EngineConfig, name: str, table: Any, server: ServerConfig)
         raise InvalidConfig(f"{where} pinned must be true or false, got {pinned!r}", param="pinned")
     for own in ("model", "served_name"):
         if own in settings:
-            raise InvalidConfig(f"{where} has no key {own!r}: the table's name is the model's", param=own)
+            raise InvalidConfig(f"{where} has no key {own!r}: the table's name is the model's name", param=own)
     try:
         engine = engine_config(base, {**settings, "model": source, "served_name": name})
     except InvalidConfig as problem:
@@ -91,7 +94,7 @@ def _aliases(where: str, given: Any) -> tuple[str, ...]:
 
 
 def _keep_alive(given: Any, where: str = "model_keep_alive") -> float | None:
-    """Seconds of a keep-alive; None: until room is needed."""
+    """Return the seconds of a keep-alive; None: until memory is needed."""
     if given is None:
         return None
     seconds = seconds_of(given)

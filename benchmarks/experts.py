@@ -1,4 +1,4 @@
-"""Which experts of a model get how many tokens, and how evenly ranks are loaded with copies of some.
+"""Tokens per expert of a model, and how well copies of some experts balance the load of ranks.
 
     python benchmarks/experts.py MODEL LOADS.json [--ranks 4] [--copies 0,4,8] [--text FILE]
 
@@ -33,7 +33,7 @@ def count_tokens(model: str, text: str) -> dict[str, list[int]]:
 
 
 def imbalance(loads: dict[str, list[int]], ranks: int, copies: int) -> float:
-    """Of the worst layer: what the fullest rank gets, against the mean."""
+    """Return the load of the most loaded rank relative to the mean, in the worst layer."""
     worst = 0.0
     for counts in loads.values():
         each = rank_loads(place_experts(len(counts), ranks, counts, copies), counts, ranks)

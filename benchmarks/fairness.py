@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from served import Served
+from served import BenchmarkServer
 
 from tokenmill.bench.client import Client
 from tokenmill.bench.dialects import RequestSpec, find_dialect
@@ -40,10 +40,10 @@ WARM_UP_S = 3.0
 SCRIPT = [{"say": "word ", "repeat": True, "delay_s": 0.004, "token_delay_s": 0.012}]
 
 
-class Tenants:
+class TenantClients:
     """Clients of one server, one for each key."""
 
-    def __init__(self, server: Served, num_ids: int) -> None:
+    def __init__(self, server: BenchmarkServer, num_ids: int) -> None:
         self.began = time.perf_counter()
         dialect = find_dialect("openai-completions")
         self._clients = {key: Client(server.url, dialect, "m", key, self.began) for key in server.keys}
@@ -82,7 +82,7 @@ async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def polite_p95_s(tenants: Tenants, seconds: float, num_flooding: int) -> tuple[float, int]:
+async def polite_p95_s(tenants: TenantClients, seconds: float, num_flooding: int) -> tuple[float, int]:
     """The 95th percentile of polite first tokens, and of how many."""
     found: list[BenchRecord] = []
     flood = tenants.flood(FLOOD, num_flooding)
@@ -97,7 +97,9 @@ async def polite_p95_s(tenants: Tenants, seconds: float, num_flooding: int) -> t
     return percentile(times, 95), len(times)
 
 
-async def contended(server: Served, tenants: Tenants, seconds: float, num_flooding: int) -> dict[str, float]:
+async def contended(
+    server: BenchmarkServer, tenants: TenantClients, seconds: float, num_flooding: int
+) -> dict[str, float]:
     """Seconds of the device that each tenant was given while all want more: from when each has had some answers."""
     tasks: list[asyncio.Task[Any]] = list(tenants.flood(FLOOD, num_flooding))
     answers: dict[str, list[BenchRecord]] = {key: [] for key in POLITE}
@@ -112,12 +114,12 @@ async def contended(server: Served, tenants: Tenants, seconds: float, num_floodi
     return {key: one - before[key] for key, one in after.items()}
 
 
-def given(server: Served) -> dict[str, float]:
+def given(server: BenchmarkServer) -> dict[str, float]:
     """Seconds of the device by key, of requests that have ended so far."""
     return {key: server.get("/v1/usage?group_by=", key)["data"][0]["device_s"] for key in server.keys}
 
 
-async def work_s(tenants: Tenants, *, is_fair: bool) -> float:
+async def work_s(tenants: TenantClients, *, is_fair: bool) -> float:
     """Seconds that a set of requests takes: 120 of one tenant, and nine times six."""
     began = time.perf_counter()
     flood = tenants.burst(FLOOD, 120)
@@ -136,8 +138,8 @@ def jain(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
 
-async def measure(server: Served, asked: argparse.Namespace) -> dict[str, Any]:
-    tenants = Tenants(server, 4000 if asked.model else 256)
+async def measure(server: BenchmarkServer, asked: argparse.Namespace) -> dict[str, Any]:
+    tenants = TenantClients(server, 4000 if asked.model else 256)
     try:
         await asyncio.gather(*tenants.burst(FLOOD, 8))  # the first steps: what they cost is learned
         alone_s, num_alone = await polite_p95_s(tenants, asked.seconds, 0)
@@ -180,7 +182,7 @@ def main() -> None:
         script = Path(folder) / "sleeps.json"
         script.write_text(json.dumps(SCRIPT))
         flags = ["--max-running", str(asked.max_running), "--max-waiting", "4096", "--speculate", "off"]
-        with Served(asked.model or f"scripted:{script}", *flags, keys=(*POLITE, FLOOD)) as server:
+        with BenchmarkServer(asked.model or f"scripted:{script}", *flags, keys=(*POLITE, FLOOD)) as server:
             print(json.dumps(asyncio.run(measure(server, asked))))
 
 

@@ -103,7 +103,7 @@ def huge_chat(number: int) -> bytes:
 HUGE = {"2 MB": huge_prompt, "8,192 messages": huge_chat}
 
 
-class Streams:
+class StreamReader:
     """Reads many streams in a thread of its own and keeps the times at which pieces came."""
 
     def __init__(self, port: int, num_streams: int) -> None:
@@ -154,7 +154,7 @@ def ask(port: int, data: bytes) -> tuple[float, int]:
 
 
 def measure(port: int, num_streams: int, num_rounds: int) -> list[dict[str, Any]]:
-    streams = Streams(port, num_streams)
+    streams = StreamReader(port, num_streams)
     streams.wait_until_all_run()
     rows = []
     for name, make in HUGE.items():

@@ -70,7 +70,7 @@ def kept_back() -> int:
     return torch.cuda.memory_reserved()
 
 
-class Meter:
+class AllocationMeter:
     """What torch has allocated since the last look."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Meter:
 def measured(resolved: Resolved, spec: Any) -> dict[str, int]:
     config = resolved.config
     free_before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    found, meter = {}, Meter()
+    found, meter = {}, AllocationMeter()
     storage = build.kv_storage(config, spec)
     found["pool"] = meter.more()
     model = resolved.backend.build_model(config, spec, build.open_source(config, Path(config.model.model), spec))

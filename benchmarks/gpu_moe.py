@@ -39,7 +39,7 @@ def active_bytes(spec: ModelSpec) -> int:
 
 
 def whole_request_s(llm: LLM, count: int, num_out: int, seed: int) -> float:
-    """Of so many requests at once, whose prompts nothing is cached of"""
+    """Return the seconds that `count` concurrent requests take whose prompts are not cached."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000, 100_000) for _ in range(NUM_IN)] for _ in range(count)]
     params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)

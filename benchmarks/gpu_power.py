@@ -29,7 +29,7 @@ LAYERS = 8
 Work = Callable[[], None]
 
 
-class Meter:
+class JouleMeter:
     """The first GPU's counter of joules and its clock."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def captured(*chains: Work) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def sustained(meter: Meter, graph: torch.cuda.CUDAGraph, seconds: float = 1.5, settling: float = 0.5) -> str:
+def sustained(meter: JouleMeter, graph: torch.cuda.CUDAGraph, seconds: float = 1.5, settling: float = 0.5) -> str:
     """Replays for so long, after the clock has settled; per replay."""
     clocks: list[int] = []
     is_over = threading.Event()
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--attending", type=int, default=500)
     parser.add_argument("--context", type=int, default=600)
     given = parser.parse_args()
-    meter, attend = Meter(), attention(given.attending, given.context)
+    meter, attend = JouleMeter(), attention(given.attending, given.context)
     print(f"{LAYERS} layers' attention       {sustained(meter, captured(repeated(attend)))}", flush=True)
     for num_rows in map(int, given.rows.split(",")):
         multiply = products(num_rows)

@@ -53,7 +53,7 @@ EXPERTS, ACTIVE, HIDDEN, INTER = 128, 8, 2048, 768  # Qwen3-30B-A3B
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelTiming:
     kernels: str
     what: str
     rows: int
@@ -154,7 +154,7 @@ def drawn_matrix(quant: str, shape: tuple[int, int]) -> RawTensor:
 
 def matrices(
     kernels: str, quant: str, limits: tuple[float, float], bandwidth: float, numbers: Sequence[int]
-) -> Iterator[Row]:
+) -> Iterator[KernelTiming]:
     """`limits`: errors that are allowed of few rows and of many"""
     ops = build_ops()
     for name, shape in MATRICES.items():
@@ -171,14 +171,14 @@ def matrices(
                 print(f"{kernels:13} {what:28} {rows:5}  WRONG: {error:.4f}", flush=True)
                 continue
             times = (each_ms([_product(ops, x, one) for one in some]) for some in (all_new, all_old))
-            yield Row(kernels, what, rows, error, *times, floor)
+            yield KernelTiming(kernels, what, rows, error, *times, floor)
 
 
 def _product(ops: Ops, x: torch.Tensor, weight: Any) -> Callable[[], object]:
     return lambda: ops.linear(x, weight, "captured")
 
 
-def experts(kernels: str, quant: str, limits: tuple[float, float], bandwidth: float) -> Iterator[Row]:
+def experts(kernels: str, quant: str, limits: tuple[float, float], bandwidth: float) -> Iterator[KernelTiming]:
     ops = build_ops()
     shapes = {"gate": (EXPERTS, INTER, HIDDEN), "up": (EXPERTS, INTER, HIDDEN), "down": (EXPERTS, HIDDEN, INTER)}
     gate, up, down = (
@@ -199,14 +199,14 @@ def experts(kernels: str, quant: str, limits: tuple[float, float], bandwidth: fl
             continue
         used = len(ids.unique()) / EXPERTS
         times = (each_ms([_routed(ops, x, weights, ids, one) for one in copies(some)]) for some in (new, old))
-        yield Row(kernels, what, tokens, error, *times, num_bytes(new.packed) * used / bandwidth)
+        yield KernelTiming(kernels, what, tokens, error, *times, num_bytes(new.packed) * used / bandwidth)
 
 
 def _routed(ops: Ops, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any) -> Callable[[], object]:
     return lambda: ops.experts(x, weights, ids, packed, "silu")
 
 
-def sparse_attention(bandwidth: float) -> Iterator[Row]:
+def sparse_attention(bandwidth: float) -> Iterator[KernelTiming]:
     """One layer of DeepSeek V3.2 in decoding steps: choosing entries and attending to them, beside attending to all"""
     ops, indexer, heads, rank, rope = build_ops(), Indexer(64, 128, 2048), 128, 512, 64
 
@@ -247,10 +247,12 @@ def sparse_attention(bandwidth: float) -> Iterator[Row]:
             continue
         read = rows * (context * 256 + min(context, indexer.top_k) * (rank + rope) * 2) + absorb.nbytes + expand.nbytes
         times = each_ms([chosen_ones]), each_ms([all_of_them])
-        yield Row("sparse_attention", f"a layer of V3.2, {context} tokens", rows, error, *times, read / bandwidth)
+        yield KernelTiming(
+            "sparse_attention", f"a layer of V3.2, {context} tokens", rows, error, *times, read / bandwidth
+        )
 
 
-PARTS: dict[str, Callable[[float, Sequence[int]], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[float, Sequence[int]], Iterator[KernelTiming]]] = {
     "fp8_blocks": lambda speed, rows: chain(
         matrices("fp8_blocks", "F8", (0.01, 0.06), speed, rows), experts("fp8_blocks", "F8", (0.01, 0.06), speed)
     ),

@@ -37,7 +37,7 @@ def hard_schema(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [f"property_{number}_249"]}
 
 
-class Streams:
+class StreamGaps:
     """Times between the tokens of all streams, by phase."""
 
     def __init__(self, engine: AsyncEngine, began_s: float, until_s: float) -> None:
@@ -59,7 +59,7 @@ class Streams:
                 last_s = now_s
 
 
-async def compile_all(engine: AsyncEngine, streams: Streams, until_s: float, every_s: float) -> list[float]:
+async def compile_all(engine: AsyncEngine, streams: StreamGaps, until_s: float, every_s: float) -> list[float]:
     """In busy seconds a new hard schema again and again; how long each took."""
     seconds: list[float] = []
     while (now_s := time.monotonic()) < until_s:
@@ -74,14 +74,14 @@ async def compile_all(engine: AsyncEngine, streams: Streams, until_s: float, eve
     return seconds
 
 
-async def measure(model: str, seconds: float, every_s: float) -> tuple[Streams, list[float]]:
+async def measure(model: str, seconds: float, every_s: float) -> tuple[StreamGaps, list[float]]:
     engine = await AsyncEngine.start(EngineConfig(ModelConfig(model=model)))
     try:
         warm = SamplingParams(guided=Guided("json_object"), max_tokens=2)
         async for _ in engine.submit(PromptRequest(prompt="{", params=warm)):
             pass  # the vocabulary is loaded with the first grammar
         began_s = time.monotonic()
-        streams = Streams(engine, began_s, began_s + seconds)
+        streams = StreamGaps(engine, began_s, began_s + seconds)
         running = [asyncio.create_task(streams.run(number)) for number in range(NUM_STREAMS)]
         compiled = await compile_all(engine, streams, began_s + seconds, every_s)
         await asyncio.gather(*running)

@@ -1,4 +1,4 @@
-"""Whether the ledger, /metrics and the clients' own counts agree, and what a kill -9 of the server loses.
+"""Consistency of the ledger, /metrics and the clients' own counts, and rows lost by a kill -9 of the server.
 
     python benchmarks/ledger_sums.py [--requests 10000] [--kills 5] [--model MODEL]
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from served import Served
+from served import BenchmarkServer
 
 from tokenmill.server.state.server_state import FILE_NAME
 
@@ -42,7 +42,7 @@ MOST_LOST_S = 1.0
 
 
 @dataclass
-class Seen:
+class ClientRecord:
     """What a client knows of its request."""
 
     kind: str
@@ -71,7 +71,7 @@ def body_of(kind: str, rng: random.Random) -> dict[str, Any]:
     return body
 
 
-async def ask(port: int, name: str, seen: Seen, rng: random.Random) -> None:
+async def ask(port: int, name: str, seen: ClientRecord, rng: random.Random) -> None:
     """Send one request and note what comes back; `left`: go away after some pieces."""
     content = json.dumps(body_of(seen.kind, rng)).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
@@ -105,12 +105,14 @@ async def ask(port: int, name: str, seen: Seen, rng: random.Random) -> None:
         writer.close()
 
 
-def note_usage(seen: Seen, usage: dict[str, int] | None) -> None:
+def note_usage(seen: ClientRecord, usage: dict[str, int] | None) -> None:
     if usage:
         seen.prompt_tokens, seen.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
-async def load(port: int, prefix: str, number: int, seed: int, seen: dict[str, Seen], until_s: float = 1e12) -> None:
+async def load(
+    port: int, prefix: str, number: int, seed: int, seen: dict[str, ClientRecord], until_s: float = 1e12
+) -> None:
     """So many requests of all kinds, forty at a time; a server that goes away ends it."""
     names = iter(range(number))
 
@@ -118,7 +120,7 @@ async def load(port: int, prefix: str, number: int, seed: int, seen: dict[str, S
         for place in names:
             rng = random.Random(f"{seed}-{place}")
             name = f"{prefix}-{place}"
-            seen[name] = Seen(rng.choice(KINDS), rng.choice(KEYS))
+            seen[name] = ClientRecord(rng.choice(KINDS), rng.choice(KEYS))
             try:
                 await ask(port, name, seen[name], rng)
             except (OSError, asyncio.IncompleteReadError, IndexError, ValueError):
@@ -137,7 +139,7 @@ def rows_of(folder: Path) -> dict[str, sqlite3.Row]:
     return rows
 
 
-def differences(seen: dict[str, Seen], rows: dict[str, sqlite3.Row]) -> list[str]:
+def differences(seen: dict[str, ClientRecord], rows: dict[str, sqlite3.Row]) -> list[str]:
     """Where a row is missing, or does not say what its client saw."""
     found = []
     for name, one in seen.items():
@@ -159,9 +161,9 @@ def differences(seen: dict[str, Seen], rows: dict[str, sqlite3.Row]) -> list[str
     return found + [f"{name} is in the ledger, and nobody sent it" for name in rows if name not in seen]
 
 
-def sums(server: Served, asked: argparse.Namespace) -> dict[str, Any]:
+def sums(server: BenchmarkServer, asked: argparse.Namespace) -> dict[str, Any]:
     """The three accounts of many requests."""
-    seen: dict[str, Seen] = {}
+    seen: dict[str, ClientRecord] = {}
     began = time.perf_counter()
     asyncio.run(load(server.port, "sum", asked.requests, 1, seen))
     took_s = time.perf_counter() - began
@@ -195,11 +197,11 @@ def kills(model: str, asked: argparse.Namespace) -> dict[str, Any]:
     faults, ages, num_whole = [], [], 0
     with tempfile.TemporaryDirectory(prefix="ledger-") as folder:
         for number in range(asked.kills):
-            seen: dict[str, Seen] = {}
-            with Served(model, keys=KEYS, folder=Path(folder)) as server:
+            seen: dict[str, ClientRecord] = {}
+            with BenchmarkServer(model, keys=KEYS, folder=Path(folder)) as server:
 
                 async def kill_under_load(
-                    server: Served = server, seen: dict[str, Seen] = seen, n: int = number
+                    server: BenchmarkServer = server, seen: dict[str, ClientRecord] = seen, n: int = number
                 ) -> float:
                     work = asyncio.create_task(load(server.port, f"kill{n}", 10**6, n, seen, 0.0))
                     await asyncio.sleep(random.Random(n).uniform(2.0, 4.0))
@@ -209,7 +211,7 @@ def kills(model: str, asked: argparse.Namespace) -> dict[str, Any]:
                     return killed_s
 
                 killed_s = asyncio.run(kill_under_load())
-            with Served(model, keys=KEYS, folder=Path(folder)) as server:  # opens the same state
+            with BenchmarkServer(model, keys=KEYS, folder=Path(folder)) as server:  # opens the same state
                 rows = rows_of(server.folder)
             whole = {name: one for name, one in seen.items() if one.is_whole and one.ended_s < killed_s}
             num_whole += len(whole)
@@ -230,7 +232,7 @@ def main() -> int:
         script = Path(folder) / "script.json"
         script.write_text(json.dumps(SCRIPT))
         model = asked.model or f"scripted:{script}"
-        with Served(model, keys=KEYS) as server:
+        with BenchmarkServer(model, keys=KEYS) as server:
             summed = sums(server, asked)
         for kind, count in summed["kinds"].items():
             print(f"{kind:28} {count}")

@@ -17,7 +17,7 @@ import sys
 import time
 
 import httpx
-from served import Served
+from served import BenchmarkServer
 
 
 def answer_s(client: httpx.Client, model: str, number: int) -> float:
@@ -36,7 +36,7 @@ def main() -> int:
     switched: dict[str, list[float]] = {}
     loaded: dict[str, list[float]] = {}
     with (
-        Served(*options.models, "--max-loaded-models", "1", served_name=None) as server,
+        BenchmarkServer(*options.models, "--max-loaded-models", "1", served_name=None) as server,
         httpx.Client(base_url=server.url, timeout=600) as client,
     ):
         names = [row["id"] for row in client.get("/v1/models").json()["data"]]

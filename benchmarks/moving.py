@@ -47,7 +47,7 @@ PROCESSORS = sorted(os.sched_getaffinity(0))
 
 
 @dataclass
-class Stream:
+class StreamRecord:
     """Tokens of a stream and when they came."""
 
     number: int
@@ -75,7 +75,7 @@ def prompt_ids(seed: int, length: int) -> list[int]:
     return [rng.randrange(1000, 30_000) for _ in range(length)]
 
 
-async def read(engine: AsyncEngine, stream: Stream, num_tokens: int, prompt_len: int = 64) -> None:
+async def read(engine: AsyncEngine, stream: StreamRecord, num_tokens: int, prompt_len: int = 64) -> None:
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.8, seed=stream.number)
     asked = PromptRequest(prompt=prompt_ids(stream.number, prompt_len), params=params)
     async for event in engine.submit(asked):
@@ -85,13 +85,13 @@ async def read(engine: AsyncEngine, stream: Stream, num_tokens: int, prompt_len:
 
 async def undisturbed(config: EngineConfig, number: int, num_tokens: int) -> list[list[int]]:
     engine = await start_fleet(config, 1)
-    streams = [Stream(place) for place in range(number)]
+    streams = [StreamRecord(place) for place in range(number)]
     await asyncio.gather(*(read(engine, stream, num_tokens) for stream in streams))
     await engine.close()
     return [stream.ids for stream in streams]
 
 
-async def all_under_way(streams: list[Stream]) -> None:
+async def all_under_way(streams: list[StreamRecord]) -> None:
     while not all(stream.ids for stream in streams):
         await asyncio.sleep(0.01)
     await asyncio.sleep(WARM_S)
@@ -109,7 +109,7 @@ async def warm_up(engine: AsyncEngine) -> None:
     engine.drain_replica(1, False)
 
 
-def usual_gap(streams: list[Stream], begin: float, end: float) -> float:
+def usual_gap(streams: list[StreamRecord], begin: float, end: float) -> float:
     """The median gap between tokens that came within some time."""
     return statistics.median(
         after - before for stream in streams for before, after in pairwise(stream.times) if begin < after <= end
@@ -122,7 +122,7 @@ async def moves(given: argparse.Namespace) -> dict[str, Any]:
     if given.pin:
         await pin(engine, given.pin)
     await warm_up(engine)
-    streams = [Stream(place) for place in range(given.streams)]
+    streams = [StreamRecord(place) for place in range(given.streams)]
     engine.drain_replica(1)
     reading = [asyncio.create_task(read(engine, stream, num_tokens)) for stream in streams]
     await all_under_way(streams)
@@ -172,7 +172,7 @@ async def drain(given: argparse.Namespace) -> dict[str, Any]:
     if given.pin:
         await pin(engine, given.pin)
     await warm_up(engine)
-    streams = [Stream(place) for place in range(given.streams)]
+    streams = [StreamRecord(place) for place in range(given.streams)]
     engine.drain_replica(1)
     reading = [asyncio.create_task(read(engine, stream, num_tokens)) for stream in streams]
     while not all(len(stream.ids) >= 100 for stream in streams):
@@ -204,14 +204,14 @@ async def drain(given: argparse.Namespace) -> dict[str, Any]:
 
 
 @dataclass
-class Turn:
+class TimedTurn:
     began: float
     first_s: float
     num_prompt: int
     num_cached: int
 
 
-async def converse(engine: AsyncEngine, number: int, turns: list[Turn], answers: dict[Any, list[int]]) -> None:
+async def converse(engine: AsyncEngine, number: int, turns: list[TimedTurn], answers: dict[Any, list[int]]) -> None:
     """A conversation after the other, each of some turns, until it is cancelled."""
     for round_ in range(1 << 30):
         ids = prompt_ids(number * 1000 + round_, 200)
@@ -222,12 +222,12 @@ async def converse(engine: AsyncEngine, number: int, turns: list[Turn], answers:
                 first_s = first_s or time.perf_counter() - began
                 answer += event.token_ids
                 cached = event.usage.cached_tokens if event.usage is not None else cached
-            turns.append(Turn(began, first_s, len(ids), cached))
+            turns.append(TimedTurn(began, first_s, len(ids), cached))
             answers[tuple(ids), turn] = answer
             ids = [*ids, *answer, *prompt_ids(turn, 40)]
 
 
-def told(turns: list[Turn], begin: float, end: float) -> dict[str, Any]:
+def told(turns: list[TimedTurn], begin: float, end: float) -> dict[str, Any]:
     some = [turn for turn in turns if begin <= turn.began < end]
     return {
         "turns": len(some),
@@ -241,7 +241,7 @@ async def roll(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(given.model, **({"kv_disk": folder} if given.disk else {}))
         engine = await start_fleet(config, 3)
-        turns: list[Turn] = []
+        turns: list[TimedTurn] = []
         answers: dict[Any, list[int]] = {}
         tasks = [asyncio.create_task(converse(engine, number, turns, answers)) for number in range(given.streams)]
         await asyncio.sleep(given.seconds / 2)
@@ -287,7 +287,7 @@ async def gaps_beside_prompts(given: argparse.Namespace, roles: str | None) -> d
     engine = await start_fleet(config_of(given.model), 2, roles=roles)
     if given.pin:
         await pin(engine, given.pin)
-    streams = [Stream(place) for place in range(given.streams)]
+    streams = [StreamRecord(place) for place in range(given.streams)]
     reading = [asyncio.create_task(read(engine, stream, 7000)) for stream in streams]
     await all_under_way(streams)
     began, first, idle_spans, spans = time.perf_counter(), list[float](), list[Span](), list[Span]()

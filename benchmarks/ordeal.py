@@ -64,7 +64,7 @@ time.time = jumping
 EXPECTED_REFUSALS = {429, 500, 503}  # while an engine is down or a server is full; with a reason in the dialect
 
 
-class Server:
+class TestedServer:
     """The process under trial."""
 
     def __init__(self, model: str, folder: Path, *, is_broken: bool) -> None:
@@ -105,7 +105,7 @@ class Server:
         raise RuntimeError(f"the server was not ready again within {READY_S:.0f} s")
 
     def engine(self) -> psutil.Process:
-        """Its largest child; one that died a moment ago is waited for to come again."""
+        """Return the engine process, the server's largest child; wait for its restart if it has just died."""
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -144,7 +144,7 @@ def chat(number: int, **more: Any) -> dict[str, Any]:
 class Goldens:
     """Requests whose answers are known, sent all the time by several clients."""
 
-    def __init__(self, server: Server, name: str) -> None:
+    def __init__(self, server: TestedServer, name: str) -> None:
         self._server, self._name = server, name
         self._http = httpx.Client(timeout=HANG_S)
         self.expected = [self._answer(number, stream=False) for number in range(8)]
@@ -215,11 +215,11 @@ class Refused(Exception):
 # ── trials ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def kill_engine(server: Server, rng: random.Random) -> None:
+def kill_engine(server: TestedServer, rng: random.Random) -> None:
     server.engine().kill()
 
 
-def stop_engine(server: Server, rng: random.Random) -> None:
+def stop_engine(server: TestedServer, rng: random.Random) -> None:
     engine = server.engine()
     engine.suspend()
     time.sleep(rng.uniform(2, 12))
@@ -227,20 +227,20 @@ def stop_engine(server: Server, rng: random.Random) -> None:
         engine.resume()
 
 
-def clock_jumps(server: Server, rng: random.Random) -> None:
+def clock_jumps(server: TestedServer, rng: random.Random) -> None:
     """An hour back, a day ahead, and to 1970, as by a machine whose clock is put right."""
     for jump_s in (-3600.0, 86_400.0, -time.time(), 0.0):
         server.set_clock(jump_s)
         time.sleep(1.5)
 
 
-def disk_refuses(server: Server, rng: random.Random) -> None:
+def disk_refuses(server: TestedServer, rng: random.Random) -> None:
     """No file can grow, as on a full disk, for some seconds."""
     with limited(server, resource.RLIMIT_FSIZE, 0):
         time.sleep(3)
 
 
-def descriptors_run_out(server: Server, rng: random.Random) -> None:
+def descriptors_run_out(server: TestedServer, rng: random.Random) -> None:
     open_now = psutil.Process(server.child.pid).num_fds()
     with limited(server, resource.RLIMIT_NOFILE, open_now + 8), contextlib.ExitStack() as stack:
         for _ in range(60):
@@ -250,7 +250,7 @@ def descriptors_run_out(server: Server, rng: random.Random) -> None:
 
 
 @contextlib.contextmanager
-def limited(server: Server, what: int, limit: int) -> Iterator[None]:
+def limited(server: TestedServer, what: int, limit: int) -> Iterator[None]:
     """Limit the server's process for a while; an engine that was started meanwhile has inherited the limit."""
     before = resource.prlimit(server.child.pid, what)
     resource.prlimit(server.child.pid, what, (limit, before[1]))
@@ -262,7 +262,7 @@ def limited(server: Server, what: int, limit: int) -> Iterator[None]:
                 resource.prlimit(pid, what, before)
 
 
-def vanishing_clients(server: Server, rng: random.Random) -> None:
+def vanishing_clients(server: TestedServer, rng: random.Random) -> None:
     for number in range(100):
         with contextlib.closing(server.connect()) as connection:
             connection.sendall(post(chat(number, stream=True, max_tokens=200)))
@@ -270,7 +270,7 @@ def vanishing_clients(server: Server, rng: random.Random) -> None:
                 connection.recv(200)
 
 
-def clients_that_do_not_read(server: Server, rng: random.Random) -> None:
+def clients_that_do_not_read(server: TestedServer, rng: random.Random) -> None:
     with contextlib.ExitStack() as stack:
         for number in range(40):
             connection = stack.enter_context(server.connect())
@@ -279,7 +279,7 @@ def clients_that_do_not_read(server: Server, rng: random.Random) -> None:
         time.sleep(4)
 
 
-def thousand_connections(server: Server, rng: random.Random) -> None:
+def thousand_connections(server: TestedServer, rng: random.Random) -> None:
     with contextlib.ExitStack() as stack:
         for number in range(1000):
             connection = stack.enter_context(server.connect())
@@ -310,7 +310,7 @@ HOSTILE: tuple[object, ...] = (
 )
 
 
-def hostile_bodies(server: Server, rng: random.Random) -> None:
+def hostile_bodies(server: TestedServer, rng: random.Random) -> None:
     with httpx.Client(timeout=HANG_S) as client:
         for body in rng.sample(HOSTILE, len(HOSTILE)):
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -320,7 +320,7 @@ def hostile_bodies(server: Server, rng: random.Random) -> None:
                 raise RuntimeError(f"{reply.status_code} for {content[:80]!r}: {reply.text[:200]}")
 
 
-def hostile_heads(server: Server, rng: random.Random) -> None:
+def hostile_heads(server: TestedServer, rng: random.Random) -> None:
     heads = (
         b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * 200_000 + b"\r\n\r\n",
         b"".join([b"GET / HTTP/1.1\r\n", *(b"x%d: 1\r\n" % number for number in range(20_000)), b"\r\n"]),
@@ -335,7 +335,7 @@ def hostile_heads(server: Server, rng: random.Random) -> None:
             connection.recv(1000)
 
 
-def malformed_models(server: Server, rng: random.Random) -> None:
+def malformed_models(server: TestedServer, rng: random.Random) -> None:
     """Files that are no models end `tokenmill run` with one line and exit code 1 or 2, without a traceback."""
     with tempfile.TemporaryDirectory(prefix="ordeal-") as folder:
         for number, content in enumerate((b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, rng.randbytes(4096))):
@@ -353,7 +353,7 @@ def post(body: dict[str, Any]) -> bytes:
     return head + b"content-length: %d\r\n\r\n" % len(content) + content
 
 
-Trial = Callable[[Server, random.Random], None]
+Trial = Callable[[TestedServer, random.Random], None]
 TRIALS: dict[str, Trial] = {
     trial.__name__: trial
     for trial in (
@@ -385,7 +385,7 @@ def main() -> int:
         script = Path(folder) / "golden.json"
         script.write_text(json.dumps(SCRIPT))
         model = asked.model or f"scripted:{script}"
-        server = Server(model, Path(folder), is_broken=asked.broken)
+        server = TestedServer(model, Path(folder), is_broken=asked.broken)
         try:
             server.wait_ready()
             report = ordeal(server, asked.model or "golden", asked)
@@ -403,7 +403,7 @@ def main() -> int:
     return 1 if report["faults"] else 0
 
 
-def ordeal(server: Server, name: str, asked: argparse.Namespace) -> dict[str, Any]:
+def ordeal(server: TestedServer, name: str, asked: argparse.Namespace) -> dict[str, Any]:
     rng, done, faults = random.Random(asked.seed), Counter[str](), list[str]()
     goldens = Goldens(server, name)
     chosen = asked.only or list(TRIALS)

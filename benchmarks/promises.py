@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from served import Served
+from served import BenchmarkServer
 
 from tokenmill.bench.load import Target
 from tokenmill.bench.request_records import BenchRecord
@@ -45,7 +45,7 @@ def limits(level: ServiceLevel) -> str:
     return f"ttft_p95={level.ttft_s}s,tpot_p95={level.tpot_s}s"
 
 
-def find_edge(server: Served, level: ServiceLevel, asked: argparse.Namespace, stage: str) -> Verdict:
+def find_edge(server: BenchmarkServer, level: ServiceLevel, asked: argparse.Namespace, stage: str) -> Verdict:
     arrival = ArrivalConfig(rate=asked.start, duration_s=asked.seconds)
     config = SearchConfig(slo=limits(level)).with_arrival(arrival)
     try_level = trier(config, arrival, workload(asked, stage), MEASURED, Target(server.url, "m"))
@@ -67,7 +67,7 @@ def workload(asked: argparse.Namespace, stage: str) -> WorkloadConfig:
     return WorkloadConfig(input_len=asked.input_len, output_len=asked.output_len, bench_seed=seed)
 
 
-def run_beyond(server: Served, level: ServiceLevel, asked: argparse.Namespace, edge: float) -> dict[str, Any]:
+def run_beyond(server: BenchmarkServer, level: ServiceLevel, asked: argparse.Namespace, edge: float) -> dict[str, Any]:
     """Loads at parts of an edge. The first few seconds of each are not counted: the queue is empty then."""
     kept = parse_goodput(asked.slo)
     found: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def main() -> None:
     flags = ("--max-running", "64", "--speculate", "off", "--slo")
     for stage in asked.stage or STAGES:
         promised = f"tpot={level.tpot_s}s" if stage == "edge" else asked.slo
-        with Served(asked.model, *flags, promised) as server:
+        with BenchmarkServer(asked.model, *flags, promised) as server:
             if stage == "beyond":
                 found[stage] = run_beyond(server, level, asked, found["edge"]["best"])
             else:

@@ -57,7 +57,7 @@ def until(holds: Any, what: str) -> float:
     return time.monotonic() - began_s
 
 
-class Server:
+class RankServer:
     def __init__(self, asked: argparse.Namespace) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -108,7 +108,9 @@ class Server:
         return text, stall_s
 
 
-def round_of(server: Server, asked: argparse.Namespace, draw: random.Random, moment: str, pool: Any) -> dict[str, Any]:
+def round_of(
+    server: RankServer, asked: argparse.Namespace, draw: random.Random, moment: str, pool: Any
+) -> dict[str, Any]:
     """Kill one rank while streams run; what came of it."""
     first = threading.Event()
     if moment != "load":
@@ -144,7 +146,7 @@ def main() -> int:
     parser.add_argument("--log", default=os.devnull, help="what the server prints goes to this file")
     asked = parser.parse_args()
     draw, shm = random.Random(asked.seed), set(os.listdir("/dev/shm"))
-    server = Server(asked)
+    server = RankServer(asked)
     rounds: list[dict[str, Any]] = []
     try:
         until(server.is_ready, "ready")

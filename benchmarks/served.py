@@ -17,7 +17,7 @@ READY_S = 120.0
 END_S = 60.0
 
 
-class Served:
+class BenchmarkServer:
     """A server of one model, or of more that are among the flags; `keys` are its API keys. Its state is in `folder`,
     which outlives the process."""
 
@@ -48,7 +48,7 @@ class Served:
                 env={**os.environ, "TOKENMILL_LOG_LEVEL": "warning"},
             )
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> BenchmarkServer:
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             if self.child.poll() is not None:

@@ -38,14 +38,14 @@ AGAIN = "\n\nThe same letter, written to Anna instead of Martha:\n\nDear Anna, t
 Asked = list[PromptRequest]
 
 
-class Measured(NamedTuple):
+class SpeculationRun(NamedTuple):
     seconds: float
     tokens: list[list[int]]
     drafted: int
     accepted: int
 
 
-def run(llm: LLM, asked: Asked) -> Measured:
+def run(llm: LLM, asked: Asked) -> SpeculationRun:
     input_processor = llm.frontend.input_processor(llm.core.info.max_context)
     requests = [input_processor.process(one) for one in asked]
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -57,7 +57,7 @@ def run(llm: LLM, asked: Asked) -> Measured:
             found[output.request_id] += output.token_ids
     seconds, after = time.perf_counter() - began, llm.core.stats()
     drafted = after.drafted_tokens - before.drafted_tokens
-    return Measured(seconds, list(found.values()), drafted, after.accepted_tokens - before.accepted_tokens)
+    return SpeculationRun(seconds, list(found.values()), drafted, after.accepted_tokens - before.accepted_tokens)
 
 
 def edit_requests(salt: str) -> Asked:

@@ -198,7 +198,7 @@ def answers(port: int) -> bool:
 # ── the client's process ───────────────────────────────────────────────────────────────────────────────
 
 
-class Streams:
+class StreamCounter:
     """Many answers read at once: words and chunks are counted, nothing is parsed."""
 
     def __init__(self, port: int, num_streams: int, num_tokens: int) -> None:
@@ -254,7 +254,7 @@ def child_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
-def snapshot(pids: dict[str, int], streams: Streams) -> dict[str, float]:
+def snapshot(pids: dict[str, int], streams: StreamCounter) -> dict[str, float]:
     times = {f"{name}_{part}": used for name, pid in pids.items() for part, used in cpu_s(pid).items()}
     return {**times, "wall": time.perf_counter(), "words": streams.num_words, "chunks": streams.num_chunks}
 
@@ -265,7 +265,7 @@ def measure(model: str, num_streams: int, num_tokens: int, step_s: float, *, tra
         requests_cost(pids, port, 2)  # a warm-up
         asking = requests_cost(pids, port, max(16, num_streams))
         before_s = sum(cpu_s(pid).values())
-        spent = streaming_cost(pids, Streams(port, num_streams, num_tokens), num_streams)
+        spent = streaming_cost(pids, StreamCounter(port, num_streams, num_tokens), num_streams)
         time.sleep(SPANS_SENT_S if traces else 0.0)
         whole_s = sum(cpu_s(pid).values()) - before_s
     tokens = spent["words"]
@@ -285,15 +285,15 @@ def measure(model: str, num_streams: int, num_tokens: int, step_s: float, *, tra
 
 def requests_cost(pids: dict[str, int], port: int, num_requests: int) -> dict[str, float]:
     """What a request costs beside its tokens: each asks for one."""
-    streams = Streams(port, 0, 1)
+    streams = StreamCounter(port, 0, 1)
     before = snapshot(pids, streams)
-    streams = Streams(port, num_requests, 1)
+    streams = StreamCounter(port, num_requests, 1)
     while streams.num_open:
         streams.read()
     return {name: (value - before[name]) / num_requests for name, value in snapshot(pids, streams).items()}
 
 
-def streaming_cost(pids: dict[str, int], streams: Streams, num_streams: int) -> dict[str, float]:
+def streaming_cost(pids: dict[str, int], streams: StreamCounter, num_streams: int) -> dict[str, float]:
     """Between the moment when every stream has begun and the one when the first has ended."""
     while streams.num_talking < num_streams:
         streams.read()

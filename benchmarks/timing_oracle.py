@@ -1,4 +1,4 @@
-"""Whether one tenant can find out what another has sent: by fields, by headers, or by the time to its first token.
+"""Test whether a tenant can infer what another has sent: from fields, headers, or the time to first token.
 
     python benchmarks/timing_oracle.py MODEL [--trials 500] [--prompt-len 96] [--answer-len 8] [-- serve flags]
 
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-from served import Served
+from served import BenchmarkServer
 
 VICTIM, SPY = "victim", "spy"
 MOST_AUC, LEAST_SEEN = 0.55, 0.9
@@ -34,7 +34,7 @@ LEAST_TOLD = 8  # times that something was told of one kind alone: once or twice
 
 
 class Trials:
-    def __init__(self, server: Served, asked: argparse.Namespace, seed: int) -> None:
+    def __init__(self, server: BenchmarkServer, asked: argparse.Namespace, seed: int) -> None:
         self._http = httpx.Client(base_url=server.url, timeout=120)
         self._asked = asked
         self._rng = random.Random(seed)
@@ -98,7 +98,7 @@ def tellings(tells: Counter[str]) -> tuple[set[str], set[str]]:
     )
 
 
-def measure(server: Served, asked: argparse.Namespace) -> dict[str, Any]:
+def measure(server: BenchmarkServer, asked: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"benchmark": "timing_oracle", "trials": asked.trials, "faults": []}
     for name, first, second, number in (
         ("one tenant", SPY, SPY, max(20, asked.trials // 5)),
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--answer-len", type=int, default=8)
     parser.add_argument("flags", nargs="*", help="of serve, after --")
     asked = parser.parse_args()
-    with Served(asked.model, *asked.flags, keys=(VICTIM, SPY)) as server:
+    with BenchmarkServer(asked.model, *asked.flags, keys=(VICTIM, SPY)) as server:
         result = measure(server, asked)
     for fault in result["faults"]:
         print("FAULT", fault)

@@ -1,17 +1,18 @@
-"""Structural faults of the package fail; sizes are printed.   python tools/check_house.py [--quiet]
+"""Check the structure of the code and print its sizes.   python tools/check_house.py [--quiet]
 
 Faults, each of which makes the exit code 1:
 
-- a class name that is used twice in the package;
+- a class name that is used twice in the package, its tests, benchmarks, tools and examples;
 - an import cycle, counting imports inside functions and under TYPE_CHECKING;
 - an import that goes up the layers or between neighbours (the layers are those of import-linter in pyproject.toml), and
   a top-level package that has no layer;
 - a broad `except` (bare, `Exception` or `BaseException`, `contextlib.suppress` of them) that the table of
   docs/ARCHITECTURE.md does not list, or a row of that table without such an `except`;
-- a docstring whose first sentence has no subject of its own ("Of a step: …", "Or nothing.", "Whose tile it is");
+- a docstring whose first sentence has no subject of its own ("Of a step: …", "Or nothing.", "Whose tile it is"), in
+  the same folders;
 - two test files of one name, which pytest does not collect together.
 
-Sizes and numbers of parameters are places to look at, not limits.
+Sizes and numbers of parameters are hints, not limits.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "tokenmill"
 TESTS = ROOT / "tests"
+OTHER_FOLDERS = ("tests", "benchmarks", "tools", "examples")  # held to the rules on class names and docstrings too
 BROAD = {"Exception", "BaseException"}
 WITHOUT_LAYER = {"__main__", "testing", "version"}  # beside the layers: the entry point, models for tests, a constant
 NO_SUBJECT = re.compile(
@@ -37,8 +39,8 @@ BROAD_TABLE = "Where any exception is caught"
 
 
 @dataclass(frozen=True)
-class Module:
-    """One parsed source file; `name` is dotted and begins with the package."""
+class ParsedModule:
+    """One parsed source file; `name` is dotted and begins with the top-level folder."""
 
     name: str
     path: Path
@@ -47,8 +49,10 @@ class Module:
 
     @property
     def file(self) -> str:
-        """Path inside the package, as documents write it: `engine/core.py`."""
-        return self.path.relative_to(ROOT / PACKAGE).as_posix()
+        """Path as documents write it: inside the package (`engine/core.py`), or else from the root
+        (`tests/conftest.py`)."""
+        is_package = self.path.is_relative_to(ROOT / PACKAGE)
+        return self.path.relative_to(ROOT / PACKAGE if is_package else ROOT).as_posix()
 
     @property
     def room(self) -> str:
@@ -56,16 +60,16 @@ class Module:
         return self.name.split(".")[1] if "." in self.name else ""
 
 
-def read_modules() -> dict[str, Module]:
+def read_modules(folder: str) -> dict[str, ParsedModule]:
     found = {}
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+    for path in sorted((ROOT / folder).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = Module(name, path, ast.parse(text), text.count("\n"))
+        found[name] = ParsedModule(name, path, ast.parse(text), text.count("\n"))
     return found
 
 
-def imports_of(module: Module, modules: dict[str, Module]) -> set[str]:
+def imports_of(module: ParsedModule, modules: dict[str, ParsedModule]) -> set[str]:
     """Modules of the package that this one imports anywhere: on top, in functions, under TYPE_CHECKING."""
     found = set()
     for node in ast.walk(module.tree):
@@ -108,13 +112,13 @@ def cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
             yield from visit(node)
 
 
-def cycle_faults(modules: dict[str, Module]) -> Iterator[str]:
+def cycle_faults(modules: dict[str, ParsedModule]) -> Iterator[str]:
     graph = {name: imports_of(module, modules) for name, module in modules.items()}
     for part in cycles(graph):
         yield "import cycle: " + ", ".join(part)
 
 
-def layer_faults(modules: dict[str, Module]) -> Iterator[str]:
+def layer_faults(modules: dict[str, ParsedModule]) -> Iterator[str]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     level = {
@@ -133,7 +137,7 @@ def layer_faults(modules: dict[str, Module]) -> Iterator[str]:
                 yield f"import goes up: {module.name} imports {target}"
 
 
-def class_faults(modules: dict[str, Module]) -> Iterator[str]:
+def class_faults(modules: dict[str, ParsedModule]) -> Iterator[str]:
     places = defaultdict(list)
     for module in modules.values():
         for node in ast.walk(module.tree):
@@ -163,7 +167,7 @@ def listed_broad_excepts() -> Counter[str]:
     return Counter(re.findall(r"^\| `([\w/]+\.py)`", rows[1] if rows else "", flags=re.MULTILINE))
 
 
-def except_faults(modules: dict[str, Module]) -> Iterator[str]:
+def except_faults(modules: dict[str, ParsedModule]) -> Iterator[str]:
     listed = listed_broad_excepts()
     for module in modules.values():
         lines = sorted(getattr(node, "lineno", 0) for node in ast.walk(module.tree) if is_broad(node))
@@ -175,7 +179,7 @@ def except_faults(modules: dict[str, Module]) -> Iterator[str]:
         yield f"broad excepts: docs/ARCHITECTURE.md lists {file}, which does not exist"
 
 
-def docstring_faults(modules: dict[str, Module]) -> Iterator[str]:
+def docstring_faults(modules: dict[str, ParsedModule]) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for module in modules.values():
         for node in ast.walk(module.tree):
@@ -184,7 +188,7 @@ def docstring_faults(modules: dict[str, Module]) -> Iterator[str]:
                 yield f"docstring without a subject: {module.file}:{getattr(node, 'lineno', 1)}: {first}"
 
 
-def test_name_faults(_modules: dict[str, Module]) -> Iterator[str]:
+def test_name_faults(_modules: dict[str, ParsedModule]) -> Iterator[str]:
     """Test files of one name that pytest would collect in one run. The interpreted ones have a run of their own."""
     paths = [path for path in sorted(TESTS.rglob("test_*.py")) if "triton_interpreted" not in path.parts]
     for name, count in Counter(path.name for path in paths).items():
@@ -192,7 +196,7 @@ def test_name_faults(_modules: dict[str, Module]) -> Iterator[str]:
             yield f"{count} test files are called {name}"
 
 
-def print_sizes(modules: dict[str, Module]) -> None:
+def print_sizes(modules: dict[str, ParsedModule]) -> None:
     functions, classes, parameters = [], [], []
     for module in modules.values():
         for node in ast.walk(module.tree):
@@ -223,11 +227,13 @@ def _length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    modules = read_modules()
+    modules = read_modules(PACKAGE)
+    everything = {**modules, **{name: one for folder in OTHER_FOLDERS for name, one in read_modules(folder).items()}}
     if "--quiet" not in arguments:
         print_sizes(modules)
-    checks = (class_faults, cycle_faults, layer_faults, except_faults, docstring_faults, test_name_faults)
+    checks = (cycle_faults, layer_faults, except_faults, test_name_faults)
     faults = [fault for check in checks for fault in check(modules)]
+    faults += [fault for check in (class_faults, docstring_faults) for fault in check(everything)]
     for fault in faults:
         print(fault)
     print(f"{len(faults)} structural faults" if faults else "no structural faults")

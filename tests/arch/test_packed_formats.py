@@ -1,4 +1,4 @@
-"""Which of a checkpoint's quantised matrices a GPU keeps, and in how many bytes."""
+"""Formats in which a GPU stores a checkpoint's quantised matrices, and their bytes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_experts_are_planned_as_they_are_kept(quantization: str, stored: str | N
 
 
 def test_a_gguf_file_is_planned_as_it_is_kept(smollm2_path: Path) -> None:
-    """Its Q4_1 matrices have 576 columns, so they take 8 bits; the head is the embedding, of the same form."""
+    """Q4_1 matrices of 576 columns take 8 bits; the head is the embedding, in the same format."""
     model = model_at(smollm2_path, "smollm2")
     assert model.kept is not None and model.stored is not None and model.expands_weights
     plans = [make_plan(model, plan_device("H200"), Question(dtype=dtype)) for dtype in ("bfloat16", "auto", "float32")]

@@ -82,7 +82,7 @@ def test_one_answer_ends_at_the_context_unless_told(
 # ── answers on the screen ──────────────────────────────────────────────────────────────────────────────
 
 
-class Terminal(io.StringIO):
+class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -90,7 +90,7 @@ class Terminal(io.StringIO):
 def shown(text: str, monkeypatch: pytest.MonkeyPatch, columns: int, **environment: str) -> str:
     for name, value in {"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm", "NO_COLOR": "", **environment}.items():
         monkeypatch.setenv(name, value)
-    out = Terminal()
+    out = FakeTerminal()
     screen = AnswerScreen(out)
     for character in text:  # as it streams
         screen.write(character)
@@ -100,7 +100,7 @@ def shown(text: str, monkeypatch: pytest.MonkeyPatch, columns: int, **environmen
 
 def test_lines_of_the_program_keep_words_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
-    narrow, piped = Terminal(), io.StringIO()
+    narrow, piped = FakeTerminal(), io.StringIO()
     for out in (narrow, piped):
         say("a line that is longer than thirty columns are wide", out)
     assert narrow.getvalue() == "a line that is longer than\nthirty columns are wide\n"

@@ -74,7 +74,7 @@ def test_a_turn_stopped_before_a_word_is_not_remembered(
     assert conversation.messages == [] and "(stopped)" in capsys.readouterr().err
 
 
-class Screen(io.StringIO):
+class FakeScreen(io.StringIO):
     def __init__(self, is_terminal: bool) -> None:
         super().__init__()
         self._is_terminal = is_terminal
@@ -96,7 +96,7 @@ class Said(Iterator[Event]):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_thoughts_are_dimmed_beside_the_answer_on_a_terminal_only(is_terminal: bool) -> None:
-    out, screen = io.StringIO(), Screen(is_terminal)
+    out, screen = io.StringIO(), FakeScreen(is_terminal)
     said = Said(
         Event(request_id="r", parts=[ThoughtPart("Hm")]),
         Event(request_id="r", text="Hi", parts=[ThoughtPart("."), TextPart("Hi")]),

@@ -118,13 +118,13 @@ def test_numbers_for_people() -> None:
     assert [count(n) for n in (7, 134_515_008, 8.03e9)] == ["7", "134.5 M", "8.0 B"]
 
 
-class Terminal(io.StringIO):
+class TerminalOutput(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
 def test_the_bar_of_a_pull_is_one_line_on_a_small_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
+    terminal = TerminalOutput()
     monkeypatch.setattr(sys, "stderr", terminal)
     for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "xterm", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -73,7 +73,7 @@ def test_wrong_tables_are_refused_by_name(table: Any, text: str) -> None:
 
 def test_a_served_name_is_for_one_model() -> None:
     named = EngineConfig(ModelConfig(served_name="x"))
-    with pytest.raises(InvalidConfig, match="served_name is for a server of one model"):
+    with pytest.raises(InvalidConfig, match="served_name requires a server with one model"):
         served_models(named, ["a", "b"], {}, ServerConfig())
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_process import Screen, in_terminal
+from tests.support.cli_process import TerminalScreen, in_terminal
 from tests.support.emulated_screen import EmulatedScreen
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens" / "terminal"
@@ -46,7 +46,7 @@ ANSWERS = [  # the last turn first: all of the conversation is in the prompt
 ]
 
 
-def hold_conversation(screen: Screen) -> None:
+def hold_conversation(screen: TerminalScreen) -> None:
     num_prompts = 0
 
     def is_asked(lines: list[str]) -> bool:

@@ -92,8 +92,8 @@ def test_claude_code(folder: Path, tmp_path: Path, canary: Canary, shared_dir: P
 def test_claude_code_reads_why_a_request_does_not_fit(
     folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path
 ) -> None:
-    """It believes in a larger context than there is. Told that the answer has too little room, it asks for less; told
-    that the prompt is too long, it says so with both numbers."""
+    """The agent assumes a larger context than the server has. Told that the answer has too little room, it asks for
+    less; told that the prompt is too long, it says so with both numbers."""
     context = 131_072  # a token is a byte here
     claude = [*node_program("claude"), "--bare", "-p"]
     with script_process(tmp_path, script({"say": "Understood."}), shared_dir / "templates" / QWEN3) as server:
@@ -147,7 +147,7 @@ def test_codex(folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path) -
 def test_codex_with_the_tools_of_a_model_that_it_knows(
     folder: Path, tmp_path: Path, canary: Canary, shared_dir: Path
 ) -> None:
-    """It then sends all kinds of tools: it searches for one of an MCP server, calls that in its namespace, and writes
+    """The agent sends all kinds of tools: it searches for one of an MCP server, calls that in its namespace, and writes
     by `apply_patch`, whose input follows a grammar."""
     patch = f"*** Begin Patch\n*** Add File: b.txt\n+{SECRET}*** End Patch"
     model = script(

@@ -9,8 +9,8 @@ from tokenmill.engine.build import out_of_memory_hint, run_largest_step
 from tokenmill.errors import InvalidConfig
 
 
-class Runner:
-    """Whose largest step takes so many bytes."""
+class LargeStepRunner:
+    """A runner whose largest step runs out of memory if it needs more than `free_bytes`."""
 
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes
@@ -23,7 +23,7 @@ class Runner:
 
 
 def test_what_is_planned_for_steps_is_taken_at_start_or_refused() -> None:
-    runner = Runner(1000)
+    runner = LargeStepRunner(1000)
     run_largest_step(runner, 64, 1000, list)
     assert runner.calls == [(64, 1000)]
     with pytest.raises(InvalidConfig, match="largest step does not fit") as caught:

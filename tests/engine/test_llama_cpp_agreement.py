@@ -84,7 +84,7 @@ def rounded_by_32(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_by_256(x: torch.Tensor) -> torch.Tensor:
-    """And those in blocks of 256: 8 bits, scaled by -127 / (the value of the block furthest from 0)"""
+    """Round activations to 8 bits in blocks of 256, scaled by -127 / (the value of the block furthest from 0)"""
     blocks = x.reshape(-1, 256)
     furthest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = torch.where(furthest == 0, 0.0, -127.0 / furthest)

@@ -75,7 +75,7 @@ def test_ranks_that_attend_for_some_sequences_each_have_room_for_more(stories_di
 
 
 def test_a_sequence_past_its_context_may_go_on_with_another_rank(stories_dir: Path) -> None:
-    """Its window moves, and its blocks may be of another part then."""
+    """The window of a shifted context moves, and its blocks may then belong to another part of the cache."""
     params = SamplingParams(max_tokens=200, temperature=0.8, seed=2, ignore_eos=True)
     settings = {**SETTINGS, "max_context": 96, "context_shift": True}
     answers = []
@@ -173,7 +173,7 @@ def rank_processes() -> list[int]:
 
 
 def test_a_core_copies_itself_for_its_ranks(stories_dir: Path) -> None:
-    """They have its libraries loaded, none of its sockets, and end with it."""
+    """Forked ranks share the loaded libraries of their parent, none of its sockets, and end with it."""
     config = engine_config(str(stories_dir), {**SETTINGS, "tp": 2})
     params = SamplingParams(max_tokens=10, temperature=0.0)
     request = PromptRequest(prompt=PROMPTS[0], params=params)

@@ -10,7 +10,7 @@ from tokenmill.params import SamplingParams
 from tokenmill.types import PromptRequest
 
 
-class Mailbox:
+class ScriptedMailbox:
     """Has mail at the times given, counted in looks; shuts down whoever waits for more."""
 
     def __init__(self, mail: dict[int, ToCore]) -> None:
@@ -42,7 +42,7 @@ def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work(
 
     core.runner.next_idle_task = next_idle_task  # type: ignore[method-assign]
     asked = PromptRequest(prompt="ab", params=SamplingParams(max_tokens=6, ignore_eos=True), request_id="x")
-    mailbox = Mailbox({3: Submit(byte_input_processor().process(asked))})
+    mailbox = ScriptedMailbox({3: Submit(byte_input_processor().process(asked))})
     run_loop(core, mailbox)
     outputs = [one for message in mailbox.sent if isinstance(message, Outputs) for one in message.outputs]
     assert sum(len(one.token_ids) for one in outputs) == 6
@@ -54,6 +54,6 @@ def test_spare_time_is_used_until_nothing_is_left_and_never_while_there_is_work(
 def test_an_engine_without_work_loads_what_grammars_need() -> None:
     core, loads = scripted_core(), []
     core.prepare_grammars = lambda: loads.append(len(mailbox.timeouts))  # type: ignore[method-assign]
-    mailbox = Mailbox({})
+    mailbox = ScriptedMailbox({})
     run_loop(core, mailbox)
     assert loads == [1], "once, after a quiet moment"

@@ -200,7 +200,7 @@ def test_a_draft_whose_numbers_break_is_left_out(fixed_depth: None) -> None:
 def test_an_engine_goes_on_without_a_draft_model_that_fails(
     fixed_depth: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It guesses a few times, then every call raises; the requests it guessed for and later ones are answered."""
+    """A drafter that raises after a few drafts is switched off; its requests and later ones are still answered."""
     expected = run_core(drafted_core(ContextModel(VOCAB), None, mode="off"), stories(8))
     draft, calls = ContextModel(VOCAB), iter(range(1000))
     compute = draft.forward

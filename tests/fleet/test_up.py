@@ -158,7 +158,7 @@ def test_a_dry_run_shows_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = written(tmp_path, f'model = "{LARGE}"\nslo = "ttft=1s,tpot=50ms"\n[[group]]\nreplicas = "1..4"\n')
     assert main(["up", str(path), "--dry-run", "--virtual", "h200x8"]) == 0
     shown = capsys.readouterr().out
-    assert "Taken: " in shown and "taken" in shown and "8 × H200" in shown
+    assert "Chosen: " in shown and "taken" in shown and "8 × H200" in shown
     assert main(["up", str(path), "--dry-run", "--virtual", "h200x8", "--replicas", "3"]) == 2
     assert "[[group]]" in capsys.readouterr().err
     assert main(["up", str(path), "--dry-run", "--virtual", "h2000x8"]) == 2
@@ -170,7 +170,7 @@ def test_groups_leave_devices_to_those_behind_them(tmp_path: Path, capsys: pytes
     text = f'model = "{LARGE}"\n[[group]]\nrole = "prefill"\n[[group]]\nrole = "decode"\n'
     assert main(["up", str(written(tmp_path, text)), "--dry-run", "--virtual", "h200x8"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("Taken: 1 replica of tp 4") == 2, shown
+    assert shown.count("Chosen: 1 replica of tp 4") == 2, shown
     text = f'model = "{LARGE}"\n[[group]]\nreplicas = 2\n[[group]]\ntp = 4\nreplicas = 2\n'
     assert main(["up", str(written(tmp_path, text)), "--dry-run", "--virtual", "h200x8"]) == 2
     assert "no topology does what is asked" in capsys.readouterr().err, "eight are taken by the second group"
@@ -223,13 +223,13 @@ def test_virtual_devices_say_what_they_do_without(tmp_path: Path, capsys: pytest
 def test_a_topology_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, f'model = "{LARGE}"\n[[group]]\nreplicas = "1..4"\n')
     assert main(["up", str(path), "--dry-run", "--virtual", "h200x8", "--take", "2x4"]) == 0
-    assert "Taken: 2x4, not by the plan" in capsys.readouterr().out
+    assert "Chosen: 2x4, by --take" in capsys.readouterr().out
     assert main(["up", str(path), "--dry-run", "--virtual", "h200x8", "--take", "3x3"]) == 2
     assert "no topology '3x3' fits here" in capsys.readouterr().err
     path = written(tmp_path, f'model = "{LARGE}"\n[[group]]\n[[group]]\n')
     for flags in (["--take", "1x8"], ["--search"]):
         assert main(["up", str(path), "--dry-run", "--virtual", "h200x8", *flags]) == 2
-        assert "one group" in capsys.readouterr().err
+        assert "single group" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_a_search_takes_what_holds_most(tmp_path: Path) -> None:
     assert all(float(row[3]) > 0 for row in tried), "each of them was measured"
     (best,) = (row for row in tried if row[-1] == "taken")
     assert float(best[3]) == max(float(row[3]) for row in tried)
-    assert f"Taken: {best[0]}x{best[1]}, not by the plan" in shown
+    assert f"Chosen: {best[0]}x{best[1]}, by --take" in shown
 
 
 # ── running ────────────────────────────────────────────────────────────────────────────────────────────

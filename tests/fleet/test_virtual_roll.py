@@ -21,7 +21,7 @@ NUM_CONVERSATIONS, BEFORE_S, AFTER_S = 8, 16.0, 10.0
 
 
 @dataclass(frozen=True)
-class Turn:
+class VirtualTurn:
     began_s: float
     first_s: float
     num_prompt: int
@@ -29,20 +29,20 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ClientView:
     """What clients saw of some turns."""
 
     ttft_p99_s: float
     cached: float
 
     @classmethod
-    def within(cls, turns: list[Turn], begin_s: float, end_s: float) -> Seen:
+    def within(cls, turns: list[VirtualTurn], begin_s: float, end_s: float) -> ClientView:
         some = [turn for turn in turns if begin_s <= turn.began_s < end_s]
         cached = sum(turn.num_cached for turn in some) / sum(turn.num_prompt for turn in some)
         return cls(percentile([turn.first_s for turn in some], 99), cached)
 
 
-async def converse(engine: AsyncEngine, number: int, turns: list[Turn], answers: dict[str, list[int]]) -> None:
+async def converse(engine: AsyncEngine, number: int, turns: list[VirtualTurn], answers: dict[str, list[int]]) -> None:
     """Hold one conversation of six turns after another until cancelled."""
     loop, rng = asyncio.get_running_loop(), random.Random(number)
     for round_ in range(1 << 30):
@@ -55,18 +55,18 @@ async def converse(engine: AsyncEngine, number: int, turns: list[Turn], answers:
                 first_s = first_s or loop.time() - began_s
                 answers[name] += event.token_ids
                 cached = event.usage.cached_tokens if event.usage is not None else cached
-            turns.append(Turn(began_s, first_s, len(ids), cached))
+            turns.append(VirtualTurn(began_s, first_s, len(ids), cached))
             await asyncio.sleep(rng.uniform(0.2, 1.0))
             ids = [*ids, *answers[name], *prompt(rng, 40)]
 
 
-def conversations(*, rolls: bool) -> tuple[dict[str, list[int]], list[Seen]]:
+def conversations(*, rolls: bool) -> tuple[dict[str, list[int]], list[ClientView]]:
     """What was answered, and what clients saw before, during and after a rolling restart."""
 
-    async def scenario() -> tuple[dict[str, list[int]], list[Seen]]:
+    async def scenario() -> tuple[dict[str, list[int]], list[ClientView]]:
         loop, engine = asyncio.get_running_loop(), virtual_engine(DEVICE, 3, PrefixRouter(3), gives_blocks=True)
         await engine.open()
-        turns: list[Turn] = []
+        turns: list[VirtualTurn] = []
         answers: dict[str, list[int]] = {}
         tasks = [asyncio.create_task(converse(engine, number, turns, answers)) for number in range(NUM_CONVERSATIONS)]
         await asyncio.sleep(BEFORE_S)
@@ -80,7 +80,7 @@ def conversations(*, rolls: bool) -> tuple[dict[str, list[int]], list[Seen]]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         times = (4.0, rolling_s, rolled_s, rolled_s + AFTER_S)
-        seen = [Seen.within(turns, *times[place : place + 2]) for place in range(3)] if rolls else []
+        seen = [ClientView.within(turns, *times[place : place + 2]) for place in range(3)] if rolls else []
         await engine.close()
         return answers, seen
 

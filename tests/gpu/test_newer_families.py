@@ -28,7 +28,7 @@ DECODE, MIXED = [(1, 3000), (1, 40), (1, 700), (1, 2049)], [(1, 2500), (300, 300
 def inputs_of(
     lengths: list[tuple[int, int]], heads: int, indexer: Indexer
 ) -> tuple[IndexInputs, LatentInputs, torch.Tensor]:
-    """And the slots of every position of every row, [R, longest]"""
+    """Return also the slots of every position of every row, [R, longest]"""
     from tokenmill.ops.triton.attention.plan import plan_attention
 
     torch.manual_seed(0)

@@ -71,7 +71,7 @@ def name_of(number: int) -> BlockName:
     return BlockName(0, number.to_bytes(16, "big"))
 
 
-class Scene:
+class CopyScene:
     """A scheduler's part: blocks are taken, written by steps, registered, read by steps; some are brought back."""
 
     def __init__(self, device: LateDevice, seed: int, folder: Path | None = None) -> None:
@@ -148,7 +148,7 @@ class Scene:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_late_device_changes_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill.kv.records.STAGING_BYTES", 1 if seed == 2 else 1 << 20)
-    scene = Scene(LateDevice(seed), seed, tmp_path if seed == 3 else None)
+    scene = CopyScene(LateDevice(seed), seed, tmp_path if seed == 3 else None)
     scene.play()
     assert scene.num_brought > 0 and scene.num_wrong == 0
     assert seed < 3 or len([path for path in tmp_path.rglob("*") if path.is_file()]) > 2 * NUM_SLOTS
@@ -156,7 +156,7 @@ def test_a_late_device_changes_nothing(seed: int, tmp_path: Path, monkeypatch: p
 
 def test_copies_before_their_steps_are_noticed() -> None:
     """The same with copies that do not wait for steps: what this test looks for is there to be seen."""
-    scene = Scene(LateDevice(1, keeps_order=False), 1)
+    scene = CopyScene(LateDevice(1, keeps_order=False), 1)
     scene.play()
     assert scene.num_wrong > 0
 
@@ -176,7 +176,7 @@ class HeldDevice(LateDevice):
 def test_the_newest_of_many_blocks_at_once_has_a_slot(tmp_path: Path) -> None:
     """All blocks of the pool wait to be saved, and are more than host memory has slots for."""
     device = HeldDevice()
-    scene = Scene(device, 0, tmp_path)
+    scene = CopyScene(device, 0, tmp_path)
     for block in range(1, NUM_BLOCKS):
         device.launch(lambda block=block: scene.write(block, block))
         scene.index.register(*name_of(block), block)

@@ -1,4 +1,4 @@
-"""Which layers share a block table, and how large a block is."""
+"""Layout of the KV cache: layers that share a block table, and the size of blocks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.nixl_program import DIGEST, NAMES, Core, fetched, filled_pool
+from tests.support.nixl_program import DIGEST, NAMES, NixlCore, fetched, filled_pool
 from tokenmill.arch.cache_parts import CacheField
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig
 from tokenmill.engine.resolve import require_usable_tiers
@@ -174,7 +174,7 @@ def agent() -> MemoryAgent:
     return MemoryAgent(HostRecords(filled_pool(7)), [0])
 
 
-def brought(agent: MemoryAgent, core: Core) -> list[bytes | None]:
+def brought(agent: MemoryAgent, core: NixlCore) -> list[bytes | None]:
     tier = PeerTier(core.server.address, DIGEST, agent)
     found = fetched(tier, NAMES[:5], core.records)
     tier.close()
@@ -185,7 +185,7 @@ def brought(agent: MemoryAgent, core: Core) -> list[bytes | None]:
 def test_a_block_that_is_overwritten_while_it_is_read_is_not_there(
     agent: MemoryAgent, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = Core(str(folder / "blocks"))
+    core = NixlCore(str(folder / "blocks"))
     read = agent.read
 
     def overwritten(other: BlockMap, *given: Any) -> None:
@@ -199,7 +199,7 @@ def test_a_block_that_is_overwritten_while_it_is_read_is_not_there(
 
 @needs_nixl
 def test_a_damaged_block_is_noticed(agent: MemoryAgent, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = Core(str(folder / "blocks"))
+    core = NixlCore(str(folder / "blocks"))
     read = agent.read
 
     def damaged(other: BlockMap, group: int, blocks: list[tuple[int, torch.Tensor]], limit_s: float) -> None:
@@ -214,7 +214,7 @@ def test_a_damaged_block_is_noticed(agent: MemoryAgent, folder: Path, monkeypatc
 @pytest.mark.parametrize("has_nixl", [False, True])
 def test_a_core_without_nixl_sends_its_records(has_nixl: bool, agent: MemoryAgent, folder: Path) -> None:
     """Either side may lack it."""
-    core = Core(str(folder / "blocks"), has_nixl=has_nixl)
+    core = NixlCore(str(folder / "blocks"), has_nixl=has_nixl)
     tier = PeerTier(core.server.address, DIGEST, None if has_nixl else agent)
     assert fetched(tier, NAMES[:5], core.records) == [core.record(block) for block in range(1, 6)]
     tier.close()
@@ -222,7 +222,7 @@ def test_a_core_without_nixl_sends_its_records(has_nixl: bool, agent: MemoryAgen
 
 @needs_nixl
 def test_a_core_whose_blocks_have_another_size_is_not_read(agent: MemoryAgent, folder: Path) -> None:
-    core = Core(str(folder / "blocks"))
+    core = NixlCore(str(folder / "blocks"))
     assert core.agent is not None
     pieces = [piece[:2] + (piece[2] - 1,) for piece in core.agent.map.regions[0]]
     core.agent.map = BlockMap(core.agent.map.agent, core.agent.map.metadata, False, 0, [pieces])

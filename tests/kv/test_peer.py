@@ -27,7 +27,7 @@ NAMES = [BlockName(0, bytes([number]) * 16) for number in range(1, 6)]
 WAIT_S = 30.0
 
 
-class Core:
+class PeerCore:
     """A pool with five registered blocks, and the socket at which it gives them away."""
 
     def __init__(self, path: Path, digest: bytes = DIGEST) -> None:
@@ -56,7 +56,7 @@ def pulled(address: Path, names: list[BlockName] = NAMES, digest: bytes = DIGEST
 
 
 def test_blocks_come_by_name(tmp_path: Path) -> None:
-    core = Core(tmp_path / "blocks")
+    core = PeerCore(tmp_path / "blocks")
     absent = BlockName(0, b"x" * 16)
     tier = PeerTier(str(tmp_path / "blocks"), DIGEST)
     assert tier.find([NAMES[0], absent, NAMES[4], BlockName(7, b"x" * 16)]) == [True, False, True, False]
@@ -68,7 +68,7 @@ def test_blocks_come_by_name(tmp_path: Path) -> None:
 
 
 def test_a_core_of_another_model_has_nothing(tmp_path: Path) -> None:
-    core = Core(tmp_path / "blocks", digest=b"e" * 32)
+    core = PeerCore(tmp_path / "blocks", digest=b"e" * 32)
     tier = PeerTier(core.server.address, DIGEST)
     assert not any(tier.find(NAMES))
     tier.close()
@@ -76,7 +76,7 @@ def test_a_core_of_another_model_has_nothing(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_overwritten_while_it_is_copied_is_not_there(tmp_path: Path) -> None:
-    core = Core(tmp_path / "blocks")
+    core = PeerCore(tmp_path / "blocks")
     read = core.records.read
 
     def overwritten(region: int, blocks: list[int], records: list[Record]) -> None:
@@ -136,7 +136,7 @@ def test_a_damaged_cut_or_silent_stream_brings_what_came_before(
     change: Callable[[bytes], bytes] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenmill.kv.tiers.peer.TIMEOUT_S", 0.5)
-    core = Core(tmp_path / "blocks")
+    core = PeerCore(tmp_path / "blocks")
     size = core.records.sizes[0]
     relay = Relay(tmp_path / "relay", tmp_path / "blocks", int(2.5 * (size + 12)), change)
     found = pulled(tmp_path / "relay")
@@ -153,7 +153,7 @@ def test_a_core_that_is_gone_has_nothing(tmp_path: Path) -> None:
 
 
 def test_nonsense_ends_the_stream_that_sends_it_alone(tmp_path: Path) -> None:
-    core = Core(tmp_path / "blocks")
+    core = PeerCore(tmp_path / "blocks")
     for nonsense in (b"\xff\xff\xff\xff", b"\x04\x00\x00\x00abcd", b"\x01"):
         with socket.socket(socket.AF_UNIX) as stream:
             stream.settimeout(WAIT_S)
@@ -165,7 +165,7 @@ def test_nonsense_ends_the_stream_that_sends_it_alone(tmp_path: Path) -> None:
 
 
 def test_a_fetch_from_another_core_fills_the_pool(tmp_path: Path) -> None:
-    core = Core(tmp_path / "blocks")
+    core = PeerCore(tmp_path / "blocks")
     own = KVStorage(LAYOUT, 8, 4, torch.device("cpu"))
     traffic = BlockTraffic(lambda: HostRecords(own), PrefixIndex(1), [0], digest=lambda: DIGEST)
     fetch = Fetch(NAMES, source=core.server.address)

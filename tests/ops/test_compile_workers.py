@@ -77,7 +77,7 @@ def kernel_of(folder: Path, number: int, kind: str) -> Callable[[], SimpleNamesp
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_launchers_are_built_beside_their_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not where what they are made of is only known afterwards."""
+    """A launcher whose source depends on its compiled kernel is not built beside it."""
 
     def launcher_of(src: SimpleNamespace, metadata: Any) -> None:
         with src.file.open("a") as file:
@@ -130,7 +130,7 @@ def test_who_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leftovers() -> bool:
-    """Whether this process has children that it has not waited for."""
+    """Return whether this process has children that it has not waited for."""
     try:
         return os.waitpid(-1, os.WNOHANG) != (0, 0)
     except ChildProcessError:

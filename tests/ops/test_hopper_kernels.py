@@ -61,7 +61,7 @@ def test_matrices_are_split_where_they_have_many_columns_and_few_rows() -> None:
 
 
 def test_a_rank_s_part_of_a_matrix_gives_most_multiprocessors_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight ranks of a 70B model."""
+    """The matrices are those of one of eight ranks of a 70B model."""
     monkeypatch.setenv(VARIABLE, "gpu_ranks")
     bf16 = PLAIN[torch.bfloat16]
     parts: list[tuple[int, Epilogue]] = [(1280, "none"), (1024, "none"), (7168, "gated")]

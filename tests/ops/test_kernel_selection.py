@@ -1,4 +1,4 @@
-"""Which kernel multiplies: the table's choices for an H200, pinned launch by launch, and what it says of other GPUs.
+"""Kernel selection: the table's choices for an H200, pinned launch by launch, and its reasons on other GPUs.
 
 `kernel_choices.json` was recorded from the code that chose before there was a table: for three models' matrices, seven
 forms of weights and 1 to 4,096 rows, the kernels that were launched, with their grids and compile-time constants. Runs

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
-from tests.support.compiled_launches import Launch
+from tests.support.compiled_launches import KernelLaunch
 from tests.support.compute_requests import WANTED
 from tests.support.warm_up import LLAMA, MAX_CONTEXT, QWEN, asked_at_once, warm_up_for
 from tokenmill.engine.backends import TRITON
@@ -81,12 +81,12 @@ def target_of(name: int | str) -> GPUTarget:
     return GPUTarget("cuda", name, 32) if isinstance(name, int) else GPUTarget("hip", name, 64)
 
 
-def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[Launch]:
-    """Of a start and of decoding steps of every size, on a GPU that can do what this one can."""
-    found: dict[Any, Launch] = {}
+def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[KernelLaunch]:
+    """Return the kernel launches of a start and of decode steps of every size, on a GPU with these capabilities."""
+    found: dict[Any, KernelLaunch] = {}
 
     def launch(self: Kernel, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        one = Launch(self._jitted, args, options)
+        one = KernelLaunch(self._jitted, args, options)
         found.setdefault(one.form, one)
 
     launch_options.cache_clear()
@@ -111,7 +111,7 @@ def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[La
     yield from found.values()
 
 
-def require_fits(one: Launch, name: int | str) -> None:
+def require_fits(one: KernelLaunch, name: int | str) -> None:
     """As a launch does: with fewer tiles on their way where there is no room for all."""
     target = target_of(name)
     stages = one.options.get("num_stages", 3)

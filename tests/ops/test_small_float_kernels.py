@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
-from tests.support.compiled_launches import HOPPER, HOPPER_SHARED, Launch, launches_on_hopper
+from tests.support.compiled_launches import HOPPER, HOPPER_SHARED, KernelLaunch, launches_on_hopper
 from tests.support.triton_inputs import paged_batch
 from tokenmill.arch.indexer import Indexer
 from tokenmill.ops.interface import ExpertsWeight, IndexInputs, LatentInputs, Norm
@@ -46,7 +46,7 @@ def fp8_matrix(num_rows: int, num_columns: int) -> Fp8BlockMatrix:
     return Fp8BlockMatrix(values, torch.empty(num_columns // 128, num_rows))
 
 
-def check(one: Launch, *, multiplies: str | None = None) -> None:
+def check(one: KernelLaunch, *, multiplies: str | None = None) -> None:
     made = one.compiled(HOPPER)
     assert made.metadata.shared <= HOPPER_SHARED, (one.name, made.metadata.shared)
     if multiplies is not None:

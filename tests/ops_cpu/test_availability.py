@@ -1,4 +1,4 @@
-"""Whether the kernels are here is said with a reason, and the best instruction set comes first."""
+"""Availability of the native kernels, which is reported with a reason; the best instruction set comes first."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_all_logits_are_computed_only_where_someone_looks_at_them() -> None:
     assert model.asked == ["best", "best", "all"]
 
 
-class DirectModel(ScriptedModel):
+class DirectScriptedModel(ScriptedModel):
     """Takes rows as they are where they only draw."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class DirectModel(ScriptedModel):
         self.asked: list[tuple[str, list[int], list[int]]] = []
 
     @property
-    def direct(self) -> DirectModel:  # type: ignore[override]
+    def direct(self) -> DirectScriptedModel:  # type: ignore[override]
         return self
 
     def greedy_next(self, rows: StepRows, storage: KVStorage) -> list[int]:
@@ -129,7 +129,7 @@ class DirectModel(ScriptedModel):
 
 
 def test_a_model_may_take_the_rows_as_they_are() -> None:
-    model = DirectModel()
+    model = DirectScriptedModel()
     runner = make_runner(model)
     chunk = RowPlan(row=0, start=0, token_ids=[1, 2], table_updates=tables([1]))
     assert one(runner, StepPlan(new_rows=[new_row(0, [1, 2, 3])], rows=[chunk])) == RowResult(row=0)

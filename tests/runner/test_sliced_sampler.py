@@ -18,7 +18,7 @@ from tokenmill.types import RowInit, RowPlan
 VOCAB, ROWS = 50, 7
 
 
-class Watched(Sampler):
+class WatchedSampler(Sampler):
     def __init__(self) -> None:
         super().__init__(VOCAB, ROWS, "cpu")
         self.slices: list[int] = []
@@ -40,14 +40,14 @@ def drawn(sampler: Sampler | SlicedSampler, logits: torch.Tensor) -> Sequence[Sa
 def test_slices_draw_what_all_rows_together_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "MAX_HOST_LOGITS", 3 * VOCAB + 1)
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
-    watched = Watched()
+    watched = WatchedSampler()
     assert drawn(SlicedSampler(watched, VOCAB), logits) == drawn(Sampler(VOCAB, ROWS, "cpu"), logits)
     assert watched.slices == [3, 3, 1]
 
 
 def test_a_vocabulary_larger_than_a_slice_is_drawn_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "MAX_HOST_LOGITS", 10)
-    watched = Watched()
+    watched = WatchedSampler()
     drawn(SlicedSampler(watched, VOCAB), torch.zeros(ROWS, VOCAB))
     assert watched.slices == [1] * ROWS
 

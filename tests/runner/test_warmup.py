@@ -13,7 +13,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.support.warm_up import BUDGET, GEMMA, LFM2, LLAMA, MAX_ROWS, QWEN, Compiled, asked_at_once, warm_up_for
+from tests.support.warm_up import (
+    BUDGET,
+    GEMMA,
+    LFM2,
+    LLAMA,
+    MAX_ROWS,
+    QWEN,
+    FinishedCompilation,
+    asked_at_once,
+    warm_up_for,
+)
 from tokenmill.ops.triton.launch.kernel import Kernel
 from tokenmill.runner.decode_graphs import IDLE_KINDS, NO_ADAPTERS
 from tokenmill.runner.memory import graph_sizes
@@ -104,7 +114,7 @@ def test_what_is_left_is_asked_for_later_where_no_compiler_works() -> None:
     warm_up = warm_up_for(LLAMA)
     early = forms(lambda: warm_up.compile_first(BUDGET, list)), forms(warm_up.compile_rest)
     assert not forms(warm_up.compile_rest), "it begins once"
-    with patch.object(Compiled, "is_working", False):
+    with patch.object(FinishedCompilation, "is_working", False):
         late = forms(lambda: warm_up.compile_first(BUDGET, list)), forms(warm_up.compile_rest)
     assert late == early and early[1] - early[0]
 

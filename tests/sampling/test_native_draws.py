@@ -53,7 +53,7 @@ def distributions() -> torch.Tensor:
 
 
 def drawn_tokens(logits: torch.Tensor) -> list[int]:
-    """Of every distribution with all parameters and some random numbers, many rows to a call."""
+    """Draw from every distribution with all parameters and some random numbers, many rows per call."""
     sampler = Sampler(VOCAB, len(PARAM_NAMES), "cpu")
     for row, params in enumerate(PARAM_NAMES):
         sampler.add_row(new_row(row, seed=row, **params))

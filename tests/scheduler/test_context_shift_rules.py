@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.scheduler_bench import Bench, ask, tokens_of
+from tests.support.scheduler_bench import SchedulerBench, ask, tokens_of
 from tests.support.simulated_runner import expected_prompt_logprobs, expected_tokens, in_sight
 from tokenmill.scheduler.request import mixed_seed, num_dropped, window_of
 from tokenmill.types import ContextShift, Request
@@ -13,7 +13,7 @@ from tokenmill.types import ContextShift, Request
 SHIFT = ContextShift(context=16, keep=3, drop=6)
 
 
-def shifting(bench: Bench, name: str, prompt_len: int, max_tokens: int, **params: object) -> Request:
+def shifting(bench: SchedulerBench, name: str, prompt_len: int, max_tokens: int, **params: object) -> Request:
     request = msgspec.structs.replace(ask(name, prompt_len, max_tokens, **params), shift=SHIFT)
     bench.runner.shifts |= {mixed_seed(request.seed, index): SHIFT for index in range(request.params.n)}
     bench.scheduler.add(request)
@@ -32,7 +32,7 @@ def test_a_window_is_what_dropping_one_run_after_another_leaves(shift: ContextSh
 
 @pytest.mark.parametrize("prompt_len", [5, 16, 17, 40])
 def test_answers_go_on_past_the_context(prompt_len: int) -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     request = shifting(bench, "a", prompt_len, max_tokens=50)
     outputs = bench.drain()
     assert tokens_of(outputs, "a") == expected_tokens(request, 0)
@@ -40,14 +40,14 @@ def test_answers_go_on_past_the_context(prompt_len: int) -> None:
 
 
 def test_a_prompt_of_many_contexts_costs_one_window() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     shifting(bench, "a", prompt_len=200, max_tokens=1)
     bench.drain()
     assert sum(plan.num_tokens for plan in bench.plans) <= SHIFT.context
 
 
 def test_a_shift_computes_the_kept_half_again_and_then_decodes_on() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     shifting(bench, "a", prompt_len=16, max_tokens=8)
     bench.drain()
     # 17 tokens: 6 go, 11 are computed at once; then one by one until the window is full again.
@@ -55,7 +55,7 @@ def test_a_shift_computes_the_kept_half_again_and_then_decodes_on() -> None:
 
 
 def test_another_turn_finds_the_shifted_window_in_the_prefix_cache() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     first = shifting(bench, "a", prompt_len=38, max_tokens=2)
     answer = tokens_of(bench.drain(), "a")
     prompt = [*first.prompt_token_ids, *answer]
@@ -64,7 +64,7 @@ def test_another_turn_finds_the_shifted_window_in_the_prefix_cache() -> None:
 
 
 def test_preemption_amid_shifts_changes_no_token() -> None:
-    bench = Bench(num_blocks=8)
+    bench = SchedulerBench(num_blocks=8)
     asked = [shifting(bench, name, 10, max_tokens=40, n=n) for name, n in (("a", 1), ("b", 2), ("c", 1), ("d", 2))]
     outputs = bench.drain()
     assert bench.scheduler.stats().preemptions >= 5
@@ -76,7 +76,7 @@ def test_preemption_amid_shifts_changes_no_token() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("prompt_len", [15, 17, 22, 23, 60])
 def test_every_token_of_a_long_prompt_is_scored_in_its_own_window(prompt_len: int, n: int) -> None:
-    bench = Bench(token_budget=8)
+    bench = SchedulerBench(token_budget=8)
     request = shifting(bench, "a", prompt_len, max_tokens=3, n=n, prompt_logprobs=0)
     outputs = bench.drain()
     (scores,) = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.virtual_device import Device, Life, VirtualServer, jain, quantile
+from tests.support.virtual_device import RequestTimeline, SimulatedDevice, VirtualServer, jain, quantile
 
 POLITE = tuple(f"polite{number}" for number in range(9))
 
 
 @dataclass
-class Scene:
+class FloodScene:
     """One tenant that sends a thousand requests at once, and nine polite ones, each with a few under way at a time."""
 
     is_fair: bool = True
@@ -33,7 +33,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.server = VirtualServer()
-        self.polite: dict[str, list[Life]] = {name: [] for name in POLITE}
+        self.polite: dict[str, list[RequestTimeline]] = {name: [] for name in POLITE}
         self._owner: dict[str, str] = {}
         server = self.server
         server.on_end = self._again
@@ -59,7 +59,7 @@ class Scene:
 
         return send
 
-    def _again(self, life: Life) -> None:
+    def _again(self, life: RequestTimeline) -> None:
         name = self._owner.get(life.request.request_id)
         if name is not None and (self.num_asked is None or len(self.polite[name]) < self.num_asked):
             pause_s = self.pause_s * (1 + 0.17 * POLITE.index(name))  # so that they do not march in step
@@ -67,7 +67,7 @@ class Scene:
 
     @property
     def p95_ttft_s(self) -> float:
-        """Of what was sent when the first two seconds were over: before, nothing is cached and no price known."""
+        """Return the TTFT of requests sent after the first two seconds; before that nothing is cached and no cost known."""
         lives = [life for lives in self.polite.values() for life in lives if life.token_times]
         return quantile([life.ttft_s for life in lives if life.sent_s > 2.0], 0.95)
 
@@ -88,26 +88,26 @@ SLOWLY = [pytest.param(kind, marks=pytest.mark.slow) for kind in MORE]
 
 @cache
 def quiet_p95_s(prefix: int) -> float:
-    return Scene(num_flooding=0, asked={"prefix": prefix}).p95_ttft_s
+    return FloodScene(num_flooding=0, asked={"prefix": prefix}).p95_ttft_s
 
 
 @pytest.mark.parametrize("kind", ["plain", "several samples", *SLOWLY])
 def test_a_flood_of_one_tenant_is_hardly_noticed_by_the_others(kind: str) -> None:
     """First tokens of clients that ask for less than their share come as soon as without the flood, nearly."""
-    flooded = Scene(**FLOODS[kind])  # type: ignore[arg-type]
+    flooded = FloodScene(**FLOODS[kind])  # type: ignore[arg-type]
     assert flooded.p95_ttft_s <= 2.0 * quiet_p95_s(flooded.asked.get("prefix", 0))
 
 
 @pytest.mark.parametrize("kind", ["plain", "several samples", *SLOWLY])
 def test_tenants_that_want_their_share_all_get_it(kind: str) -> None:
     settings = {**FLOODS[kind], "num_under_way": 4, "pause_s": 0.0, "until_s": 12.0}
-    scene = Scene(**settings)  # type: ignore[arg-type]
+    scene = FloodScene(**settings)  # type: ignore[arg-type]
     served = [scene.server.served_s(name) for name in (*POLITE, "flood")]
     assert jain(served) >= 0.95, served
 
 
 def test_the_flood_does_hurt_without_tenants() -> None:
-    flooded = Scene(is_fair=False)
+    flooded = FloodScene(is_fair=False)
     assert not any(life.token_times for lives in flooded.polite.values() for life in lives)
 
 
@@ -115,7 +115,7 @@ def test_the_flood_does_hurt_without_tenants() -> None:
 def test_fairness_costs_little(kind: str) -> None:
     """The same work, whoever sends it, in hardly more time."""
     work = {"num_flooding": 150, "num_asked": 10, "pause_s": 0.0, "until_s": float("inf"), **FLOODS[kind]}
-    fair, first_come = (Scene(is_fair=is_fair, **work).server for is_fair in (True, False))  # type: ignore[arg-type]
+    fair, first_come = (FloodScene(is_fair=is_fair, **work).server for is_fair in (True, False))  # type: ignore[arg-type]
     assert len(fair.lives) == len(first_come.lives) and all(life.ended_s for life in fair.lives.values())
     assert fair.now <= first_come.now / 0.97
 
@@ -133,7 +133,7 @@ def test_of_tenants_that_always_wait_none_gets_ahead_by_more_than_what_it_can_ha
 ) -> None:
     """Counters differ by at most the cost of all rows' requests, over the weight; so does what was really served, twice
     that (VTC's theorem)."""
-    device = Device()
+    device = SimulatedDevice()
     server = VirtualServer(device, rows=rows, tokens=max(rows, tokens), num_blocks=num_blocks)
     names = [f"t{number}" for number in range(len(weights))]
     for name, weight, (prompt, output) in zip(names, weights, sizes, strict=False):
@@ -188,7 +188,7 @@ def test_a_tenant_has_no_more_sequences_than_it_may() -> None:
 
 
 def test_requests_that_begin_alike_follow_each_other_within_a_quantum() -> None:
-    """Of a tenant with two conversations, the one whose beginning was just computed goes on first."""
+    """A tenant's conversation whose prefix was just computed is admitted before its other conversation."""
     server = VirtualServer(rows=2)
     server.ask("other", 16, 200)
     for talk in (1, 2, 1, 2, 1, 2):

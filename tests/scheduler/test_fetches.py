@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.scheduler_bench import Bench, ask, tokens_of
+from tests.support.scheduler_bench import SchedulerBench, ask, tokens_of
 from tests.support.simulated_runner import expected_tokens
 from tokenmill.kv.names import BlockName, Fetch
 from tokenmill.scheduler.step_time import StepSize
@@ -25,9 +25,9 @@ class ByHand:
         self.loading: list[Fetch] = []
         self.num_loaded = 0
         self.is_slow = False
-        self.bench: Bench | None = None
+        self.bench: SchedulerBench | None = None
 
-    def keep_all(self, bench: Bench) -> None:
+    def keep_all(self, bench: SchedulerBench) -> None:
         """Keep a copy of every block that a pool has registered."""
         index = bench.cache.prefix
         for block_hash in index.hashes(0):
@@ -75,14 +75,14 @@ class ByHand:
         self.loading = []
 
 
-def benches(num_blocks: int = 200) -> tuple[Bench, ByHand]:
+def benches(num_blocks: int = 200) -> tuple[SchedulerBench, ByHand]:
     """A bench whose fetcher has what another bench has computed of a request "first" with 41 prompt tokens."""
-    before = Bench(num_blocks=num_blocks)
+    before = SchedulerBench(num_blocks=num_blocks)
     before.scheduler.add(ask("first", 41))
     before.drain()
     fetcher = ByHand()
     fetcher.keep_all(before)
-    fetcher.bench = Bench(num_blocks=num_blocks, fetcher=fetcher)
+    fetcher.bench = SchedulerBench(num_blocks=num_blocks, fetcher=fetcher)
     return fetcher.bench, fetcher
 
 
@@ -124,7 +124,7 @@ def test_what_does_not_come_is_computed() -> None:
 
 @pytest.mark.parametrize("num_gone", [0, 3])
 def test_a_request_that_was_moved_is_fetched_at_once(num_gone: int) -> None:
-    """Nobody is asked first; blocks that are gone there all the same do not come."""
+    """The fetch starts without a lookup; blocks that the other core has evicted meanwhile are computed."""
     bench, fetcher = benches()
     for name in list(fetcher.kept)[10 - num_gone : 10]:
         del fetcher.kept[name]

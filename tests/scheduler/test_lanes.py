@@ -12,7 +12,7 @@ from tokenmill.scheduler import Scheduler
 from tokenmill.types import Request, SequenceOutput, StepPlan
 
 
-class Lanes:
+class LaneBench:
     """A scheduler and a runner with several steps in flight."""
 
     def __init__(self, number: int, **config: object) -> None:
@@ -45,7 +45,7 @@ def rows(plan: StepPlan) -> set[int]:
 
 
 def test_each_lane_has_its_share_and_no_sequence_is_in_two() -> None:
-    lanes = Lanes(2)
+    lanes = LaneBench(2)
     for name in "abcdef":
         lanes.scheduler.add(ask(name, prompt_len=4, max_tokens=20))
     for _ in range(4):
@@ -64,7 +64,7 @@ def test_each_lane_has_its_share_and_no_sequence_is_in_two() -> None:
 
 
 def test_chunks_of_one_prompt_follow_each_other_at_once() -> None:
-    lanes = Lanes(4, token_budget=16, max_running=4)
+    lanes = LaneBench(4, token_budget=16, max_running=4)
     lanes.scheduler.add(ask("long", prompt_len=40))
     plans = lanes.launch()
     assert [(plan.rows[0].start, len(plan.rows[0].token_ids)) for plan in plans] == [(0, 4), (4, 4), (8, 4), (12, 4)]
@@ -77,8 +77,8 @@ def test_lanes_change_no_token_and_nobody_starves(number: int, budget: int) -> N
     asked: list[Request] = [
         ask(name, prompt_len=3 + 5 * place, n=1 + place % 2) for place, name in enumerate("abcdefgh")
     ]
-    expected = Lanes(1)
-    found = Lanes(number, token_budget=budget)
+    expected = LaneBench(1)
+    found = LaneBench(number, token_budget=budget)
     for lanes in (expected, found):
         for request in asked:
             lanes.scheduler.add(request)

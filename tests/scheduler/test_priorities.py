@@ -1,19 +1,19 @@
-"""Who makes way for whom: a waiting request of higher priority takes the place of running ones of lower priority."""
+"""Preemption by priority: a waiting request of higher priority replaces running ones of lower priority."""
 
 from __future__ import annotations
 
-from tests.support.scheduler_bench import Bench, ask, endings, tokens_of
+from tests.support.scheduler_bench import SchedulerBench, ask, endings, tokens_of
 from tests.support.simulated_runner import expected_tokens
 from tokenmill.params import BeamParams
 from tokenmill.types import BACKGROUND_PRIORITY
 
 
-def names_running(bench: Bench) -> list[str]:
+def names_running(bench: SchedulerBench) -> list[str]:
     return [sequence.state.request.request_id for sequence in bench.scheduler.running]
 
 
 def test_when_rows_are_short_the_youngest_of_the_lowest_priority_goes() -> None:
-    bench = Bench(max_running=3)
+    bench = SchedulerBench(max_running=3)
     for name, priority in (("mid", 1), ("old", 5), ("young", 5)):
         bench.scheduler.add(ask(name, priority=priority, max_tokens=20))
     bench.step()
@@ -26,7 +26,7 @@ def test_when_rows_are_short_the_youngest_of_the_lowest_priority_goes() -> None:
 
 
 def test_when_blocks_are_short_as_many_go_as_must() -> None:
-    bench = Bench(num_blocks=13, prefix_caching=False)  # twelve of 4 tokens
+    bench = SchedulerBench(num_blocks=13, prefix_caching=False)  # twelve of 4 tokens
     low = [ask(name, prompt_len=8, max_tokens=4, priority=3) for name in ("a", "b", "c")]
     for request in low:
         bench.scheduler.add(request)
@@ -42,7 +42,7 @@ def test_when_blocks_are_short_as_many_go_as_must() -> None:
 
 
 def test_what_made_way_comes_back_and_says_what_it_would_have_said() -> None:
-    bench = Bench(max_running=2)
+    bench = SchedulerBench(max_running=2)
     requests = [ask("low", priority=2, n=2, max_tokens=9), ask("beams", priority=1, beam=BeamParams(2), max_tokens=6)]
     bench.scheduler.add(requests[0])
     first = bench.step()
@@ -55,7 +55,7 @@ def test_what_made_way_comes_back_and_says_what_it_would_have_said() -> None:
 
 
 def test_equals_wait_their_turn() -> None:
-    bench = Bench(max_running=1)
+    bench = SchedulerBench(max_running=1)
     bench.scheduler.add(ask("first", max_tokens=9))
     bench.step()
     bench.scheduler.add(ask("second", max_tokens=2))
@@ -65,7 +65,7 @@ def test_equals_wait_their_turn() -> None:
 
 def test_nobody_goes_in_vain() -> None:
     """The others of its own priority hold what it needs, so it waits for them and the lowest goes on."""
-    bench = Bench(num_blocks=13, prefix_caching=False)
+    bench = SchedulerBench(num_blocks=13, prefix_caching=False)
     bench.scheduler.add(ask("equal", prompt_len=28, max_tokens=3))
     bench.scheduler.add(ask("low", prompt_len=6, max_tokens=3, priority=4))
     bench.step()
@@ -78,12 +78,12 @@ def test_nobody_goes_in_vain() -> None:
 # ── the background ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def rows_of_last_step(bench: Bench) -> int:
+def rows_of_last_step(bench: SchedulerBench) -> int:
     return len(bench.plans[-1].rows)
 
 
 def test_the_background_has_all_when_it_is_alone_and_little_beside_others() -> None:
-    bench = Bench(token_budget=32)
+    bench = SchedulerBench(token_budget=32)
     lines = [ask(f"line{n}", prompt_len=6, max_tokens=30, priority=BACKGROUND_PRIORITY) for n in range(6)]
     for line in lines:
         bench.scheduler.add(line)
@@ -110,7 +110,7 @@ def test_the_background_has_all_when_it_is_alone_and_little_beside_others() -> N
 
 
 def test_the_background_says_what_it_would_have_said() -> None:
-    bench = Bench(max_running=3)
+    bench = SchedulerBench(max_running=3)
     requests = [ask(f"line{n}", max_tokens=9, priority=BACKGROUND_PRIORITY) for n in range(5)]
     for request in requests:
         bench.scheduler.add(request)
@@ -126,7 +126,7 @@ def test_the_background_says_what_it_would_have_said() -> None:
 
 
 def test_the_background_goes_on_while_another_request_finds_no_room() -> None:
-    bench = Bench(num_blocks=13, prefix_caching=False)
+    bench = SchedulerBench(num_blocks=13, prefix_caching=False)
     bench.scheduler.add(ask("equal", prompt_len=28, max_tokens=3))
     bench.scheduler.add(ask("line", prompt_len=6, max_tokens=3, priority=BACKGROUND_PRIORITY))
     bench.step()

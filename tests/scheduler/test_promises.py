@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tests.support.virtual_device import LARGE_GPU, Device, Life, VirtualServer, quantile
+from tests.support.virtual_device import LARGE_GPU, RequestTimeline, SimulatedDevice, VirtualServer, quantile
 from tokenmill.bench.search import SearchSettings, Trial, search
 from tokenmill.config.promises import ServiceLevel, read_service_level
 from tokenmill.errors import InvalidConfig, Overloaded
@@ -19,7 +19,7 @@ TRIAL_S = 40.0
 WARM_UP_S = 8.0
 
 
-def load(rate: float, *, is_promised: bool, seed: int = 1) -> list[Life]:
+def load(rate: float, *, is_promised: bool, seed: int = 1) -> list[RequestTimeline]:
     """Requests of random sizes, so many a second, and what became of those that came when all was warm."""
     rng = random.Random(seed)
     promised = PROMISED if is_promised else ServiceLevel(tpot_s=PROMISED.tpot_s)
@@ -34,7 +34,7 @@ def load(rate: float, *, is_promised: bool, seed: int = 1) -> list[Life]:
     return [life for life in server.lives.values() if WARM_UP_S < life.sent_s < TRIAL_S]
 
 
-def keeps(life: Life) -> bool:
+def keeps(life: RequestTimeline) -> bool:
     assert PROMISED.ttft_s is not None and PROMISED.tpot_s is not None
     return life.ended_s is not None and life.ttft_s <= PROMISED.ttft_s and life.tpot_s <= PROMISED.tpot_s
 
@@ -104,7 +104,7 @@ def test_a_long_prompt_does_not_hold_up_streams(limit_s: float | None) -> None:
     first = alone.ask(prompt=4096, output=4)
     alone.run()
     # Streams take their part of each step: what they need anyway is not the promise's cost.
-    answers_s = Device().seconds(StepSize(8, 8, 8 * 300))
+    answers_s = SimulatedDevice().seconds(StepSize(8, 8, 8 * 300))
     assert long.ttft_s <= 1.3 * first.ttft_s * limit_s / (limit_s - answers_s)
 
 
@@ -117,8 +117,11 @@ def test_a_prompt_alone_takes_all_of_a_step() -> None:
     assert max(size.tokens for size, _ in server.steps) == 512
 
 
-@pytest.mark.parametrize("device", [Device(), LARGE_GPU, Device(context_s=0.0, pair_s=0.0), Device(context_s=1.2e-6)])
-def test_the_time_of_steps_is_learned(device: Device) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [SimulatedDevice(), LARGE_GPU, SimulatedDevice(context_s=0.0, pair_s=0.0), SimulatedDevice(context_s=1.2e-6)],
+)
+def test_the_time_of_steps_is_learned(device: SimulatedDevice) -> None:
     rng = random.Random(3)
     model = StepTime()
     sizes = [

@@ -65,7 +65,7 @@ def alone(request: Request) -> dict[int, list[int]]:
     return answers.tokens
 
 
-class Life(RuleBasedStateMachine):
+class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         windows=st.sampled_from([(None,), (None, 6), (5,), (None, 9, 4)]),
         num_blocks=st.integers(14, 50),
@@ -310,7 +310,7 @@ class Life(RuleBasedStateMachine):
         assert answers.prompt_logprobs == [expected_prompt_logprobs(request)]
 
 
-TestLife = Life.TestCase
+TestLife = SchedulerMachine.TestCase
 TestLife.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scheduler_bench import Bench, ask, endings, tokens_of
+from tests.support.scheduler_bench import SchedulerBench, ask, endings, tokens_of
 from tests.support.simulated_runner import expected_tokens
 from tokenmill.errors import InvalidRequest
 from tokenmill.params import BeamParams, SamplingParams
@@ -14,12 +14,12 @@ from tokenmill.types import Request
 
 
 def test_nothing_to_run_is_no_plan() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     assert bench.scheduler.plan() is None and not bench.scheduler.has_work
 
 
 def test_long_prompts_come_in_chunks_and_decoding_goes_on() -> None:
-    bench = Bench(token_budget=8)
+    bench = SchedulerBench(token_budget=8)
     bench.scheduler.add(ask("a", prompt_len=4, max_tokens=12))
     bench.step()
     bench.scheduler.add(ask("b", prompt_len=30, max_tokens=2))
@@ -30,7 +30,7 @@ def test_long_prompts_come_in_chunks_and_decoding_goes_on() -> None:
 
 
 def test_a_long_prompt_of_higher_priority_leaves_every_decode_its_token() -> None:
-    bench = Bench(token_budget=8)
+    bench = SchedulerBench(token_budget=8)
     bench.scheduler.add(ask("low", prompt_len=1, max_tokens=30, priority=5))
     bench.step()
     bench.scheduler.add(ask("long", prompt_len=100, max_tokens=1, priority=-1))
@@ -40,7 +40,7 @@ def test_a_long_prompt_of_higher_priority_leaves_every_decode_its_token() -> Non
 
 
 def test_priority_then_arrival() -> None:
-    bench = Bench(max_running=1)
+    bench = SchedulerBench(max_running=1)
     for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -5)):
         bench.scheduler.add(ask(name, priority=priority, max_tokens=2))
     assert [name for name, _, _ in endings(bench.drain())] == ["urgent", "first", "second", "late"]
@@ -48,7 +48,7 @@ def test_priority_then_arrival() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preemption_changes_no_token(prefix_caching: bool) -> None:
-    bench = Bench(num_blocks=14, prefix_caching=prefix_caching)
+    bench = SchedulerBench(num_blocks=14, prefix_caching=prefix_caching)
     requests = [ask(name, prompt_len=6, max_tokens=25, n=n) for name, n in (("a", 1), ("b", 3), ("c", 1), ("d", 2))]
     for request in requests:
         bench.scheduler.add(request)
@@ -60,7 +60,7 @@ def test_preemption_changes_no_token(prefix_caching: bool) -> None:
 
 
 def test_the_lowest_priority_and_latest_is_preempted_first() -> None:
-    bench = Bench(num_blocks=12)
+    bench = SchedulerBench(num_blocks=12)
     for name, priority in (("low", 5), ("first", 0), ("second", 0)):
         bench.scheduler.add(ask(name, prompt_len=7, max_tokens=24, priority=priority))
     assert [name for name, _, _ in endings(bench.drain())] == ["first", "second", "low"]
@@ -68,7 +68,7 @@ def test_the_lowest_priority_and_latest_is_preempted_first() -> None:
 
 
 def test_what_can_never_fit_is_refused_with_numbers() -> None:
-    bench = Bench(num_blocks=11)
+    bench = SchedulerBench(num_blocks=11)
     with pytest.raises(InvalidRequest, match="needs up to 11 KV blocks of 4 tokens, the pool has 10"):
         bench.scheduler.add(ask("big", prompt_len=20, max_tokens=22))
     bench.scheduler.add(ask("just", prompt_len=20, max_tokens=21))
@@ -76,7 +76,7 @@ def test_what_can_never_fit_is_refused_with_numbers() -> None:
 
 
 def test_prefix_hits_are_counted_and_prompt_logprobs_forgo_them() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     prompt = ask("a", prompt_len=17)
     bench.scheduler.add(prompt)
     bench.drain()
@@ -95,7 +95,7 @@ def test_prefix_hits_are_counted_and_prompt_logprobs_forgo_them() -> None:
 
 
 def test_one_bad_row_ends_its_request_only() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     good, bad = ask("good"), ask("bad", n=2)
     bench.runner.fail_rows_of.add(mixed_seed(bad.seed, 1))
     bench.scheduler.add(good)
@@ -106,7 +106,7 @@ def test_one_bad_row_ends_its_request_only() -> None:
 
 
 def test_prefill_only() -> None:
-    bench = Bench(token_budget=8)
+    bench = SchedulerBench(token_budget=8)
     bench.scheduler.add(ask("a", prompt_len=20, max_tokens=0, prompt_logprobs=0))
     (output,) = bench.drain()
     assert output.finish_reason == "length" and output.token_ids == []
@@ -114,7 +114,7 @@ def test_prefill_only() -> None:
 
 
 def test_stop_ids_end_not_before_min_tokens() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     free = expected_tokens(ask("a", max_tokens=10), 0)
     bench.scheduler.add(ask("a", max_tokens=10, stop_token_ids=[free[3]]))
     last = bench.drain()[-1]
@@ -126,7 +126,7 @@ def test_stop_ids_end_not_before_min_tokens() -> None:
 
 
 def test_eos_ends_unless_ignored() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     eos = expected_tokens(ask("a", max_tokens=10), 0)[2]
     heeds = Request(
         request_id="a",
@@ -142,7 +142,7 @@ def test_eos_ends_unless_ignored() -> None:
 
 
 def test_more_samples_than_rows() -> None:
-    bench = Bench(max_running=3)
+    bench = SchedulerBench(max_running=3)
     request = ask("a", n=10)
     bench.scheduler.add(request)
     outputs = bench.drain()
@@ -150,7 +150,7 @@ def test_more_samples_than_rows() -> None:
 
 
 def test_abort_is_idempotent_and_leaves_nothing() -> None:
-    bench = Bench()
+    bench = SchedulerBench()
     bench.scheduler.add(ask("a", n=3))
     bench.scheduler.add(ask("b", beam=BeamParams(3)))
     bench.step()
@@ -160,7 +160,7 @@ def test_abort_is_idempotent_and_leaves_nothing() -> None:
 
 
 def test_time_in_the_queue_is_told_once() -> None:
-    bench = Bench(max_running=1)
+    bench = SchedulerBench(max_running=1)
     bench.scheduler.add(ask("a", max_tokens=4))
     bench.scheduler.add(ask("b", max_tokens=2))
     waits = [o.queue_s for o in bench.drain() if o.request_id == "b"]
@@ -176,7 +176,7 @@ def test_seeds_of_samples_differ_and_stay() -> None:
 @pytest.mark.parametrize("num_rows", [2, 8])
 def test_a_plan_counts_its_rows_once(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting everyone again for each row made a step of 1,000 rows last longer than a GPU computes it."""
-    bench = Bench()
+    bench = SchedulerBench()
     for number in range(num_rows):
         bench.scheduler.add(ask(str(number), prompt_len=2))
     bench.step()
@@ -190,7 +190,7 @@ def test_a_plan_counts_its_rows_once(num_rows: int, monkeypatch: pytest.MonkeyPa
 
 def test_a_request_for_many_samples_keeps_no_rows_idle() -> None:
     """Eight rows of requests that end one after another; eight samples come, then short requests."""
-    bench = Bench(max_running=8, num_blocks=400)
+    bench = SchedulerBench(max_running=8, num_blocks=400)
     long = [ask(f"long {number}", max_tokens=20 + 10 * number) for number in range(8)]
     many, short = ask("many", n=8, max_tokens=30), [ask(f"short {number}", max_tokens=3) for number in range(20)]
     for request in (*long, many, *short):

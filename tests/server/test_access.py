@@ -1,4 +1,4 @@
-"""Who gets in: keys on every route but the public list, methods, CORS, exposure."""
+"""Access control: keys on every route except the public ones, methods, CORS, exposure."""
 
 from __future__ import annotations
 

@@ -162,16 +162,16 @@ def test_no_call_where_none_may_be(claude: anthropic.Anthropic) -> None:
     assert {block.type for block in reply.content} <= {"thinking", "text"} and reply.stop_reason == "end_turn"
 
 
-class Place(pydantic.BaseModel):
+class CityFacts(pydantic.BaseModel):
     city: str
     inhabitants: int
 
 
 def test_an_answer_follows_a_schema(claude: anthropic.Anthropic) -> None:
     parsed = claude.messages.parse(
-        model=MODEL, max_tokens=300, messages=[user("As JSON")], output_format=Place, thinking={"type": "disabled"}
+        model=MODEL, max_tokens=300, messages=[user("As JSON")], output_format=CityFacts, thinking={"type": "disabled"}
     )
-    assert isinstance(parsed.parsed_output, Place) and parsed.parsed_output.city.startswith("I will not.")
+    assert isinstance(parsed.parsed_output, CityFacts) and parsed.parsed_output.city.startswith("I will not.")
 
 
 def test_the_sdk_runs_tools(claude: anthropic.Anthropic) -> None:

@@ -54,7 +54,7 @@ TAKEN_AWAY = ("/replicas/restart", "/replicas/drain", "/models/unload")  # the m
 
 
 @dataclass(frozen=True)
-class Route:
+class RouteCase:
     method: str
     path: str
     takes_json: bool
@@ -70,10 +70,10 @@ class Described:
     """A server, its routes, and ids of what is kept there."""
 
     server: ScriptedServer
-    routes: list[Route]
+    routes: list[RouteCase]
     ids: list[str]
 
-    def send(self, route: Route, path: str, body: bytes | None) -> httpx.Response:
+    def send(self, route: RouteCase, path: str, body: bytes | None) -> httpx.Response:
         headers = {} if body is None else {"content-type": "application/json"}
         return self.server.http.request(route.method, self.server.url + path, content=body, headers=headers)
 
@@ -84,7 +84,7 @@ def described(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     template = shared_dir / "templates" / "Qwen-Qwen3-0.6B.jinja"
     with scripted_server(SCRIPT, template, config, max_context=4096) as server:
         routes = [
-            Route(method.upper(), path, takes_json(route), route["responses"])
+            RouteCase(method.upper(), path, takes_json(route), route["responses"])
             for path, methods in server.get("/openapi.json").json()["paths"].items()
             for method, route in methods.items()
             if path not in ENDLESS + TAKEN_AWAY
@@ -100,14 +100,14 @@ def takes_json(route: dict[str, Any]) -> bool:
 # ── requests ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Sender:
+class RequestFuzzer:
     """Draws requests: bodies that are right but for one to three odd things somewhere in them, any ids, any queries."""
 
     def __init__(self, described: Described, seed: int) -> None:
         self._described = described
         self._random = random.Random(seed)
 
-    def send(self) -> tuple[Route, httpx.Response, str]:
+    def send(self) -> tuple[RouteCase, httpx.Response, str]:
         """One request: its route, its reply, and what was sent, for a person."""
         routes = self._described.routes
         if self._random.random() < 0.7:
@@ -116,7 +116,7 @@ class Sender:
         path, body = self._path(route), self._body(route) if route.takes_json else None
         return route, self._described.send(route, path, body), f"{route.method} {path[:200]} {str(body)[:1500]}"
 
-    def _path(self, route: Route) -> str:
+    def _path(self, route: RouteCase) -> str:
         path = route.path
         while "{" in path:
             before, rest = path.split("{", 1)
@@ -126,7 +126,7 @@ class Sender:
         queries = "&".join(f"{name}={quote(self._random.choice(QUERY_VALUES))}" for name in chosen)
         return f"{path}?{queries}" if queries else path
 
-    def _body(self, route: Route) -> bytes:
+    def _body(self, route: RouteCase) -> bytes:
         made: Any = copy.deepcopy(GOOD[route.path])
         for name in list(made):
             if name not in ("model", "messages", "prompt", "input") and self._random.random() < 0.4:
@@ -153,7 +153,7 @@ class Sender:
         return value
 
 
-def require_promised(route: Route, reply: httpx.Response, sent: str) -> None:
+def require_promised(route: RouteCase, reply: httpx.Response, sent: str) -> None:
     """A reply is one that the description promises, or a refusal in the form of the route's dialect."""
     told = f"{sent} → {reply.status_code} {reply.text[:500]}"
     assert reply.status_code < 500 or (route.path, reply.status_code) in (("/api/push", 501), ("/api/pull", 502)), told
@@ -172,7 +172,7 @@ def require_promised(route: Route, reply: httpx.Response, sent: str) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_request_has_a_reply_that_is_promised(described: Described, seed: int) -> None:
-    sender = Sender(described, seed)
+    sender = RequestFuzzer(described, seed)
     for _ in range(60):
         require_promised(*sender.send())
 
@@ -181,7 +181,7 @@ def test_any_request_has_a_reply_that_is_promised(described: Described, seed: in
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_many_requests_have_replies_that_are_promised(described: Described, seed: int) -> None:
-    sender = Sender(described, seed)
+    sender = RequestFuzzer(described, seed)
     for _ in range(1000):
         require_promised(*sender.send())
     answer = described.server.post("/v1/completions", {"model": "scripted", "prompt": "Hi"})

@@ -130,7 +130,7 @@ def test_a_client_that_never_reads_is_given_up(
 
 
 def open_connections(server: RunningServer) -> bool:
-    """Whether the server still holds the connection of a client that does not read."""
+    """Return whether the server still holds the connection of a client that does not read."""
     port = urlsplit(server.url).port
     local = [one for one in psutil.Process().net_connections("tcp") if one.laddr and one.laddr.port == port]
     return any(one.status == psutil.CONN_ESTABLISHED for one in local)

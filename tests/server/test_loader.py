@@ -1,4 +1,5 @@
-"""Which models are in memory: shared loads, eviction of idle ones, keep-alives, failures. Fake engines, real loader."""
+"""Loading and unloading of models: shared loads, eviction of idle ones, keep-alives, failures. Fake engines, real
+loader."""
 
 from __future__ import annotations
 

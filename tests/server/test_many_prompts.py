@@ -69,7 +69,7 @@ def test_many_logprobs_are_written_in_a_thread(
 ) -> None:
     threads: list[int] = []
 
-    class Watched(CompletionRendering):
+    class WatchedRendering(CompletionRendering):
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
             threads.append(threading.get_ident())
@@ -79,7 +79,7 @@ def test_many_logprobs_are_written_in_a_thread(
             return super().whole(choices, facts)
 
     monkeypatch.setattr(generation, "THREAD_LOGPROBS", most)
-    monkeypatch.setattr(routes, "CompletionRendering", Watched)
+    monkeypatch.setattr(routes, "CompletionRendering", WatchedRendering)
     asked = {"model": "fake/tiny", "prompt": "Hi", "logprobs": 2, "max_tokens": 10}
     assert len(server.post("/v1/completions", asked).json()["choices"][0]["logprobs"]["tokens"]) == 10
     made, written = threads

@@ -19,15 +19,15 @@ from tokenmill.server.quotas import KeyLimits, Quotas, RunQuota, duration
 RECORD = KeyRecord(id="a", sha256="0" * 64)
 
 
-class Clock:
+class ManualClock:
     now_s = 1000.0
 
     def __call__(self) -> float:
         return self.now_s
 
 
-def limits(**given: int) -> tuple[KeyLimits, Clock]:
-    clock = Clock()
+def limits(**given: int) -> tuple[KeyLimits, ManualClock]:
+    clock = ManualClock()
     return KeyLimits(KeyRecord(id="a", sha256="0" * 64, **given), clock), clock  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ def test_few_at_a_time() -> None:
 
 def test_changed_limits_go_on_from_what_was_used() -> None:
     """Keys are read again while requests run: they still count, and a changed limit is not a full one."""
-    clock = Clock()
+    clock = ManualClock()
     quotas, few = Quotas(clock), KeyRecord(id="a", sha256="0" * 64, max_running=2, tokens_per_minute=1000)
     known = quotas.of(few)
     assert known is not None
@@ -125,7 +125,7 @@ def test_changed_limits_go_on_from_what_was_used() -> None:
 
 
 def test_no_limits_cost_nothing() -> None:
-    quotas = Quotas(Clock())
+    quotas = Quotas(ManualClock())
     assert quotas.of(None) is None and quotas.of(RECORD) is None
     few = KeyRecord(id="a", sha256="0" * 64, max_running=1)
     known = quotas.of(few)

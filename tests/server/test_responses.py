@@ -156,11 +156,11 @@ def test_the_sdk_accumulates_thoughts_text_and_calls(client: openai.OpenAI) -> N
 
 
 def test_parse_gives_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
-    class City(BaseModel):
+    class CityResponse(BaseModel):
         city: str
 
-    parsed_response = client.responses.parse(model=MODEL, input="a city as JSON", text_format=City)
-    assert parsed_response.output_parsed == City(city="Zürich")
+    parsed_response = client.responses.parse(model=MODEL, input="a city as JSON", text_format=CityResponse)
+    assert parsed_response.output_parsed == CityResponse(city="Zürich")
 
 
 def test_an_answer_that_is_cut_off_is_incomplete(client: openai.OpenAI, server: ScriptedServer) -> None:

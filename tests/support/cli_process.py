@@ -70,7 +70,7 @@ def started_with(pid: int) -> bytes:
         return b""
 
 
-class Screen:
+class TerminalScreen:
     """What a terminal showed and was not yet waited for: text that comes in one piece is not lost between two waits.
     `emulated` has what a person sees."""
 
@@ -124,7 +124,7 @@ class Screen:
 @contextmanager
 def in_terminal(
     environment: dict[str, str], *arguments: str, columns: int = 100, program: tuple[str, ...] = (str(SCRIPT),)
-) -> Iterator[Screen]:
+) -> Iterator[TerminalScreen]:
     """The scripted command line, or another program, in a terminal of so many columns; it must have ended well at the
     end."""
     child, terminal = pty.fork()
@@ -133,7 +133,7 @@ def in_terminal(
         os.execve(sys.executable, [sys.executable, *program, *arguments], environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     try:
-        yield Screen(terminal, columns)
+        yield TerminalScreen(terminal, columns)
         _, status = os.waitpid(child, 0)
     except BaseException:
         os.kill(child, signal.SIGKILL)

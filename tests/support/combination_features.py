@@ -27,7 +27,7 @@ REGEX = r"(yes|no), [0-9]{2} (cats|dogs)"
 TOLERANCE = 1e-4
 
 
-class Trial(Protocol):
+class FeatureTrial(Protocol):
     """A pair of features, run."""
 
     body: dict[str, Any]
@@ -47,7 +47,7 @@ class Trial(Protocol):
 @dataclass(frozen=True)
 class Feature:
     name: str
-    check: Callable[[Trial], None]
+    check: Callable[[FeatureTrial], None]
     body: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,20 +55,20 @@ def tokens(answer: RequestOutput) -> list[list[int]]:
     return [choice.token_ids for choice in answer.outputs]
 
 
-def keeps_tokens(trial: Trial, name: str) -> None:
+def keeps_tokens(trial: FeatureTrial, name: str) -> None:
     assert tokens(trial.answer) == tokens(trial.without(name)), f"{name} changes tokens"
 
 
 # ── what is asked for ──────────────────────────────────────────────────────────────────────────────────
 
 
-def check_n(trial: Trial) -> None:
+def check_n(trial: FeatureTrial) -> None:
     alone = trial.without("n > 1").outputs
     assert len(trial.answer.outputs) == 3
     assert trial.answer.outputs[0].token_ids == alone[0].token_ids, "the first of several is not the single one"
 
 
-def check_beam(trial: Trial) -> None:
+def check_beam(trial: FeatureTrial) -> None:
     if not trial.has("penalties"):  # which are part of a beam's score
         for choice in trial.answer.outputs:
             assert choice.cumulative_logprob == pytest.approx(sum(trial.rescored(choice)), abs=1e-3)
@@ -76,7 +76,7 @@ def check_beam(trial: Trial) -> None:
     assert sums == sorted(sums, reverse=True)
 
 
-def check_logprobs(trial: Trial) -> None:
+def check_logprobs(trial: FeatureTrial) -> None:
     keeps_tokens(trial, "logprobs")
     for choice in trial.answer.outputs:
         assert choice.logprobs is not None and all(len(info.top) == 2 for info in choice.logprobs)
@@ -84,7 +84,7 @@ def check_logprobs(trial: Trial) -> None:
         assert found == pytest.approx(trial.rescored(choice)[: len(found)], abs=TOLERANCE)
 
 
-def check_prompt_logprobs(trial: Trial) -> None:
+def check_prompt_logprobs(trial: FeatureTrial) -> None:
     keeps_tokens(trial, "prompt logprobs")
     infos = trial.answer.prompt_logprobs
     assert infos is not None and len(infos) == len(trial.answer.prompt_token_ids)
@@ -92,20 +92,20 @@ def check_prompt_logprobs(trial: Trial) -> None:
     assert given == trial.answer.prompt_token_ids[1:]
 
 
-def check_schema(trial: Trial) -> None:
+def check_schema(trial: FeatureTrial) -> None:
     for choice in trial.answer.outputs:
         if not trial.has("stop string"):  # whose own check says what is left
             assert choice.finish_reason == "stop"
             jsonschema.validate(json.loads(choice.text), SCHEMA)
 
 
-def check_regex(trial: Trial) -> None:
+def check_regex(trial: FeatureTrial) -> None:
     for choice in trial.answer.outputs:
         if not trial.has("stop string"):
             assert choice.finish_reason == "stop" and re.fullmatch(REGEX, choice.text), choice.text
 
 
-def check_penalties(trial: Trial) -> None:
+def check_penalties(trial: FeatureTrial) -> None:
     """A penalty of 2 for each time before makes repeats rare, where there is a choice."""
     if not (trial.has("schema") or trial.has("regex") or trial.has("stop string")):
         assert num_repeats(trial.answer) < num_repeats(trial.without("penalties"))
@@ -115,7 +115,7 @@ def num_repeats(answer: RequestOutput) -> int:
     return sum(len(choice.token_ids) - len(set(choice.token_ids)) for choice in answer.outputs)
 
 
-def check_seed(trial: Trial) -> None:
+def check_seed(trial: FeatureTrial) -> None:
     same = tokens(trial.answer) == tokens(trial.without("seed"))
     if trial.has("beam"):
         assert same, "beams draw nothing"
@@ -123,7 +123,7 @@ def check_seed(trial: Trial) -> None:
         assert not same, "another seed draws other tokens"
 
 
-def check_stop(trial: Trial) -> None:
+def check_stop(trial: FeatureTrial) -> None:
     """What is said without it, up to where it would be said."""
     (stop,) = trial.body["stop"]
     assert any(choice.stop_reason == stop for choice in trial.answer.outputs)
@@ -135,7 +135,7 @@ def check_stop(trial: Trial) -> None:
         assert (choice.stop_reason == stop) is (stop in free.text)
 
 
-def check_shift(trial: Trial) -> None:
+def check_shift(trial: FeatureTrial) -> None:
     """The prompt nearly fills the context; the answer does not end there."""
     if not (trial.has("schema") or trial.has("regex") or trial.has("stop string")):
         assert all(len(choice.token_ids) == trial.body["max_tokens"] for choice in trial.answer.outputs)
@@ -144,19 +144,19 @@ def check_shift(trial: Trial) -> None:
 # ── what it meets ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_prefix_cache(trial: Trial) -> None:
+def check_prefix_cache(trial: FeatureTrial) -> None:
     keeps_tokens(trial, "prefix cache")
     # Every position of a prompt whose logprobs are wanted must be computed.
     assert (trial.answer.num_cached_tokens > 0) is not trial.has("prompt logprobs")
 
 
-def check_speculation(trial: Trial) -> None:
+def check_speculation(trial: FeatureTrial) -> None:
     keeps_tokens(trial, "speculation")
     # Beams choose among alternatives: nothing is guessed for them.
     assert (trial.answer.num_drafted_tokens > 0) is not trial.has("beam")
 
 
-def check_preemption(trial: Trial) -> None:
+def check_preemption(trial: FeatureTrial) -> None:
     keeps_tokens(trial, "preemption")
 
 

@@ -31,13 +31,13 @@ STORY = "Once upon a time there was a little girl named Lily. She loved to play 
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PairVerdict:
     """`refusal` None: it works."""
 
     refusal: str | None = None
 
 
-class Bench:
+class TrialEngines:
     """The engines that trials run on, each opened once."""
 
     def __init__(self, model: Path) -> None:
@@ -134,7 +134,7 @@ def answered(llm: LLM, asked: list[PromptRequest]) -> list[RequestOutput]:
 class PairTrial:
     """A pair of features, run alone."""
 
-    def __init__(self, bench: Bench, names: Pair) -> None:
+    def __init__(self, bench: TrialEngines, names: Pair) -> None:
         self.bench, self.names = bench, names
         self.body = bench.body(names)
         self.answer = bench.alone(names)
@@ -153,18 +153,18 @@ class PairTrial:
         return [info.logprob for info in scored.prompt_logprobs[len(prompt) :] if info is not None]
 
 
-def verdict(bench: Bench, names: Pair) -> Verdict:
+def verdict(bench: TrialEngines, names: Pair) -> PairVerdict:
     """Raises AssertionError where a pair is taken and does not do what it should."""
     try:
         trial = PairTrial(bench, names)
     except InvalidRequest as error:
-        return Verdict(error.message)
+        return PairVerdict(error.message)
     for name in names:
         BY_NAME[name].check(trial)
-    return Verdict()
+    return PairVerdict()
 
 
-def same_together(bench: Bench, several: list[Pair]) -> None:
+def same_together(bench: TrialEngines, several: list[Pair]) -> None:
     for names, answer in zip(several, bench.together(several), strict=True):
         alone = bench.alone(names)
         assert tokens(answer) == tokens(alone), f"{names} answers otherwise among strangers"

@@ -25,7 +25,7 @@ NAMES = {
 }  # fmt: skip
 
 
-class Launch:
+class KernelLaunch:
     """A kernel and its arguments, as a compiler sees them."""
 
     def __init__(self, jitted: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -69,13 +69,13 @@ class Launch:
 
 
 @contextmanager
-def launches_on_hopper(*modules: ModuleType) -> Iterator[dict[Any, Launch]]:
+def launches_on_hopper(*modules: ModuleType) -> Iterator[dict[Any, KernelLaunch]]:
     """Kernels that are launched inside, each form once: with programmatic dependent launch, and with PTX in `modules`.
     What they would have written is undefined."""
-    found: dict[Any, Launch] = {}
+    found: dict[Any, KernelLaunch] = {}
 
     def launch(self: Kernel, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        one = Launch(self._jitted, args, options)
+        one = KernelLaunch(self._jitted, args, options)
         found.setdefault(one.form, one)
 
     launch_options.cache_clear()

@@ -53,7 +53,7 @@ def records_of(storage: KVStorage) -> BlockRecords:
     return DeviceRecords(storage, GpuCopyStream(torch.cuda.current_stream(DEVICE)))
 
 
-class Core:
+class NixlCore:
     """A pool whose blocks are registered, and that others may read."""
 
     def __init__(self, address: str, seed: int = 3, *, has_nixl: bool = True) -> None:
@@ -72,7 +72,7 @@ class Core:
 
 
 def serve(address: str) -> None:
-    core = Core(address)
+    core = NixlCore(address)
     print("ready", flush=True)
     sys.stdin.read()
     core.server.close()
@@ -86,8 +86,8 @@ def fetched(tier: PeerTier, names: Sequence[BlockName], own: BlockRecords) -> li
 
 def read(address: str, what: str = "", pid: int = 0) -> dict[str, Any]:
     own = records_of(filled_pool(5))
-    agent, expected = MemoryAgent(own, [0]), Core.record
-    truth = Core(address + ".truth", has_nixl=False)
+    agent, expected = MemoryAgent(own, [0]), NixlCore.record
+    truth = NixlCore(address + ".truth", has_nixl=False)
     want = [expected(truth, block) for block in range(1, NUM_BLOCKS)]
     if what:
         peer.TIMEOUT_S = 1.0

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def compute_dtype(model: Decoder | NativeDecoder) -> str:
-    """Of activations, as the head's input has it."""
+    """Return the data type of activations, which is that of the head's input."""
     if isinstance(model, NativeDecoder):
         return "float32"
     embedded = model.embedding.rows(torch.zeros(1, dtype=torch.int64))

@@ -26,7 +26,7 @@ from tokenmill.testing.scripted_models import ContextModel
 from tokenmill.types import PENDING, RowInit, StepPlan, StepResult
 
 
-class Limits(msgspec.Struct, frozen=True):
+class RunnerSizes(msgspec.Struct, frozen=True):
     vocab_size: int
     num_blocks: int
     block_size: int
@@ -34,7 +34,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_context: int
 
 
-class Launch(msgspec.Struct, tag=True, frozen=True):
+class LaunchStep(msgspec.Struct, tag=True, frozen=True):
     plan: StepPlan
 
 
@@ -64,7 +64,7 @@ class ReceivedMasks:
         return np.stack([self._lines[row, number] for row, number in zip(rows, drafts, strict=True)])
 
 
-def local_runner(limits: Limits, make: type[ModelRunner] = ModelRunner) -> ModelRunner:
+def local_runner(limits: RunnerSizes, make: type[ModelRunner] = ModelRunner) -> ModelRunner:
     cpu = torch.device("cpu")
     model = ContextModel(limits.vocab_size)
     storage = KVStorage(model.layout, limits.num_blocks, limits.block_size, cpu)
@@ -73,11 +73,11 @@ def local_runner(limits: Limits, make: type[ModelRunner] = ModelRunner) -> Model
 
 
 def serve(connection: Connection, limits: bytes) -> None:
-    runner = local_runner(msgspec.msgpack.decode(limits, type=Limits))
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | Draw | Collect)
+    runner = local_runner(msgspec.msgpack.decode(limits, type=RunnerSizes))
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(LaunchStep | Draw | Collect)
     while received := connection.recv_bytes():
         message = decoder.decode(received)
-        if isinstance(message, Launch):
+        if isinstance(message, LaunchStep):
             runner.launch(message.plan)
         elif isinstance(message, Draw):
             masks: Any = ReceivedMasks(message.masks)
@@ -87,7 +87,7 @@ def serve(connection: Connection, limits: bytes) -> None:
 
 
 class RemoteRunner:
-    def __init__(self, limits: Limits, depth: int, continues: Callable[[RowInit], bool]) -> None:
+    def __init__(self, limits: RunnerSizes, depth: int, continues: Callable[[RowInit], bool]) -> None:
         self.depth = depth
         self.continues = continues
         self.most_in_flight = 0
@@ -101,7 +101,7 @@ class RemoteRunner:
 
     def launch(self, plan: StepPlan) -> int:
         self._has_grammar |= {new.row: new.params.guided is not None for new in plan.new_rows}
-        self._connection.send_bytes(msgspec.msgpack.encode(Launch(plan)))
+        self._connection.send_bytes(msgspec.msgpack.encode(LaunchStep(plan)))
         self._plans[plan.step] = plan
         self.most_in_flight = max(self.most_in_flight, len(self._plans))
         return plan.step

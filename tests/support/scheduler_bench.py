@@ -11,7 +11,7 @@ from tokenmill.scheduler import Scheduler
 from tokenmill.types import Request, SequenceOutput, StepPlan
 
 
-class Bench:
+class SchedulerBench:
     """A scheduler, its runner and a clock that ticks once a step."""
 
     def __init__(

@@ -30,7 +30,7 @@ class ScriptedEvents(Iterator[Event]):
         """The next event is never far."""
 
 
-class ScriptedModel:
+class ScriptedCliModel:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
@@ -69,5 +69,5 @@ class ScriptedModel:
 
 
 if __name__ == "__main__":
-    session.open_model = ScriptedModel
+    session.open_model = ScriptedCliModel
     sys.exit(main())

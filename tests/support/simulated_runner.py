@@ -92,7 +92,7 @@ def in_sight(tokens: list[int], shift: ContextShift | None) -> list[int]:
     return tokens
 
 
-class Row:
+class SimulatedRow:
     def __init__(self, new: RowInit, num_groups: int) -> None:
         self.new = new
         self.tokens = new.prompt_token_ids + new.output_token_ids
@@ -122,7 +122,7 @@ class SimulatedRunner:
     def __init__(self, cache: KVCache, seed: int = 0) -> None:
         self.cache = cache
         self.memory: dict[int, list[tuple[int, int] | None]] = {}
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, SimulatedRow] = {}
         self.fail_rows_of: set[int] = set()  # seeds whose rows report an error
         self.shifts: dict[int, ContextShift] = {}  # by the seed of a row
         self._random = random.Random(seed)
@@ -181,7 +181,7 @@ class SimulatedRunner:
             del self.rows[row]
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row was given away while it was taken"
-            self.rows[new.row] = Row(new, len(self.cache.rules))
+            self.rows[new.row] = SimulatedRow(new, len(self.cache.rules))
         self._copy(plan.copies)
         rows = [self._filled(row) for row in plan.rows]
         for row_plan in rows:
@@ -227,7 +227,7 @@ class SimulatedRunner:
                     at = 0 if rule.kind == "state" else position % rule.tokens
                     self._block(table[entry])[at] = (position, row.known[position])
 
-    def _read_before(self, rule: EntryRule, table: list[int], plan: RowPlan, row: Row) -> None:
+    def _read_before(self, rule: EntryRule, table: list[int], plan: RowPlan, row: SimulatedRow) -> None:
         """What a step reads of cells and states: nothing that it writes itself."""
         begin = plan.start // self.cache.rules[-1].chunk * self.cache.rules[-1].chunk
         if rule.kind == "cells":
@@ -236,7 +236,7 @@ class SimulatedRunner:
         elif rule.kind == "state" and begin:
             self._expect(table[begin // rule.tokens - 1], 0, begin - 1, plan, row)
 
-    def _expect(self, block: int, at: int, position: int, plan: RowPlan, row: Row) -> None:
+    def _expect(self, block: int, at: int, position: int, plan: RowPlan, row: SimulatedRow) -> None:
         cell = self._block(block)[at] if block else None
         assert cell == (position, row.known[position]), f"row {plan.row} reads {cell} at {position}"
 
@@ -251,7 +251,7 @@ class SimulatedRunner:
         result = self._result(plan, row, own_end_of(plan))
         return RowResult(row=plan.row, error="not a number") if row.new.seed in self.fail_rows_of else result
 
-    def _result(self, plan: RowPlan, row: Row, end: int) -> RowResult:
+    def _result(self, plan: RowPlan, row: SimulatedRow, end: int) -> RowResult:
         is_last = end + plan.num_dropped == len(row.tokens)
         assert plan.sample <= is_last, "a draw before the last token is computed"
         shift = self.shifts.get(row.new.seed)
@@ -277,19 +277,19 @@ class SimulatedRunner:
             embedding=self._embedding(row, end),
         )
 
-    def _draw(self, plan: RowPlan, row: Row, history: int, output_index: int) -> int:
+    def _draw(self, plan: RowPlan, row: SimulatedRow, history: int, output_index: int) -> int:
         token = drawn(row.new.seed, output_index, history)
         held_back = output_index + 1 < row.new.params.min_tokens and token in row.new.stop_token_ids
         return 1 + EOS if held_back else token
 
-    def _prompt_logprobs(self, plan: RowPlan, row: Row, end: int) -> list[TokenLogprobs] | None:
+    def _prompt_logprobs(self, plan: RowPlan, row: SimulatedRow, end: int) -> list[TokenLogprobs] | None:
         if plan.num_prompt_logprobs is None:
             return None
         prompt = row.new.prompt_token_ids
         fed = range(plan.start, min(end, len(prompt) - 1 - plan.num_dropped))
         return [scored(row.known[position], prompt[position + 1 + plan.num_dropped]) for position in fed]
 
-    def _embedding(self, row: Row, end: int) -> list[float] | None:
+    def _embedding(self, row: SimulatedRow, end: int) -> list[float] | None:
         if row.new.pooling is None or end < len(row.tokens):
             return None
         if row.new.pooling.kind != "last":

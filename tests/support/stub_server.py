@@ -30,12 +30,12 @@ class Timetable:
     """What is due when, to the microsecond, by looking at the clock all the time."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, Stream]] = []
+        self._due: list[tuple[float, int, StubStream]] = []
         self._numbers = count()
         self._looked, self._computed = time.perf_counter(), time.thread_time()
         self.stolen: list[tuple[float, float]] = []
 
-    def add(self, at: float, stream: Stream) -> None:
+    def add(self, at: float, stream: StubStream) -> None:
         heappush(self._due, (at, next(self._numbers), stream))
 
     def run(self) -> None:
@@ -48,7 +48,7 @@ class Timetable:
         asyncio.get_running_loop().call_soon(self.run)
 
 
-class Stream(asyncio.Protocol):
+class StubStream(asyncio.Protocol):
     settings: argparse.Namespace
     timetable = Timetable()
     running = 0
@@ -79,24 +79,24 @@ class Stream(asyncio.Protocol):
         self.begin()
 
     def begin(self) -> None:
-        s, now = Stream.settings, time.perf_counter()
-        Stream.running += 1
+        s, now = StubStream.settings, time.perf_counter()
+        StubStream.running += 1
         self.left, self.due = s.tokens, now + s.ttft
         if s.mode == "queue":
-            Stream.free_at = self.due = max(Stream.free_at, now) + s.ttft
+            StubStream.free_at = self.due = max(StubStream.free_at, now) + s.ttft
         self.timetable.add(self.due, self)
         self.transport.write(HEAD)
 
     def token(self) -> None:
-        s = Stream.settings
+        s = StubStream.settings
         self.left -= 1
         payload = b'{"choices":[{"index":0,"delta":{"content":"%r "}}]}' % time.perf_counter()
         self.write(b"data: " + payload + b"\n\n")
         if self.left:
-            self.due += s.itl * Stream.running if s.mode == "share" else s.itl
+            self.due += s.itl * StubStream.running if s.mode == "share" else s.itl
             self.timetable.add(self.due, self)
             return
-        Stream.running -= 1
+        StubStream.running -= 1
         usage = b'{"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":%d}}' % s.tokens
         self.write(b"data: " + usage + b"\n\ndata: [DONE]\n\n")
         if self.is_open:
@@ -108,9 +108,9 @@ class Stream(asyncio.Protocol):
 
 
 async def main() -> None:
-    server = await asyncio.get_running_loop().create_server(Stream, "127.0.0.1", 0, backlog=4096)
+    server = await asyncio.get_running_loop().create_server(StubStream, "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
-    Stream.timetable.run()
+    StubStream.timetable.run()
     await server.serve_forever()
 
 
@@ -120,6 +120,6 @@ if __name__ == "__main__":
     parser.add_argument("--ttft", type=float, default=0.05)
     parser.add_argument("--itl", type=float, default=0.02)
     parser.add_argument("--tokens", type=int, default=10)
-    Stream.settings = parser.parse_args()
+    StubStream.settings = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

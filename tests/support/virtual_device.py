@@ -25,7 +25,7 @@ VOCAB = 30_000
 
 
 @dataclass(frozen=True)
-class Device:
+class SimulatedDevice:
     """Seconds of a step: a small CPU by default."""
 
     base_s: float = 0.008
@@ -43,11 +43,13 @@ class Device:
 
 # A model of 8B parameters on an H200: decoding steps of 1 and 32 rows, prompts of 8k and 64k tokens, and attention of
 # 16 to 256 tokens behind 4k to 64k as measured; steps of chunks are captured as graphs.
-LARGE_GPU = Device(base_s=4.2e-3, token_s=2.4e-5, sample_s=0.0, context_s=3e-8, pair_s=1.2e-9, prompts_s=1.5e-3)
+LARGE_GPU = SimulatedDevice(
+    base_s=4.2e-3, token_s=2.4e-5, sample_s=0.0, context_s=3e-8, pair_s=1.2e-9, prompts_s=1.5e-3
+)
 
 
 @dataclass
-class Life:
+class RequestTimeline:
     """What became of one request."""
 
     request: Request
@@ -73,7 +75,7 @@ class Life:
 class VirtualServer:
     def __init__(
         self,
-        device: Device | None = None,
+        device: SimulatedDevice | None = None,
         *,
         rows: int = 20,
         tokens: int = 512,
@@ -84,7 +86,7 @@ class VirtualServer:
         **settings: object,
     ) -> None:
         """`depth`: steps in flight; with several, rows feed tokens that the host has not seen yet."""
-        self.device = device or Device()
+        self.device = device or SimulatedDevice()
         self._depth = depth
         self._in_flight: deque[tuple[StepPlan, float, float]] = deque()  # when each was launched, and when it ends
         self._free_s = 0.0  # when the device has done all of them
@@ -100,11 +102,11 @@ class VirtualServer:
             continues=lambda _: depth > 1,
             **settings,  # type: ignore[arg-type]
         )
-        self.lives: dict[str, Life] = {}
+        self.lives: dict[str, RequestTimeline] = {}
         self.busy_s = 0.0
         self.cold_steps: list[float] = []  # seconds that the next steps take beside their own
         self.steps: list[tuple[StepSize, float]] = []
-        self.on_end: Callable[[Life], None] = lambda life: None
+        self.on_end: Callable[[RequestTimeline], None] = lambda life: None
         self.on_output: Callable[[SequenceOutput], None] = lambda output: None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -114,7 +116,7 @@ class VirtualServer:
     def at(self, when_s: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), do))
 
-    def ask(self, tenant: str = "", prompt: int = 100, output: int = 20, **more: object) -> Life:
+    def ask(self, tenant: str = "", prompt: int = 100, output: int = 20, **more: object) -> RequestTimeline:
         """A request, sent now. `prefix`: so many of its first tokens are the same for all requests of its tenant with
         the same `talk`."""
         number = next(self._numbers)
@@ -133,7 +135,7 @@ class VirtualServer:
             tenant=Tenant(id=tenant, weight=weight, max_sequences=most),  # type: ignore[arg-type]
             **more,  # type: ignore[arg-type]
         )
-        life = self.lives[request.request_id] = Life(request, self.now)
+        life = self.lives[request.request_id] = RequestTimeline(request, self.now)
         try:
             self.scheduler.add(request)
         except TokenmillError as error:
@@ -189,7 +191,7 @@ class VirtualServer:
 
     # ── sums ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def of(self, tenant: str) -> list[Life]:
+    def of(self, tenant: str) -> list[RequestTimeline]:
         return [life for life in self.lives.values() if life.request.tenant.id == tenant]
 
     def served_s(self, tenant: str) -> float:

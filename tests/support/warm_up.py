@@ -69,7 +69,7 @@ class Shapes:
         return RawTensor(name, tensor.shape, torch.empty(tensor.shape, dtype=dtype, device=META))
 
 
-class Compiled:
+class FinishedCompilation:
     """Notes are looked at when they are made."""
 
     is_working = True
@@ -88,10 +88,10 @@ class Compiled:
             ask()
 
 
-def asked_at_once(*asks: Callable[[], object]) -> Compiled:
+def asked_at_once(*asks: Callable[[], object]) -> FinishedCompilation:
     for ask in asks:
         ask()
-    return Compiled()
+    return FinishedCompilation()
 
 
 def warm_up_for(

@@ -87,5 +87,5 @@ def noted_states(page: Page) -> list[str]:
 
 
 def is_too_wide(page: Page) -> bool:
-    """Whether anything makes the page scroll sideways."""
+    """Return whether anything makes the page scroll sideways."""
     return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))

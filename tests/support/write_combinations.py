@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.support.combination_features import FEATURES
-from tests.support.combination_pairs import PAIRS, Bench, Pair, Verdict, verdict
+from tests.support.combination_pairs import PAIRS, Pair, PairVerdict, TrialEngines, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "COMBINATIONS.md"
@@ -22,7 +22,7 @@ requests. **400**: refused, with the message below.
 """
 
 
-def table(verdicts: dict[Pair, Verdict]) -> str:
+def table(verdicts: dict[Pair, PairVerdict]) -> str:
     names = [feature.name for feature in FEATURES]
     lines = ["| |" + "".join(f" {name} |" for name in names[1:]), "|---|" + "---|" * (len(names) - 1)]
     for number, row in enumerate(names[:-1]):
@@ -31,17 +31,17 @@ def table(verdicts: dict[Pair, Verdict]) -> str:
     return "\n".join(lines)
 
 
-def _cell(verdicts: dict[Pair, Verdict], row: str, column: str) -> str:
+def _cell(verdicts: dict[Pair, PairVerdict], row: str, column: str) -> str:
     return "yes" if verdicts[row, column].refusal is None else "400"
 
 
-def page(verdicts: dict[Pair, Verdict]) -> str:
+def page(verdicts: dict[Pair, PairVerdict]) -> str:
     refusals = [f"| {a}, {b} | {v.refusal} |" for (a, b), v in verdicts.items() if v.refusal is not None]
     return "\n".join([HEAD, table(verdicts), "", "| refused | message |", "|---|---|", *refusals, ""])
 
 
 def main(arguments: list[str]) -> int:
-    bench = Bench(Path(arguments[0]) if arguments else STORIES)
+    bench = TrialEngines(Path(arguments[0]) if arguments else STORIES)
     TABLE.write_text(page({names: verdict(bench, names) for names in PAIRS}), encoding="utf-8")
     print(f"{TABLE}: {len(PAIRS)} pairs")
     return 0

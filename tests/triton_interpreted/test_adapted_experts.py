@@ -34,7 +34,8 @@ def low_rank(rows: int, columns: int, rank: int, *, has_gain: bool = False) -> L
 
 
 def adapter(rank: int, *, is_gated: bool, has_gain: bool = False) -> list[Parts]:
-    """Of all matrices of most experts; one has it on its down alone, one not at all"""
+    """Return an adapter of all matrices of most experts; one expert has only an adapted down projection, one has
+    none."""
     made: list[Parts] = [
         (
             low_rank(INTER, HIDDEN, rank, has_gain=has_gain) if is_gated else None,
@@ -116,7 +117,7 @@ def test_nothing_is_launched_for_adapters_of_other_matrices() -> None:
 
 
 def test_an_mlp_of_all_tokens_that_became_two_more_experts() -> None:
-    """Its adapter is divided among them."""
+    """The adapter of the MLP is divided between the two experts."""
     ops, shared, routed = TritonLowRankOps(), 2, 3
     shapes = {"gate": (routed, INTER, HIDDEN), "up": (routed, INTER, HIDDEN), "down": (routed, HIDDEN, INTER)}
     raws = [RawTensor(name, shape, torch.randn(shape) * 0.2) for name, shape in shapes.items()]

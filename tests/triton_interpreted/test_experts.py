@@ -85,7 +85,7 @@ def test_experts_without_gates(quant: str | None, deterministic: bool) -> None:
 
 
 def test_experts_that_are_looked_up() -> None:
-    """Their weights are those of the router, and a shared expert comes behind them."""
+    """Expert weights are those of the router, and a shared expert follows the routed ones."""
     spec = RoutingSpec("sqrt_softplus", epsilon=1e-20, scale=1.5, table_rows=9)
     logits, chosen = torch.randn(7, 12) * 3, torch.randint(0, 12, (7, 3))
     plain, ours = (

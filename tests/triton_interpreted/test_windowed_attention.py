@@ -52,7 +52,7 @@ def run_of(spec: ModelSpec, source: WeightReader, ops: Ops, rows: int = 2, max_l
 
 
 def logits(run: PagedRun, vocab: int) -> torch.Tensor:
-    """Of a prompt in chunks beside a row that decodes, on a few steps"""
+    """Return the logits of a few steps with a prompt in chunks beside a decode row."""
     first, second = torch.randint(3, vocab, (2, 40), generator=torch.Generator().manual_seed(1)).tolist()
     parts = [run.feed({0: first[:30]}), run.feed({0: first[30:31], 1: second[:9]})]
     return torch.cat([*parts, run.feed({0: first[31:36], 1: second[9:10]})])

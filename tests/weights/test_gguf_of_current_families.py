@@ -78,7 +78,7 @@ def comparable(spec: Any) -> Any:
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    """They are the last blocks of a file (GLM-4.5), and its number of blocks counts them."""
+    """MTP layers are the last blocks of a GGUF file (GLM-4.5), and its number of blocks includes them."""
     checkpoint = load_ours(make_reference("glm4_moe", **EPS), tmp_path)
     config = {**json.loads((tmp_path / "config.json").read_text()), "num_nextn_predict_layers": 1}
     tensors = load_file(tmp_path / "model.safetensors")

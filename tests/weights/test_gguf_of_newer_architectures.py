@@ -120,7 +120,7 @@ def test_native_kernels_compute_the_file(name: str, tmp_path: Path) -> None:
 
 
 def test_older_files_have_the_matrices_of_all_heads_in_one(tmp_path: Path) -> None:
-    """And sizes of heads under the keys of attention."""
+    """Older files also store the sizes of heads under the keys of attention."""
     checkpoint, _, _ = converted("deepseek_v2", tmp_path)
     config: Config = json.loads((tmp_path / "config.json").read_text())
     tensors = load_file(tmp_path / "model.safetensors")

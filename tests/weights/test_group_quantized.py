@@ -44,7 +44,7 @@ def test_values_are_those_of_the_formula(
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_two_and_three_bits_lie_without_gaps(bits: int, tmp_path: Path) -> None:
-    """Of 3 bits, 32 values lie in 3 words: values 10 and 21 in two of them."""
+    """Thirty-two 3-bit values are stored in 3 words; values 10 and 21 straddle two words."""
     rng = random.Random(1)
     codes = [[rng.randrange(1 << bits) for _ in range(64)] for _ in range(32)]
     zeros = [[rng.randrange(1, 1 << bits) for _ in range(2)] for _ in range(32)]

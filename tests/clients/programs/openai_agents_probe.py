@@ -11,7 +11,7 @@ from pydantic import BaseModel
 URL, MODEL = os.environ["SERVER_URL"], os.environ["SERVER_MODEL"]
 
 
-class City(BaseModel):
+class AgentCity(BaseModel):
     name: str
     population: int
 
@@ -47,8 +47,8 @@ async def main() -> None:
     assert "18 degrees" in kept.final_output
     assert [item.type for item in items] == ["message", "function_call", "function_call_output", "message"]
     print("a conversation")
-    typed = await Runner.run(Agent(name="Typist", model=MODEL, output_type=City), "Which city?")
-    assert typed.final_output == City(name="Paris", population=2_100_000)
+    typed = await Runner.run(Agent(name="Typist", model=MODEL, output_type=AgentCity), "Which city?")
+    assert typed.final_output == AgentCity(name="Paris", population=2_100_000)
     print("typed answer")
     expert = Agent(name="Expert", model=MODEL, handoff_description="knows it all")
     handed = await Runner.run(Agent(name="Desk", model=MODEL, handoffs=[expert]), "Ask the expert")

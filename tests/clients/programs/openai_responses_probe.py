@@ -9,7 +9,7 @@ from pydantic import BaseModel
 MODEL = os.environ["SERVER_MODEL"]
 
 
-class City(BaseModel):
+class ResponsesCity(BaseModel):
     name: str
     population: int
 
@@ -22,8 +22,8 @@ def main() -> None:
         kinds = [event.type for event in stream]
         assert stream.get_final_response().output_text == hello
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
-    typed = client.responses.parse(model=MODEL, input="Which city?", text_format=City)
-    assert typed.output_parsed == City(name="Paris", population=2_100_000)
+    typed = client.responses.parse(model=MODEL, input="Which city?", text_format=ResponsesCity)
+    assert typed.output_parsed == ResponsesCity(name="Paris", population=2_100_000)
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tools = [{"type": "function", "name": "weather", "parameters": schema, "strict": False}]
     with client.responses.stream(model=MODEL, input="What is the weather in Paris?", tools=tools) as stream:

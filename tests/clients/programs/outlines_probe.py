@@ -12,7 +12,7 @@ URL, MODEL = os.environ["SERVER_URL"], os.environ["SERVER_MODEL"]
 HELLO = "Hello there! I am a script."
 
 
-class City(BaseModel):
+class OutlinesCity(BaseModel):
     name: str
     population: int
 
@@ -25,7 +25,7 @@ MODELS = {
 }
 for name, model in MODELS.items():
     assert model("Hi") == HELLO
-    assert City.model_validate_json(model("Which city?", City)).name == "Paris"
+    assert OutlinesCity.model_validate_json(model("Which city?", OutlinesCity)).name == "Paris"
     assert "".join(model.stream("Hi")) == HELLO
     print(f"{name}: text, schema, stream")
 assert MODELS["vllm"]("Well?", Literal["yes", "no"]) in ("yes", "no")

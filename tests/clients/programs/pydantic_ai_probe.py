@@ -15,7 +15,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 URL, MODEL = os.environ["SERVER_URL"], os.environ["SERVER_MODEL"]
 
 
-class City(BaseModel):
+class PydanticCity(BaseModel):
     name: str
     population: int
 
@@ -35,8 +35,8 @@ async def probe(name: str, model: object) -> None:
     looped = await Agent(model, tools=[weather]).run("What is the weather in Paris?")
     assert "18 degrees" in looped.output
     print(f"{name}: tools")
-    typed = await Agent(model, output_type=City).run("Which city?")
-    assert typed.output == City(name="Paris", population=2_100_000)
+    typed = await Agent(model, output_type=PydanticCity).run("Which city?")
+    assert typed.output == PydanticCity(name="Paris", population=2_100_000)
     print(f"{name}: typed answer")
 
 

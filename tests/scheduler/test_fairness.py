@@ -67,7 +67,7 @@ class FloodScene:
 
     @property
     def p95_ttft_s(self) -> float:
-        """Return the TTFT of requests sent after the first two seconds; before that nothing is cached and no cost known."""
+        """TTFT of requests sent after the first two seconds, before which nothing is cached and no cost is known."""
         lives = [life for lives in self.polite.values() for life in lives if life.token_times]
         return quantile([life.ttft_s for life in lives if life.sent_s > 2.0], 0.95)
 

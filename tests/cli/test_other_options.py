@@ -58,7 +58,7 @@ def test_the_same_meaning_is_taken(known: list[str], given: str, ours: str, caps
         ("--enforce-eager", "captured"),
         ("--tool-call-parser hermes", "--tool-format"),
         ("--speculative-model m", "--speculate draft:MODEL"),
-        ("--swap-space 4", "computed again"),
+        ("--swap-space 4", "recomputed"),
         ("--allowed-origins *", "--cors-origin"),
         ("-ngl 20", "as a whole"),
         ("--mlock", "LimitMEMLOCK"),

@@ -80,7 +80,7 @@ def dispatch(verb: str, arguments: list[str]) -> int:
 def _show_help(app: App, command: str, is_all: bool) -> int:
     """Print the help screen with the common flags, or with all flags."""
     words = command.split()
-    epilogue = "\nAll flags can also be set in a file (--config FILE.toml) or in the environment (TOKENMILL_SEED=7)."
+    epilogue = "\nFiles (--config FILE.toml) and variables (TOKENMILL_SEED=7) can set them too."
     one = app[words[0]]
     one = one[words[1]] if len(words) > 1 and words[1] in list(one) else one
     screen = None if is_all else short_help(command, one, epilogue if words[0] in CONFIGURED else "")

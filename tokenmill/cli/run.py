@@ -53,7 +53,7 @@ def command(
     prompt
         The prompt.
     url
-        Use a running server, such as http://127.0.0.1:8000, instead of loading a model. MODEL is a name of that server.
+        Use a running server, such as http://127.0.0.1:8000. MODEL is then a name of that server.
     system
         System message.
     schema

@@ -149,7 +149,7 @@ class OpsConfig:
     """On a GPU: make a request's tokens independent of the rest of the batch, at some cost in speed. On a CPU they
     always are."""
     threads: int | None = None
-    """CPU threads; by default the number of physical cores that the process may use."""
+    """Number of CPU threads; by default the number of physical cores that the process may use."""
     fast_start: bool | None = None
     """Shorten start-up with techniques that depend on the versions of torch and Triton: parts of torch are imported in
     the background, and GPU kernels are compiled in forked processes. By default on for the command line and for engine

@@ -49,7 +49,7 @@ class SamplingConfig:
     frequency_penalty: float = 0.0
     """Subtracted from the logit of a token for each time it has occurred in the answer."""
     seed: int | None = None
-    """Random seed: the same prompt, settings and seed give the same answer."""
+    """Seed of random numbers; the same prompt, settings and seed give the same answer."""
     max_tokens: int | None = None
     """Maximum tokens of the answer; by default up to the end of the context."""
     min_tokens: int = 0

@@ -252,7 +252,7 @@ def test_ctrl_c_in_a_terminal_stops_the_answer_not_the_program(environment: dict
         screen.expect(b"(stopped)")
         screen.expect(b">>> ")
         # a signal between the prompt and Python's wait for input is noticed only with the next key
-        screen.type_until(b"\x03", b"(Ctrl-D or /exit leaves)")
+        screen.type_until(b"\x03", b"(Ctrl-D or /exit to leave)")
         screen.type(b"hello\n")
         screen.expect(b'"content": "hello"')
         screen.type(b"/exit\n")
@@ -277,7 +277,7 @@ def test_doctor_of_a_fresh_machine(environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     for title in ("Hardware", "Packages", "Store", "Chosen for this machine", "To fix"):
         assert f"\n{title}\n" in done.stdout
-    assert "no model here yet" in done.stdout
+    assert "no model yet" in done.stdout
     assert is_available()[1] in done.stdout and (not is_available()[0]) == ("many times slower" in done.stdout)
 
 
@@ -304,4 +304,4 @@ def test_doctor_names_a_damaged_model(environment: dict[str, str]) -> None:
     done = real(environment, "doctor")
     assert done.returncode == 1 and "a/b is damaged: tokenmill rm a/b" in done.stdout
     assert real(environment, "rm", "a/b").returncode == 0
-    assert "no model here yet" in real(environment, "doctor").stdout
+    assert "no model yet" in real(environment, "doctor").stdout

@@ -73,12 +73,12 @@ def test_show_says_of_every_config_what_runs_it_or_what_is_missing(
         ("zai-org--GLM-5.2", "--speculate mtp"),
     ],
 )
-def test_layers_that_predict_further_tokens_are_told(
+def test_show_reports_a_multi_token_prediction_head(
     name: str, use: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(str(shared_dir / "configs" / f"{name}_config.json")) == 0
     words = capsys.readouterr().out
-    assert "1 layer of the file that predicts them" in words and use in words
+    assert "1 layer in the file" in words and use in words
 
 
 def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +89,9 @@ def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.C
     assert "fp8, blocks of 128 × 128" in capsys.readouterr().out
     assert command(str(shared_dir / "configs" / "zai-org--GLM-5_config.json")) == 0
     words = capsys.readouterr().out
-    assert "runs on a GPU   Triton kernels" in words and "743.9 B, 41.8 B active" in words
+    assert "runs on a GPU  Triton kernels" in words and "743.9 B, 41.8 B active" in words
     assert command(str(shared_dir / "configs" / "deepseek-ai--DeepSeek-V4-Flash_config.json")) == 0
-    assert "runs on a GPU   Triton kernels" in capsys.readouterr().out
+    assert "runs on a GPU  Triton kernels" in capsys.readouterr().out
     assert command(str(shared_dir / "configs" / "moonshotai--Kimi-K3_config.json")) == 0
     assert "no: kimi_k3: activation 'situ' is not implemented" in capsys.readouterr().out
 

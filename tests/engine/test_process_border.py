@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runner_process import Limits, RemoteRunner, local_runner
+from tests.support.runner_process import RemoteRunner, RunnerSizes, local_runner
 from tokenmill.config import SchedulerConfig
 from tokenmill.engine.core import EngineCore, Runner
 from tokenmill.engine.status import CoreInfo
@@ -27,7 +27,7 @@ from tokenmill.text.tokenizer import byte_tokenizer
 from tokenmill.types import Request, RowInit, StepPlan, StepResult
 
 VOCAB, EOS, ROWS = 258, 257, 6
-MANY, FEW = Limits(VOCAB, 400, 4, ROWS, 128), Limits(VOCAB, 26, 4, ROWS, 128)
+MANY, FEW = RunnerSizes(VOCAB, 400, 4, ROWS, 128), RunnerSizes(VOCAB, 26, 4, ROWS, 128)
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["age"]}
 Answers = dict[tuple[str, int], list[int]]
 Clock = Callable[[], float]
@@ -83,7 +83,7 @@ def requests() -> list[Request]:
 
 
 def answers(
-    runner: Runner, limits: Limits, known: Answers | None = None, clock: Clock = time.monotonic, seed: int = 4
+    runner: Runner, limits: RunnerSizes, known: Answers | None = None, clock: Clock = time.monotonic, seed: int = 4
 ) -> tuple[Answers, Scheduler]:
     """`known`: what the requests are known to say, to draft from; `seed`: of the drafts that are wrong."""
     grammars = Grammars(Compiler(lambda: Vocabulary(byte_tokenizer(), VOCAB, (EOS,))), ROWS, VOCAB)
@@ -143,7 +143,7 @@ def test_beams_of_which_some_find_no_room_lose_no_block(
         now += rng.expovariate(100.0)
         return now
 
-    few = Limits(VOCAB, num_blocks, 4, ROWS, 128)
+    few = RunnerSizes(VOCAB, num_blocks, 4, ROWS, 128)
     found, _ = answers(local_runner(few, TwoStepsInFlight), few, expected, clock, seed)
     assert found == expected
     assert "failed" not in caplog.text, "every row has found its own tokens in its blocks"

@@ -22,6 +22,7 @@ from tests.support.page_script import SCRIPT, TEMPLATE, TOOLS
 from tests.support.scripted_server import ScriptedServer
 from tests.support.server_process import ServerProcess, free_port, running
 from tests.support.watched_page import ask, is_too_wide, wait_for_answer, wait_until, watched_page
+from tokenmill.server.openai.schemas import MODEL
 
 pytestmark = pytest.mark.slow
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -72,7 +73,7 @@ def test_every_view_fits_its_window(
         page.locator(".operation", has_text="/v1/chat/completions").locator("summary").click()
         page.wait_for_selector(".operation-body")
         look("docs")
-        described = page.locator(".operation-body td", has_text="The name of a model").first.bounding_box()
+        described = page.locator(".operation-body td", has_text=MODEL["description"]).first.bounding_box()
         assert described is not None and described["x"] + described["width"] <= width
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         lightness = sum(map(int, re.findall(r"\d+", background)[:3]))

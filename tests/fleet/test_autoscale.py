@@ -204,22 +204,22 @@ def test_a_core_that_is_stopped_leaves_its_requests_to_others() -> None:
 
 def test_the_rule_goes_up_at_once_and_down_after_a_minute() -> None:
     rule = ScaleRule(ScaleRange(1, 10), ttft_s=1.0)
-    assert rule.wanted(0, 2, Demand(work=1.6, num_requests=5)) == 2, "80 % is not too busy"
-    assert rule.wanted(1, 2, Demand(work=1.8, num_requests=5)) == 3
-    assert rule.wanted(2, 3, Demand(rows=4.0, num_requests=50)) == 6
-    assert rule.wanted(3, 6, Demand(backlog_s=7.5, num_requests=50)) == 8
-    assert rule.wanted(4, 8, Demand(work=50, num_requests=500)) == 10
+    assert rule.num_needed(0, 2, Demand(work=1.6, num_requests=5)) == 2, "80 % is not too busy"
+    assert rule.num_needed(1, 2, Demand(work=1.8, num_requests=5)) == 3
+    assert rule.num_needed(2, 3, Demand(rows=4.0, num_requests=50)) == 6
+    assert rule.num_needed(3, 6, Demand(backlog_s=7.5, num_requests=50)) == 8
+    assert rule.num_needed(4, 8, Demand(work=50, num_requests=500)) == 10
     for second in range(5, 64):
-        assert rule.wanted(second, 10, Demand(work=1.0, num_requests=5)) == 10
-    assert rule.wanted(65, 10, Demand(work=1.0, num_requests=5)) == 2
+        assert rule.num_needed(second, 10, Demand(work=1.0, num_requests=5)) == 10
+    assert rule.num_needed(65, 10, Demand(work=1.0, num_requests=5)) == 2
     rule.note_change()
-    assert rule.wanted(66, 2, Demand(num_requests=1)) == 2, "the minute begins anew"
+    assert rule.num_needed(66, 2, Demand(num_requests=1)) == 2, "the minute begins anew"
 
 
 def test_the_rule_ends_the_last_core_only_where_it_may() -> None:
     for least, wanted in ((0, 0), (1, 1)):
         rule = ScaleRule(ScaleRange(least, 3), idle_s=10.0)
-        assert rule.wanted(0, 1, Demand(num_requests=1)) == 1
-        assert rule.wanted(9, 1, Demand()) == 1
-        assert rule.wanted(10, 1, Demand()) == wanted
-        assert rule.wanted(11, 0, Demand(num_requests=1)) == 1
+        assert rule.num_needed(0, 1, Demand(num_requests=1)) == 1
+        assert rule.num_needed(9, 1, Demand()) == 1
+        assert rule.num_needed(10, 1, Demand()) == wanted
+        assert rule.num_needed(11, 0, Demand(num_requests=1)) == 1

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tokenmill.fleet.block_index import STRIDE, BlockIndex
+from tokenmill.fleet.block_index import HASH_BATCH, BlockIndex
 from tokenmill.kv.blocks import HashChain
 from tokenmill.kv.cache import KVCache
 from tokenmill.types import KVCacheEvents
@@ -83,12 +83,12 @@ def test_hashes_are_computed_only_as_far_as_a_core_has_them() -> None:
     hashes = list(HashChain("", BLOCK).extend(tokens, 400))
     chain = HashChain("", BLOCK)
     assert index.matches(tokens, chain, BLOCK, [0, 1]) == [0, 0]
-    assert len(chain.hashes) == STRIDE
+    assert len(chain.hashes) == HASH_BATCH
     assert index.apply(0, KVCacheEvents(number=0, is_snapshot=True, stored=hashes[:70]))
     assert index.apply(1, KVCacheEvents(number=0, is_snapshot=True, stored=[*hashes[:5], *hashes[6:90]]))
     chain = HashChain("", BLOCK)
     assert index.matches(tokens, chain, BLOCK, [1, 0]) == [5, 70]
-    assert 70 < len(chain.hashes) <= 70 + STRIDE
+    assert 70 < len(chain.hashes) <= 70 + HASH_BATCH
     index.forget(0)
     assert index.matches(tokens, HashChain("", BLOCK), BLOCK, [0, 1]) == [0, 5]
     assert index.matches(tokens, HashChain("other salt", BLOCK), BLOCK, [0, 1]) == [0, 0]

@@ -283,7 +283,7 @@ def test_a_machine_with_another_model_is_told(stories_dir: Path) -> None:
         port = await cluster.listen()
         cluster.listener._digest = "other"
         cluster.join(port)
-        with pytest.raises(EngineDead, match="another one here"):
+        with pytest.raises(EngineDead, match="differs from the front"):
             await cluster.engine()
         await cluster.close()
 
@@ -357,14 +357,14 @@ class ThreadOnHost(ThreadCoreClient):
 
     num_started = 0
 
-    def __init__(self, config: EngineConfig, path: Path, hand_on: Callable[[bytes], None], folder: Path) -> None:
+    def __init__(self, config: EngineConfig, path: Path, forward: Callable[[bytes], None], folder: Path) -> None:
         ThreadOnHost.num_started += 1
         self.block_address = str(folder / f"core {ThreadOnHost.num_started}")
         super().__init__(lambda: build_core(config, path, block_address=self.block_address))
-        self._relay = hand_on
+        self._forward = forward
 
     async def start(self, receive: Receive) -> None:
-        await super().start(lambda message: self._relay(msgspec.msgpack.encode(message)))
+        await super().start(lambda message: self._forward(msgspec.msgpack.encode(message)))
 
     def send_encoded(self, data: bytes) -> None:
         self.send(msgspec.msgpack.decode(data, type=ToCore))

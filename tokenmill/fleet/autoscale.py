@@ -1,16 +1,17 @@
 """Autoscaling: how many cores a fleet needs for its load, and the task that starts and stops them.
 
-    demand   core-seconds of work that arrive each second, predicted from arrivals, the lengths of late requests and the
-             measured seconds of a step; or the sequences that are here, by those that a core computes within the
-             promised TPOT; whichever is more
-    up       at once, when the cores would be busy for more than 85 % of their time, or when the prompts that wait take
-             longer than the promised TTFT: to as many as are then busy for 70 %
-    down     when for a minute fewer would have been busy for less than 60 %: requests of a core that leaves go on in
-             others. The gap between the three shares keeps noise from starting and stopping the same core over and
-             over.
-    zero     where it is allowed, after a minute without a request; the next one starts a core and waits for it
+    demand   core-seconds of work that arrive each second, predicted from arrivals, the lengths of recent requests and
+             the measured step times; or the current sequences divided by those that a core computes within the TPOT
+             objective; whichever is larger
+    up       immediately, when the cores would be busy for more than 85 % of their time, or when waiting prompts take
+    longer
+             than the TTFT objective: to as many cores as would be busy for 70 %
+    down     when for a minute fewer cores would have been busy for less than 60 %; the requests of a stopped core
+             continue on other cores. The gaps between the three shares keep noise from repeatedly starting and stopping
+             the same core.
+    zero     if allowed, after a minute without a request; the next request starts a core and waits for it
 
-`ScaleRule` decides, and knows nothing but numbers and times; `Autoscaler` observes and acts.
+`ScaleRule` decides from numbers and times only; `Autoscaler` observes and acts.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from tokenmill.types import Request
 
 log = logging.getLogger(__name__)
 
-BUSY_SHARE, AIMED_SHARE, IDLE_SHARE = 0.85, 0.7, 0.6
-CALM_S = 60.0  # for so long fewer cores must have sufficed before one leaves
-TICK_S = 0.5
-RATE_S = 3.0  # over which arrivals are counted
-LENGTHS_KEPT = 0.95  # weight that the mean lengths keep with each new request
-USUAL_TTFT_S = 2.0  # where nothing is promised
-USUAL_ROWS = 0.75  # of a core's rows, where no TPOT is promised
-RETRY_S = 5.0  # after a core that could not be started
+BUSY_SHARE, TARGET_SHARE, IDLE_SHARE = 0.85, 0.7, 0.6
+CALM_S = 60.0  # how long fewer cores must have sufficed before one is stopped
+CHECK_INTERVAL_S = 0.5
+RATE_WINDOW_S = 3.0  # over which arrivals are counted
+LENGTH_DECAY = 0.95  # weight that the mean lengths keep with each new request
+DEFAULT_TTFT_S = 2.0  # without a TTFT objective
+DEFAULT_ROW_SHARE = 0.75  # share of a core's rows to use without a TPOT objective
+RETRY_S = 5.0  # after a core could not be started
 
 
 class ScaleRange(NamedTuple):
@@ -52,11 +53,11 @@ class ScaleRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Demand:
-    """The load of a moment."""
+    """The current load."""
 
     work: float = 0.0  # core-seconds that arrive each second
-    rows: float = 0.0  # sequences here, by those that a core computes within its promise
-    backlog_s: float = 0.0  # core-seconds of prompts that wait
+    rows: float = 0.0  # current sequences, divided by those that a core computes within its objective
+    backlog_s: float = 0.0  # core-seconds of waiting prompts
     num_requests: int = 0
 
     @property
@@ -66,17 +67,17 @@ class Demand:
 
 
 class ScaleRule:
-    """Decides how many cores there should be, from what it is told."""
+    """Decides how many cores a fleet needs, from numbers and times only."""
 
     def __init__(self, allowed: ScaleRange, ttft_s: float | None = None, idle_s: float = CALM_S) -> None:
-        """`idle_s`: how long a fleet without a request keeps its last core, where it may have none."""
+        """`idle_s`: how long a fleet that may have no cores keeps its last one without a request."""
         self.allowed = allowed
-        self._ttft_s = ttft_s or USUAL_TTFT_S
+        self._ttft_s = ttft_s or DEFAULT_TTFT_S
         self._idle_s = idle_s
-        self._past: deque[tuple[float, int]] = deque()  # when, and how many cores would have been enough with ease
-        self._used_s = -math.inf  # when there was a request the last time
+        self._past: deque[tuple[float, int]] = deque()  # (time, number of cores that would have sufficed)
+        self._used_s = -math.inf  # when there last was a request
 
-    def wanted(self, now_s: float, num_cores: int, demand: Demand) -> int:
+    def num_needed(self, now_s: float, num_cores: int, demand: Demand) -> int:
         if demand.num_requests or self._used_s == -math.inf:
             self._used_s = now_s
         self._past.append((now_s, math.ceil(demand.cores / IDLE_SHARE)))
@@ -84,16 +85,16 @@ class ScaleRule:
             self._past.popleft()
         needed = 1 if demand.num_requests else 0
         if demand.cores > BUSY_SHARE * num_cores:
-            needed = math.ceil(demand.cores / AIMED_SHARE)
+            needed = math.ceil(demand.cores / TARGET_SHARE)
         needed = max(needed, math.ceil(demand.backlog_s / self._ttft_s))
         if needed > num_cores:
             return self._within(needed)
         if num_cores and self.allowed.least == 0 and now_s - self._used_s >= self._idle_s:
             return 0
         was_enough = max(1, *(cores for _, cores in self._past))
-        if was_enough < num_cores and now_s - self._past[0][0] >= CALM_S - TICK_S:
-            lately = [cores for at_s, cores in self._past if at_s >= now_s - CALM_S / 2]
-            return self._within(max(1, needed, *lately))
+        if was_enough < num_cores and now_s - self._past[0][0] >= CALM_S - CHECK_INTERVAL_S:
+            recent = [cores for at_s, cores in self._past if at_s >= now_s - CALM_S / 2]
+            return self._within(max(1, needed, *recent))
         return self._within(num_cores)
 
     def note_change(self) -> None:
@@ -112,7 +113,7 @@ class LoadMeter(PrefixRouter):
         super().__init__(num_replicas)
         self._slo = slo
         self._arrivals: deque[float] = deque()
-        self._prompt_tokens = 0.0  # that a request's core has to compute, on average
+        self._prompt_tokens = 0.0  # mean number of uncached prompt tokens of a request
         self._answer_tokens = 0.0
         self._num_ended = 0
 
@@ -130,11 +131,11 @@ class LoadMeter(PrefixRouter):
         self._num_ended += 1
 
     def _mean(self, before: float, new: float) -> float:
-        return new if not before else LENGTHS_KEPT * before + (1 - LENGTHS_KEPT) * new
+        return new if not before else LENGTH_DECAY * before + (1 - LENGTH_DECAY) * new
 
     def demand(self, replicas: Replicas) -> Demand:
         now_s = asyncio.get_running_loop().time()
-        while self._arrivals and self._arrivals[0] < now_s - RATE_S:
+        while self._arrivals and self._arrivals[0] < now_s - RATE_WINDOW_S:
             self._arrivals.popleft()
         known = [replica for replica in replicas.all if replica.supervisor.info is not None]
         rate = self.usual_rate()
@@ -143,36 +144,36 @@ class LoadMeter(PrefixRouter):
         num_sequences = sum(replica.num_sequences for replica in replicas.all) + replicas.num_parked
         waiting = sum(replica.num_prefilling for replica in replicas.all) + replicas.num_parked * self._prompt_tokens
         return Demand(
-            work=len(self._arrivals) / RATE_S * request_s,
+            work=len(self._arrivals) / RATE_WINDOW_S * request_s,
             rows=num_sequences / rows,
             backlog_s=waiting * rate.token_s,
             num_requests=sum(len(replica.runs) for replica in replicas.all) + replicas.num_parked,
         )
 
     def _rows_of_a_core(self, replica: Replica, rate: StepSeconds) -> float:
-        """Return how many sequences a core can decode together within the promised TPOT. Steps carry prompts too, which
-        take some of that time."""
-        most = max(1, replica.info.max_running)
+        """Return how many sequences a core can decode together within the TPOT objective. Steps compute prompts too,
+        which take some of that time."""
+        max_rows = max(1, replica.info.max_running)
         if self._slo.tpot_s is None:
-            return max(1.0, USUAL_ROWS * most)
-        return min(float(most), max(1.0, (self._slo.tpot_s - rate.step_s) / rate.token_s / 2))
+            return max(1.0, DEFAULT_ROW_SHARE * max_rows)
+        return min(float(max_rows), max(1.0, (self._slo.tpot_s - rate.step_s) / rate.token_s / 2))
 
 
-StartPlaces = Callable[[], int]  # how many more cores could be started now
+NumFree = Callable[[], int]  # how many more cores could be started now
 
 
 class Autoscaler:
     """Keeps a fleet at the number of cores that its load needs."""
 
     def __init__(
-        self, rule: ScaleRule, meter: LoadMeter, room: StartPlaces | None = None, *, num_kept: int = 0
+        self, rule: ScaleRule, meter: LoadMeter, num_free: NumFree | None = None, *, num_kept: int = 0
     ) -> None:
-        """`room`: how many more cores there are places for; None: enough for all. `num_kept`: the first so many cores
-        are not ended, since no other does what they do."""
-        self.changes: list[tuple[float, int]] = []  # when, and how many cores were wanted from then on
+        """`num_free`: how many more cores could be started on the fleet's machines; None: all. `num_kept`: the first
+        cores that are never stopped, because no other core has their role."""
+        self.changes: list[tuple[float, int]] = []  # (time, number of cores from then on)
         self._rule = rule
         self._meter = meter
-        self._room = room
+        self._num_free = num_free
         self._num_kept = num_kept
         self._replicas: Replicas | None = None
         self._wake = asyncio.Event()
@@ -205,11 +206,11 @@ class Autoscaler:
         return self._rule.allowed
 
     def wake(self) -> None:
-        """Check at once, because a machine has joined or a request waits."""
+        """Check now, because a machine has joined or a request waits."""
         self._wake.set()
 
     def set_limits(self, min_replicas: int, max_replicas: int) -> bool:
-        """Change the numbers of cores that are allowed; the fleet follows."""
+        """Change the allowed numbers of cores; the fleet is scaled accordingly."""
         assert self._replicas is not None
         num_all = len(self._replicas.all)
         if not 0 <= min_replicas <= max_replicas or not 1 <= max_replicas <= num_all:
@@ -226,44 +227,44 @@ class Autoscaler:
     async def _keep(self) -> None:
         while True:
             self.look()
-            with_limit = asyncio.get_running_loop().call_later(TICK_S, self._wake.set)
+            with_limit = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._wake.set)
             await self._wake.wait()
             with_limit.cancel()
             self._wake.clear()
 
     def look(self) -> None:
-        """Compare the number of cores with the number needed, and begin to start or stop some."""
+        """Compare the number of cores with the number needed, and start or stop some."""
         assert self._replicas is not None
         now_s, replicas = asyncio.get_running_loop().time(), self._replicas
-        for replica in self._there():
-            if replica.supervisor.is_given_up and replica not in self._starting:  # another machine may do better
+        for replica in self._running():
+            if replica.supervisor.is_given_up and replica not in self._starting:  # it may work on another machine
                 self._end(replica, replica.health.detail)
-        there = self._there()
+        running = self._running()
         demand = self._meter.demand(replicas)
-        wanted = self._rule.wanted(now_s, len(there), demand)
-        if wanted > len(there) and now_s >= self._retry_s:
-            self._grow(wanted - len(there), demand)
-        elif wanted < len(there):
-            self._shrink([replica for replica in there if replica.is_ready], len(there) - wanted, demand)
+        num_needed = self._rule.num_needed(now_s, len(running), demand)
+        if num_needed > len(running) and now_s >= self._retry_s:
+            self._grow(num_needed - len(running), demand)
+        elif num_needed < len(running):
+            self._shrink([replica for replica in running if replica.is_ready], len(running) - num_needed, demand)
 
-    def _there(self) -> list[Replica]:
-        """Return the cores that run or are being started, also those whose task has not begun to start them yet."""
+    def _running(self) -> list[Replica]:
+        """Return the cores that run or are being started, including those whose start task has not run yet."""
         assert self._replicas is not None
         running = (one for one in self._replicas.all if not one.is_stopped or one in self._starting)
         return [one for one in running if one not in self._stopping]
 
     def _grow(self, number: int, demand: Demand) -> None:
         assert self._replicas is not None
-        room = math.inf if self._room is None else self._room()
-        free = [one for one in self._replicas.all if one.is_stopped and one not in self._starting]
-        added = free[: int(min(number, room, len(free)))]
+        num_free = math.inf if self._num_free is None else self._num_free()
+        stopped = [one for one in self._replicas.all if one.is_stopped and one not in self._starting]
+        added = stopped[: int(min(number, num_free, len(stopped)))]
         for replica in added:
             self._starting[replica] = asyncio.create_task(self._start(replica))
         if added:
             self._note_change(len(added), demand)
 
     def _shrink(self, ready: list[Replica], number: int, demand: Demand) -> None:
-        """End the cores that have least to do; those that are still being started are left alone."""
+        """Stop the cores with the fewest sequences, except those that are still starting."""
         free = [one for one in ready if one.index >= self._num_kept]
         leaving = sorted(free, key=lambda one: (one.num_sequences, -one.index))[:number]
         for replica in leaving:
@@ -274,11 +275,11 @@ class Autoscaler:
 
     def _note_change(self, number: int, demand: Demand) -> None:
         assert self._replicas is not None
-        wanted = len(self._there())
-        self.changes.append((asyncio.get_running_loop().time(), wanted))
+        num_cores = len(self._running())
+        self.changes.append((asyncio.get_running_loop().time(), num_cores))
         log.info(
-            "%d engine processes instead of %d: %.2f of them would be busy, %d requests are here",
-            *(wanted, wanted - number, demand.cores, demand.num_requests),
+            "scaling from %d to %d engine processes: the load keeps %.2f of them busy, with %d requests",
+            *(num_cores - number, num_cores, demand.cores, demand.num_requests),
         )
 
     async def _start(self, replica: Replica) -> None:

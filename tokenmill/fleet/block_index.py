@@ -12,30 +12,30 @@ from collections.abc import Sequence
 from tokenmill.kv.blocks import HashChain
 from tokenmill.types import KVCacheEvents
 
-STRIDE = 16  # blocks that are hashed at a time
+HASH_BATCH = 16  # blocks that are hashed at a time
 
 
 class BlockIndex:
     def __init__(self, num_replicas: int) -> None:
         self._blocks: list[set[bytes]] = [set() for _ in range(num_replicas)]
-        self._next: list[int | None] = [None] * num_replicas  # number of the next news; None: a snapshot is needed
+        self._next: list[int | None] = [None] * num_replicas  # number of the next report; None: a snapshot is needed
 
     def forget(self, replica: int) -> None:
-        """Forget everything about a core that was restarted, or whose connection was."""
+        """Remove all blocks of a core that was restarted, or whose reports have a gap."""
         self._blocks[replica] = set()
         self._next[replica] = None
 
-    def apply(self, replica: int, news: KVCacheEvents) -> bool:
-        """Apply a report of a core; False: an earlier one was lost, and a snapshot must be requested."""
-        if news.is_snapshot:
-            self._blocks[replica] = set(news.stored)
-        elif news.number != self._next[replica]:
+    def apply(self, replica: int, events: KVCacheEvents) -> bool:
+        """Apply a report of a core; return False if an earlier one was lost, so that a snapshot must be requested."""
+        if events.is_snapshot:
+            self._blocks[replica] = set(events.stored)
+        elif events.number != self._next[replica]:
             self.forget(replica)
             return False
         else:
-            self._blocks[replica].difference_update(news.gone)
-            self._blocks[replica].update(news.stored)
-        self._next[replica] = news.number + 1
+            self._blocks[replica].difference_update(events.gone)
+            self._blocks[replica].update(events.stored)
+        self._next[replica] = events.number + 1
         return True
 
     def blocks(self, replica: int) -> frozenset[bytes]:
@@ -52,7 +52,7 @@ class BlockIndex:
         going_on = list(replicas)
         for index in range(num_blocks):
             if index == len(hashes):
-                chain.extend(token_ids, min(index + STRIDE, num_blocks))
+                chain.extend(token_ids, min(index + HASH_BATCH, num_blocks))
             going_on = [one for one in going_on if hashes[index] in self._blocks[one]]
             if not going_on:
                 break

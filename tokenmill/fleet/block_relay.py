@@ -6,8 +6,8 @@ A core knows another core by an address (`kv/tiers/peer.py`). For a core on anot
 machine's relay socket and, after a #, the name of the target, which the core sends first; all later bytes are forwarded
 unchanged. A target is the number of a core, never a path in another machine's file system.
 
-The link carries outputs too, so a stream waits while much data is in flight. Any failure ends the stream, and the core
-that asked computes the blocks itself.
+The link carries outputs too, so a stream waits while much data is in flight. Any failure ends the stream, and the
+requesting core computes the blocks itself.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ log = get_log("fleet")
 CHUNK = 64 << 10
 MAX_TARGET = 200  # bytes
 MAX_STREAMS = 64  # over one link
-TARGET_S = 5.0  # for a core to say whom it asks
-BEHIND = "#"  # between a relay's socket and a target
+TARGET_TIMEOUT_S = 5.0  # for a core to send the target
+TARGET_SEPARATOR = "#"  # between a relay's socket and a target in an address
 _LENGTH = struct.Struct("<I")
 
 
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Connect = Callable[[str], Awaitable[Pipe]]  # to a target; OSError: it can't be reached
+Connect = Callable[[str], Awaitable[Pipe]]  # target → a pipe to it; raises OSError if it is unreachable
 
 
 class LinkedStreams:
     """One side's view of the streams over a link."""
 
     def __init__(self, link: ReliableLink, send: Callable[[StreamMessage], None], connect: Connect, first: int) -> None:
-        """`connect`: to a target that the other side names. `first`: the number of this side's first stream."""
+        """`connect`: opens a pipe to a target that the other side names. `first`: the number of this side's first
+        stream."""
         self._link = link
         self._send = send
         self._connect = connect
@@ -52,7 +53,7 @@ class LinkedStreams:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def carry(self, target: str, pipe: Pipe) -> None:
-        """Carry a pipe's bytes to and from a target on the other side, until either ends."""
+        """Forward a pipe's bytes to and from a target on the other side, until either ends."""
         number = next(self._numbers)
         self._send(OpenBlocks(number, target))
         await self._carry(number, pipe)
@@ -73,7 +74,7 @@ class LinkedStreams:
                 self._incoming[stream].put_nowait(b"")
 
     def close(self) -> None:
-        """End all streams: the other side is gone."""
+        """End all streams, because the other side is lost."""
         for incoming in self._incoming.values():
             incoming.put_nowait(b"")
         for task in self._tasks:
@@ -98,7 +99,7 @@ class LinkedStreams:
                 writer.write(data)
                 await writer.drain()
         except OSError:
-            pass  # the core at this side is gone
+            pass  # the core on this side has ended
         finally:
             reading.cancel()
             self._incoming.pop(number, None)
@@ -109,7 +110,7 @@ class LinkedStreams:
         """Forward the bytes of a core. When its stream ends, close the stream on this side, which closes the other."""
         try:
             while data := await reader.read(CHUNK):
-                await self._link.wait_for_room()
+                await self._link.wait_for_capacity()
                 self._send(BlockBytes(number, data))
         except OSError:
             pass
@@ -118,10 +119,10 @@ class LinkedStreams:
 
 
 class RelaySocket:
-    """The socket at which a machine's cores ask for blocks of cores elsewhere; only this user can reach it."""
+    """The socket at which a machine's cores request blocks of cores on other machines; only this user can access it."""
 
     def __init__(self, carry: Callable[[str, Pipe], Awaitable[None]]) -> None:
-        """`carry`: the bytes of a core's stream to a target."""
+        """`carry`: forwards the bytes of a core's stream to and from a target."""
         self.path = ""  # until it is open
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._carry = carry
@@ -150,19 +151,19 @@ class RelaySocket:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            target = await asyncio.wait_for(said_target(reader), TARGET_S)
+            target = await asyncio.wait_for(read_target(reader), TARGET_TIMEOUT_S)
             await self._carry(target, (reader, writer))
         except (OSError, TimeoutError, asyncio.IncompleteReadError, UnicodeDecodeError) as problem:
-            log.info("a core's question for blocks was dropped: %s", problem)
+            log.info("a core's request for blocks was dropped: %s", problem)
         finally:
             writer.close()
 
 
-async def said_target(reader: asyncio.StreamReader) -> str:
+async def read_target(reader: asyncio.StreamReader) -> str:
     """Read the target's name, which a core sends first."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if not 0 < length <= MAX_TARGET:
-        raise OSError(f"a target of {length} bytes")
+        raise OSError(f"a target of {length} bytes is too long or empty")
     return (await reader.readexactly(length)).decode()
 
 

@@ -1,4 +1,4 @@
-"""Start of a fleet whose number of cores follows its load, on machines that may join and leave."""
+"""Starting a fleet whose number of cores follows its load, on machines that may join and leave."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ async def start_cluster(
     roles: Sequence[Role] = (),
     num_kept: int = 0,
 ) -> AsyncEngine:
-    """Start a fleet that grows and shrinks within `allowed`, and return once its first cores answer. `slots`: the
-    settings of each core that there may be. `num_started`: cores to begin with, where there are places for them; by
-    default the least. `carriers`: bring other machines, and end after all cores. `roles`: of each core, by default
-    any; `num_kept`: the first so many cores stay, whatever the load."""
+    """Start a fleet that is scaled within `allowed`, and return once its first cores are ready. `slots`: the settings
+    of each possible core. `num_started`: cores to start with, if there are places for them; by default the minimum.
+    `carriers`: services that connect other machines; they end after all cores. `roles`: of each core, by default any.
+    `num_kept`: the first cores that are never stopped."""
     slo = read_service_level(frontend.config.scheduler.slo)
     meter = LoadMeter(len(slots), slo)
     scaler = Autoscaler(ScaleRule(allowed, slo.ttft_s, idle_s), meter, places.num_free, num_kept=num_kept)

@@ -1,11 +1,11 @@
-"""A machine that runs cores for a front elsewhere: `tokenmill host --join ws://front:8100`.
+"""A machine that runs cores for a front on another machine: `tokenmill host --join ws://front:8100`.
 
-It connects to the front, so nothing listens on this machine. The front says which model to run and on how many cores;
-each core is a process as on the front's machine, and its messages are forwarded unchanged. The model's files must be
-the same on both machines: the front sends a digest of its own.
+It connects to the front, so no port is open on this machine. The front sends the model and the cores to start; each
+core is a process as on the front's machine, and its messages are forwarded unchanged. The model's files must be the
+same on both machines: the front sends a digest of its files.
 
-When the connection is cut, the cores continue, and their messages are kept and sent after it is back. After a minute
-without the front they are ended.
+When the connection is cut, the cores continue, and their messages are kept and sent after a reconnect. After a minute
+without the front the cores are ended.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tokenmill.fleet.link import (
     HANDSHAKE_S,
     MAX_FRAME,
     PING_S,
+    PING_TIMEOUT_S,
     REFUSED,
-    SILENCE_S,
     BlockBytes,
     CloseBlocks,
     CoreEnded,
@@ -58,8 +58,8 @@ from tokenmill.version import VERSION
 
 log = get_log("host")
 
-ALONE_S = 60.0  # without the front, after which cores are ended
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+ALONE_S = 60.0  # without the front, before the cores are ended
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # between attempts to reconnect
 WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 
 Fit = Callable[[EngineConfig, Path], EngineConfig]  # settings for this machine: threads, KV pool
@@ -68,8 +68,8 @@ _to_host = msgspec.msgpack.Decoder(ToHost)
 
 
 def model_digest(config: EngineConfig, path: Path) -> str:
-    """Return a digest of what two machines must have in common to give the same tokens: version, architecture, sizes of
-    the weight files."""
+    """Return a digest of what must be equal on two machines for the same tokens: version, architecture, sizes of the
+    weight files."""
     found = hashlib.sha256(VERSION.encode())
     if is_scripted(config.model.model):
         found.update(path.read_bytes())
@@ -90,20 +90,20 @@ def is_front_address(url: str) -> bool:
 
 
 class RelayedCoreClient(ProcessCoreClient):
-    """A client of a core process that forwards its messages undecoded."""
+    """A client of a core process that forwards the core's messages without decoding them."""
 
-    def __init__(self, config: EngineConfig, path: Path, hand_on: Callable[[bytes], None]) -> None:
+    def __init__(self, config: EngineConfig, path: Path, forward: Callable[[bytes], None]) -> None:
         super().__init__(config, path, start_core_process(config))
-        self._relay = hand_on
+        self._forward = forward
 
     @property
     def block_address(self) -> str:
-        """Return the path of the socket at which the core gives blocks to other cores."""
+        """The path of the socket at which the core serves blocks to other cores."""
         assert self._child is not None
         return block_socket(self._child.folder)
 
     def _dispatch(self, data: bytes, receive: Receive) -> None:
-        self._relay(data)
+        self._forward(data)
 
 
 class HostAgent:
@@ -119,31 +119,31 @@ class HostAgent:
         tls: ssl.SSLContext | None = None,
         alone_s: float = ALONE_S,
     ) -> None:
-        """`fit`: the settings of a core, made to fit this machine."""
+        """`fit`: adapts the settings of a core to this machine."""
         if not is_front_address(url):
-            raise InvalidConfig(f"{url!r} is no address of a front", param="join", hint="write ws://front:8100")
+            raise InvalidConfig(f"{url!r} is not the address of a front", param="join", hint="use ws://front:8100")
         self._url = url
         self._key = key
         self._info = info
         self._fit = fit
         self._tls = tls if url.startswith("wss://") else None
         self._alone_s = alone_s
-        self._begin_anew()
+        self._reset_session()
         self._relay_socket = RelaySocket(lambda target, pipe: self._streams.carry(target, pipe))
         self._cores: dict[int, RelayedCoreClient] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def _begin_anew(self) -> None:
+    def _reset_session(self) -> None:
         self._session = secrets.token_hex(16)
-        self._begin_link()
+        self._reset_link()
 
-    def _begin_link(self) -> None:
-        self._link = ReliableLink(self._obey)
+    def _reset_link(self) -> None:
+        self._link = ReliableLink(self._handle)
         self._streams = LinkedStreams(self._link, self._send, self._block_pipe, first=2)
 
     async def run(self) -> None:
-        """Serve the front until cancelled; raise `LinkError` where it refuses this machine."""
+        """Serve the front until cancelled; raise `LinkError` if it refuses this machine."""
         pause_s, left_s = FIRST_PAUSE_S, None
         loop = asyncio.get_running_loop()
         await self._relay_socket.open()
@@ -157,11 +157,11 @@ class HostAgent:
                     log.info("%s can't be reached: %s", self._url, problem)
                 left_s = loop.time() if left_s is None or pause_s == FIRST_PAUSE_S else left_s
                 if self._cores and loop.time() - left_s >= self._alone_s:
-                    log.warning("without the front for %g s: its engine processes are ended", self._alone_s)
+                    log.warning("no connection to the front for %g s: ending its engine processes", self._alone_s)
                     await self._end_all()
-                    self._begin_anew()
+                    self._reset_session()
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
         finally:
             await self._end_all()
             await self._relay_socket.close()
@@ -176,21 +176,21 @@ class HostAgent:
                 max_size=MAX_FRAME,
                 open_timeout=HANDSHAKE_S,
                 ping_interval=PING_S,
-                ping_timeout=SILENCE_S,
+                ping_timeout=PING_TIMEOUT_S,
                 proxy=None,
             )
             connection = await opened
         except InvalidURI as problem:
-            raise InvalidConfig(f"{self._url!r} is no address of a front: {problem}", param="join") from None
+            raise InvalidConfig(f"{self._url!r} is not the address of a front: {problem}", param="join") from None
         async with connection:
             welcome, sends, receives = await self._shake_hands(connection)
             if not welcome.is_known:
-                if self._cores or self._link.num_received:  # the front has given us up, or is another one
+                if self._cores or self._link.num_received:  # the front has dropped this session, or is another front
                     await self._end_all()
-                    self._begin_link()
+                    self._reset_link()
                 log.info("joined %s", self._url)
             else:
-                log.info("back at %s", self._url)
+                log.info("reconnected to %s", self._url)
             try:
                 await self._run_link(connection, sends, receives, welcome.num_received)
             except* (WebSocketException, OSError) as problems:
@@ -198,7 +198,7 @@ class HostAgent:
             except* LinkError as problems:
                 log.error("%s; starting over", problems.exceptions[0])
                 await self._end_all()
-                self._begin_anew()
+                self._reset_session()
 
     async def _run_link(self, connection: ClientConnection, sends: Seal, receives: Seal, num_received: int) -> None:
         """Exchange messages until the connection ends. Where this machine is told to end, it takes leave, so that the
@@ -221,9 +221,9 @@ class HostAgent:
                 ) from None
             raise problem
 
-    # ── what the front says ────────────────────────────────────────────────────────────────────────────
+    # ── messages of the front ──────────────────────────────────────────────────────────────────────────
 
-    def _obey(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         message = _to_host.decode(data)
         match message:
             case StartCore():
@@ -237,26 +237,26 @@ class HostAgent:
                 self._streams.note(message)
 
     async def _block_pipe(self, target: str) -> Pipe:
-        """A pipe to one of the cores here, by its number."""
+        """Open a pipe to a core of this machine, by its number."""
         client = self._cores.get(int(target)) if target.isdecimal() else None
         if client is None:
-            raise OSError("there is no such engine process here")
+            raise OSError("there is no such engine process on this machine")
         return await asyncio.open_unix_connection(client.block_address)
 
-    async def _start(self, asked: StartCore) -> None:
+    async def _start(self, message: StartCore) -> None:
         try:
-            model = await asyncio.to_thread(resolve_model, asked.config.model.model)
-            if await asyncio.to_thread(model_digest, asked.config, model.path) != asked.digest:
-                raise InvalidConfig(f"the model {asked.config.model.model} is another one here than at the front")
-            config = await asyncio.to_thread(self._fit, asked.config, model.path)
-            client = RelayedCoreClient(config, model.path, lambda data: self._send(CoreMail(asked.core, data)))
-            self._cores[asked.core] = client
-            await client.start(lambda message: self._note_end(asked.core, message))
+            model = await asyncio.to_thread(resolve_model, message.config.model.model)
+            if await asyncio.to_thread(model_digest, message.config, model.path) != message.digest:
+                raise InvalidConfig(f"the model {message.config.model.model} differs from the front's")
+            config = await asyncio.to_thread(self._fit, message.config, model.path)
+            client = RelayedCoreClient(config, model.path, lambda data: self._send(CoreMail(message.core, data)))
+            self._cores[message.core] = client
+            await client.start(lambda failure: self._note_end(message.core, failure))
         except (TokenmillError, OSError) as problem:
             how = problem if isinstance(problem, TokenmillError) else InvalidConfig(str(problem))
-            self._send(CoreEnded(asked.core, how.message, how.hint, how.exit_code))
+            self._send(CoreEnded(message.core, how.message, how.hint, how.exit_code))
         finally:
-            self._starting.pop(asked.core, None)
+            self._starting.pop(message.core, None)
 
     def _note_end(self, core: int, message: FromCore) -> None:
         """Report to the front that a core has ended by itself."""

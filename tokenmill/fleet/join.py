@@ -1,10 +1,10 @@
-"""The front's side of machines that join a cluster: each becomes a place where cores can be started.
+"""The front's side of machines that join a cluster: each becomes a place on which cores can be started.
 
-    JoinListener     accepts machines that know the key; runs as long as the engine
+    JoinListener     accepts machines with the key; runs as long as the engine
     HostPlace        one machine: its capacity, its link
-    RemoteCoreClient the client of a core there; the front uses it like that of a local core
+    RemoteCoreClient the client of a core there, with the same interface as that of a local core
 
-Cores ask each other for blocks. Cores on other machines have addresses `session:number` here, which are reached over
+Cores fetch blocks from each other. Here cores on other machines have addresses `session:number`, which are reached over
 the links (`block_relay.py`).
 
 A machine whose connection is cut reconnects within seconds, and nothing is lost. If it does not, its cores count as
@@ -32,13 +32,13 @@ from tokenmill.engine.core_client import CoreClient, Receive
 from tokenmill.engine.messages import Beat, Failed, FromCore, Ready, Shutdown, ToCore
 from tokenmill.engine.replicas import Replicas
 from tokenmill.errors import InvalidConfig
-from tokenmill.fleet.block_relay import BEHIND, Connect, LinkedStreams, Pipe, RelaySocket, joined_pipes
+from tokenmill.fleet.block_relay import TARGET_SEPARATOR, Connect, LinkedStreams, Pipe, RelaySocket, joined_pipes
 from tokenmill.fleet.link import (
     HANDSHAKE_S,
     MAX_FRAME,
     PING_S,
+    PING_TIMEOUT_S,
     REFUSED,
-    SILENCE_S,
     BlockBytes,
     CloseBlocks,
     CoreEnded,
@@ -60,8 +60,8 @@ from tokenmill.version import VERSION
 
 log = get_log("fleet")
 
-AWAY_S = 15.0  # that a machine may stay away before its cores are given up
-END_S = 5.0  # that a core elsewhere may take to end
+AWAY_S = 15.0  # how long a machine may be disconnected before its cores count as dead
+END_S = 5.0  # how long a core on another machine may take to end
 
 _encoder = msgspec.msgpack.Encoder()
 _from_host = msgspec.msgpack.Decoder(FromHost)
@@ -115,14 +115,14 @@ class RemoteCoreClient:
             address = f"{self._place.session}:{self._number}"
             message = Ready(msgspec.structs.replace(message.info, block_address=address))
         if not isinstance(message, Beat):
-            self._hand_on(message)
+            self._deliver(message)
 
     def note_end(self, ended: CoreEnded) -> None:
         if not self._has_ended.is_set():
             self._has_ended.set()
-            self._hand_on(Failed(f"{self._place.name}: {ended.how}", ended.hint, ended.exit_code))
+            self._deliver(Failed(f"{self._place.name}: {ended.how}", ended.hint, ended.exit_code))
 
-    def _hand_on(self, message: FromCore) -> None:
+    def _deliver(self, message: FromCore) -> None:
         if self._receive is not None and not self._is_closing:
             self._receive(message)
 
@@ -131,8 +131,8 @@ class HostPlace:
     """A machine that has joined."""
 
     def __init__(self, info: HostInfo, session: str, base: EngineConfig, digest: str, connect: Connect) -> None:
-        """`base`: settings of a core, which its host fits to itself. `digest`: of the model. `connect`: to a core
-        elsewhere that it asks for blocks."""
+        """`base`: the settings of a core, which its host adapts to its machine. `digest`: of the model. `connect`:
+        opens a pipe to another machine's core from which its cores fetch blocks."""
         self.name = info.name
         self.relay_path = info.relay
         self.session = session
@@ -169,7 +169,7 @@ class HostPlace:
         self.link.send(_encoder.encode(message))
 
     def block_path(self, number: str) -> str:
-        """The socket for blocks of a core there, on its machine; empty: there is no such core."""
+        """Return the path of a core's block socket on its machine; empty if there is no such core."""
         core = self._cores.get(int(number)) if number.isdecimal() else None
         return "" if core is None else core.block_path
 
@@ -182,12 +182,12 @@ class HostPlace:
         try:
             message = _from_host.decode(data)
         except msgspec.DecodeError as problem:
-            raise LinkError(f"{self.name} says what no host says: {problem}") from None
+            raise LinkError(f"{self.name} has sent an invalid message: {problem}") from None
         if isinstance(message, OpenBlocks | BlockBytes | CloseBlocks):
             self.streams.note(message)
             return
         core = self._cores.get(message.core)
-        if core is None:  # it was given up meanwhile
+        if core is None:  # it was dropped meanwhile
             return
         if isinstance(message, CoreMail):
             core.note_mail(message.data)
@@ -196,7 +196,7 @@ class HostPlace:
 
 
 class JoinListener:
-    """Lets machines join that know the key."""
+    """Accepts machines with the cluster's key."""
 
     def __init__(
         self,
@@ -225,12 +225,12 @@ class JoinListener:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Return the address and port it listens on."""
+        """The address and port it listens on."""
         assert self._server is not None
         return self._address[0], int(next(iter(self._server.sockets)).getsockname()[1])
 
     def expect(self, name: str) -> asyncio.Future[HostPlace]:
-        """Return the machine of this name, once it has joined; it is reserved for the caller."""
+        """Return a future of the machine with this name, which is reserved for the caller once it has joined."""
         found = self._expected[name] = asyncio.get_running_loop().create_future()
         return found
 
@@ -247,7 +247,7 @@ class JoinListener:
             await self.listen()
 
     async def listen(self) -> None:
-        """Let machines join."""
+        """Start accepting machines."""
         host, port = self._address
         try:
             self._server = await serve(
@@ -259,7 +259,7 @@ class JoinListener:
                 max_size=MAX_FRAME,
                 open_timeout=HANDSHAKE_S,
                 ping_interval=PING_S,
-                ping_timeout=SILENCE_S,
+                ping_timeout=PING_TIMEOUT_S,
                 server_header=None,
             )
         except OSError as problem:
@@ -298,7 +298,7 @@ class JoinListener:
         try:
             shaken = await asyncio.wait_for(front_handshake(connection, self._key, self._found), HANDSHAKE_S)
         except (LinkError, TimeoutError, WebSocketException) as problem:
-            log.warning("a machine at %s was refused: %s", connection.remote_address, problem or "it said nothing")
+            log.warning("a machine at %s was refused: %s", connection.remote_address, problem or "it sent no hello")
             await connection.close(REFUSED, "refused")
             return
         hello, link, sends, receives, came = shaken
@@ -338,9 +338,9 @@ class JoinListener:
     def _found(self, hello: Hello) -> tuple[ReliableLink, bool]:
         """Return the link of a machine that reconnects, or a new one."""
         if hello.info.version != VERSION:
-            raise LinkError(f"{hello.info.name} runs version {hello.info.version}, this is {VERSION}")
+            raise LinkError(f"{hello.info.name} runs version {hello.info.version}, this front runs {VERSION}")
         if not 1 <= hello.info.capacity <= MAX_REPLICAS:
-            raise LinkError(f"{hello.info.name} offers room for {hello.info.capacity} replicas")
+            raise LinkError(f"{hello.info.name} offers an invalid capacity of {hello.info.capacity} replicas")
         known = self._hosts.get(hello.session)
         if known is not None:
             return known.link, True
@@ -355,35 +355,35 @@ class JoinListener:
         if has_left:
             self._lose(place)
             return
-        log.warning("the link to %s is cut; its answers wait for %g s", place.name, self._away_s)
+        log.warning("the link to %s was cut; its requests wait for %g s", place.name, self._away_s)
         place.away = asyncio.get_running_loop().call_later(self._away_s, self._lose, place)
 
     def _lose(self, place: HostPlace) -> None:
-        log.error("%s is gone", place.name)
+        log.error("%s has not reconnected: its engine processes count as dead", place.name)
         self._hosts.pop(place.session, None)
         self._places.remove(place)
-        place.give_up("the machine is gone")
+        place.give_up("the machine was lost")
 
     # ── blocks ─────────────────────────────────────────────────────────────────────────────────────────
 
     def block_route(self, asking: str, source: str) -> str:
-        """Return the address at which one core reaches another one's block socket, from the addresses that this front
-        has for both; empty: none."""
+        """Return the address at which one core can reach another one's block socket, given the front's addresses of
+        both; empty if it can't."""
         (here, _), (there, number) = _machine(asking), _machine(source)
         if here == there:
             return source if not there else self._hosts[there].block_path(number) if there in self._hosts else ""
         if not asking or not source or (here and here not in self._hosts):
             return ""
         relay = self._hosts[here].relay_path if here else self._relay_socket.path
-        return f"{relay}{BEHIND}{source}" if relay else ""
+        return f"{relay}{TARGET_SEPARATOR}{source}" if relay else ""
 
     async def _block_pipe(self, target: str) -> Pipe:
-        """Open a pipe to the core that another machine asks for blocks."""
+        """Open a pipe to the core from which another machine's core fetches blocks."""
         session, _ = _machine(target)
         if not session:
             assert self._replicas is not None
             if not any(one.is_ready and one.info.block_address == target for one in self._replicas.all):
-                raise OSError("there is no such engine process here")
+                raise OSError("there is no such engine process on this machine")
             return await asyncio.open_unix_connection(target)
         one, other = await joined_pipes()
         task = asyncio.create_task(self._carry_blocks(target, other))

@@ -6,13 +6,13 @@
       welcome: proof, how many frames were received ───►
       frame 1, 2, 3, …  ◄────────────────────────────►  frame 1, 2, 3, …
 
-Both sides know a key and prove it without saying it: the proof is a keyed hash of both nonces. Every frame carries a
-keyed hash too, over its number and its direction, with a key of this connection alone; so an attacker can't
-change, repeat or insert frames, with or without TLS. (Without TLS he can read them: token ids and KV blocks, never
+Both sides have a key and prove it without sending it: the proof is a keyed hash of both nonces. Every frame carries a
+keyed hash too, over its number and its direction, with a key of this connection only, so an attacker can't change,
+repeat or insert frames, with or without TLS. (Without TLS an attacker can read them: token ids and KV blocks, never
 text.)
 
-Frames are numbered. Each side keeps its sent frames until the other acknowledges them. After a cut the host reconnects,
-both sides say how many frames they have received, and the rest is sent again: users of the link see only a pause.
+Frames are numbered. Each side keeps sent frames until the other acknowledges them. After a cut the host reconnects,
+both sides exchange how many frames they have received, and the rest is sent again: the link's users see only a pause.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from tokenmill.errors import InvalidConfig, TokenmillError
 MIN_KEY = 16  # characters
 NONCE = 16  # bytes
 MAC = 16
-HEADER = struct.Struct("<QQ")  # number of the frame (0: it carries nothing but the next), and of the last that came
+HEADER = struct.Struct("<QQ")  # number of the frame (0: only an acknowledgement), number of the last received frame
 ACK_EVERY = 32  # frames
 ACK_S = 0.5
 MAX_FRAME = 256 << 20
-MAX_UNDER_WAY = 64  # unacknowledged frames beyond which senders of bulk data wait
+MAX_UNACKNOWLEDGED = 64  # frames, beyond which senders of bulk data wait
 HANDSHAKE_S = 20.0
 PING_S = 2.0
-SILENCE_S = 10.0  # without an answer to a ping: the connection is dead
+PING_TIMEOUT_S = 10.0  # without a reply to a ping: the connection is dead
 PROTOCOL = 1
-REFUSED = 4403  # the code that a connection is closed with
+REFUSED = 4403  # close code of a refused connection
 
 
 class LinkError(TokenmillError):
-    """The other side does not know the key, or breaks the protocol."""
+    """The other side does not have the key, or violates the protocol."""
 
     code = "link_refused"
     http_status = 403
 
 
-# ── what is said ─────────────────────────────────────────────────────────────────────────────────────────
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Challenge(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class HostInfo(msgspec.Struct, frozen=True):
     capacity: int
     device: str
     version: str
-    relay: str = ""  # the socket at which its cores ask for blocks of cores elsewhere
+    relay: str = ""  # the socket at which its cores request blocks of cores on other machines
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 class Welcome(msgspec.Struct, frozen=True):
     proof: bytes
-    is_known: bool  # False: whatever was before is forgotten, and both begin anew
+    is_known: bool  # False: the front does not know the session, so both sides start from frame 1
     num_received: int
 
 
@@ -91,7 +91,7 @@ class StartCore(msgspec.Struct, frozen=True, tag=True):
 
     core: int
     config: EngineConfig
-    digest: str  # of the model: the host's must be the same
+    digest: str  # of the model's files: the host's must be the same
 
 
 class StopCore(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +100,7 @@ class StopCore(msgspec.Struct, frozen=True, tag=True):
 
 
 class CoreMail(msgspec.Struct, frozen=True, tag=True):
-    """A message to or from a core, as it is on a local pipe."""
+    """A message to or from a core, encoded as on a local pipe."""
 
     core: int
     data: bytes
@@ -114,8 +114,8 @@ class CoreEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Open a stream of blocks to a core on the other side (`block_relay.py`). Who opens it chooses its number: a
-    machine even ones, the front odd ones."""
+    """Open a stream of blocks to a core on the other side (`block_relay.py`). The opening side chooses the number: a
+    machine even numbers, the front odd ones."""
 
     stream: int
     target: str
@@ -139,7 +139,7 @@ FromHost = CoreMail | CoreEnded | StreamMessage
 
 
 def read_key(path: Path | None, variable: str | None) -> bytes:
-    """The key of a cluster, from a file or a variable's value; refused where there is none, or a short one."""
+    """Read the key of a cluster from a file or a variable's value; refuse a missing or short key."""
     if path is not None:
         try:
             text = path.read_text(encoding="utf-8").strip()
@@ -149,12 +149,12 @@ def read_key(path: Path | None, variable: str | None) -> bytes:
         text = (variable or "").strip()
     if not text:
         raise InvalidConfig(
-            "a cluster needs a key that its machines know",
+            "a cluster needs a key that all its machines have",
             param="key_file",
-            hint="give --key-file, or TOKENMILL_CLUSTER_KEY",
+            hint="set --key-file, or TOKENMILL_CLUSTER_KEY",
         )
     if len(text) < MIN_KEY:
-        raise InvalidConfig(f"the cluster's key must have {MIN_KEY} characters or more", param="key_file")
+        raise InvalidConfig(f"the cluster's key must have at least {MIN_KEY} characters", param="key_file")
     return blake2b(text.encode(), digest_size=32, person=b"cluster key").digest()
 
 
@@ -174,7 +174,7 @@ class Seal:
     def opened(self, frame: bytes) -> bytes:
         body = frame[MAC:]
         if not hmac.compare_digest(blake2b(body, key=self._key, digest_size=MAC).digest(), frame[:MAC]):
-            raise LinkError("a frame of the link was changed on its way")
+            raise LinkError("a frame of the link was altered in transit")
         return body
 
 
@@ -190,10 +190,10 @@ class LinkConnection(Protocol):
 
 
 class ReliableLink:
-    """One side of a link, which outlives its connections."""
+    """One side of a link, which persists across connections."""
 
     def __init__(self, deliver: Callable[[bytes], None]) -> None:
-        """`deliver` is called with what the other side has sent, once and in order."""
+        """`deliver` is called with each message of the other side, once and in order."""
         self.num_received = 0
         self._deliver = deliver
         self._num_sent = 0
@@ -201,28 +201,29 @@ class ReliableLink:
         self._acknowledged = 0  # received frames that were acknowledged to the other side
         self._outgoing: deque[tuple[int, bytes]] = deque()
         self._wake = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._has_capacity = asyncio.Event()
+        self._has_capacity.set()
 
-    async def wait_for_room(self) -> None:
-        """Wait while much data is in flight; for senders of bulk data."""
-        await self._has_room.wait()
+    async def wait_for_capacity(self) -> None:
+        """Wait while many frames are unacknowledged; for senders of bulk data."""
+        await self._has_capacity.wait()
 
     def send(self, data: bytes) -> None:
-        """Send a message, again after each cut, until the other side has received it."""
+        """Send a message, and resend it after each cut until the other side has received it."""
         self._num_sent += 1
         entry = (self._num_sent, data)
         self._unacknowledged.append(entry)
-        if len(self._unacknowledged) >= MAX_UNDER_WAY:
-            self._has_room.clear()
+        if len(self._unacknowledged) >= MAX_UNACKNOWLEDGED:
+            self._has_capacity.clear()
         self._outgoing.append(entry)
         self._wake.set()
 
-    async def run(self, connection: LinkConnection, sends: Seal, receives: Seal, num_came: int) -> None:
-        """Carry frames over a connection until it ends. `num_came`: frames that the other side had received before."""
-        if not self._num_sent - len(self._unacknowledged) <= num_came <= self._num_sent:
-            raise LinkError("the other side of the link has received what was never sent")
-        self._note_came(num_came)
+    async def run(self, connection: LinkConnection, sends: Seal, receives: Seal, num_acknowledged: int) -> None:
+        """Transfer frames over a connection until it ends. `num_acknowledged`: frames that the other side has already
+        received."""
+        if not self._num_sent - len(self._unacknowledged) <= num_acknowledged <= self._num_sent:
+            raise LinkError("the other side of the link acknowledges frames that were never sent")
+        self._note_acknowledged(num_acknowledged)
         self._outgoing = deque(self._unacknowledged)
         self._wake.set()
         async with asyncio.TaskGroup() as tasks:
@@ -253,10 +254,10 @@ class ReliableLink:
         while True:
             frame = await connection.recv()
             if not isinstance(frame, bytes) or len(frame) < MAC + HEADER.size:
-                raise LinkError("the other side of the link does not speak its language")
+                raise LinkError("the other side of the link has sent an invalid frame")
             body = seal.opened(frame)
-            number, came = HEADER.unpack_from(body)
-            self._note_came(came)
+            number, num_acknowledged = HEADER.unpack_from(body)
+            self._note_acknowledged(num_acknowledged)
             if number == 0 or number <= self.num_received:
                 continue
             if number != self.num_received + 1:
@@ -266,11 +267,11 @@ class ReliableLink:
             if self.num_received - self._acknowledged >= ACK_EVERY:
                 self._wake.set()
 
-    def _note_came(self, number: int) -> None:
+    def _note_acknowledged(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= number:
             self._unacknowledged.popleft()
-        if len(self._unacknowledged) < MAX_UNDER_WAY:
-            self._has_room.set()
+        if len(self._unacknowledged) < MAX_UNACKNOWLEDGED:
+            self._has_capacity.set()
 
 
 # ── handshakes ───────────────────────────────────────────────────────────────────────────────────────────
@@ -281,7 +282,7 @@ async def _received(connection: LinkConnection, kind: type[msgspec.Struct]) -> m
     try:
         return msgspec.msgpack.decode(data if isinstance(data, bytes) else b"", type=kind)
     except msgspec.DecodeError:
-        raise LinkError("the other side does not speak this link's language") from None
+        raise LinkError("the other side has sent an invalid handshake") from None
 
 
 async def front_handshake(
@@ -294,13 +295,13 @@ async def front_handshake(
     hello = await _received(connection, Hello)
     assert isinstance(hello, Hello)
     if len(hello.nonce) != NONCE or not hmac.compare_digest(hello.proof, proof(key, b"host", ours, hello.nonce)):
-        raise LinkError("a machine that does not know the cluster's key tried to join")
+        raise LinkError("a machine without the cluster's key tried to join")
     link, is_known = find(hello)
     welcome = Welcome(proof(key, b"front", hello.nonce, ours), is_known, link.num_received if is_known else 0)
     await connection.send(msgspec.msgpack.encode(welcome))
     nonces = ours + hello.nonce
-    came = hello.num_received if is_known else 0
-    return hello, link, Seal(key, nonces, b"to host"), Seal(key, nonces, b"to front"), came
+    num_acknowledged = hello.num_received if is_known else 0
+    return hello, link, Seal(key, nonces, b"to host"), Seal(key, nonces, b"to front"), num_acknowledged
 
 
 async def host_handshake(
@@ -310,13 +311,13 @@ async def host_handshake(
     challenge = await _received(connection, Challenge)
     assert isinstance(challenge, Challenge)
     if challenge.protocol != PROTOCOL or len(challenge.nonce) != NONCE:
-        raise LinkError(f"the front speaks version {challenge.protocol} of the link, this is {PROTOCOL}")
+        raise LinkError(f"the front uses version {challenge.protocol} of the link, this host version {PROTOCOL}")
     ours = os.urandom(NONCE)
     hello = Hello(ours, proof(key, b"host", challenge.nonce, ours), info, session, num_received)
     await connection.send(msgspec.msgpack.encode(hello))
     welcome = await _received(connection, Welcome)
     assert isinstance(welcome, Welcome)
     if not hmac.compare_digest(welcome.proof, proof(key, b"front", ours, challenge.nonce)):
-        raise LinkError("the front does not know the cluster's key")
+        raise LinkError("the front does not have the cluster's key")
     nonces = challenge.nonce + ours
     return welcome, Seal(key, nonces, b"to front"), Seal(key, nonces, b"to host")

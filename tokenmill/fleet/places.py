@@ -1,12 +1,12 @@
-"""The machines that cores can run on, this one and others that have joined, and how many cores each has room for.
+"""The machines that cores can run on, this one and others that have joined, and the capacity of each.
 
     slot 0 ─┐                        ┌─ this machine   capacity 2
     slot 1 ─┼─ Places: a free one ───┼─ gpu-a          capacity 4
     slot 2 ─┘                        └─ gpu-b          capacity 4
 
-A fleet has slots, which requests are routed to, and places, which cores are started at. A slot's core is started at a
-place with free capacity, and frees it when it has ended; the slot's next core may be started at another place. Machines
-join and leave: when one leaves, its cores are lost, and their requests continue on other cores.
+A fleet has slots, to which requests are routed, and places, on which cores are started. A slot's core is started on a
+place with free capacity, which it frees when it has ended; the slot's next core may be started on another place. If a
+machine leaves, its cores are lost, and their requests continue on other cores.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = get_log("fleet")
 
 
 class NoCapacity(OSError):
-    """No place has room for one more core now."""
+    """No place has free capacity for another core."""
 
     def __init__(self) -> None:
-        super().__init__("no machine has room for one more engine process")
+        super().__init__("no machine has free capacity for another engine process")
 
 
 class Place(Protocol):
@@ -85,7 +85,7 @@ class LocalPlace:
     def __init__(
         self, frontend: ModelFrontend, capacity: int, *, gpus: Sequence[int] = (), spare: SpareCore | None = None
     ) -> None:
-        """`gpus`: the devices to give out; empty: cores run on CPUs. `spare`: a process in reserve."""
+        """`gpus`: the devices to assign; empty: cores run on CPUs. `spare`: holds a pre-started process."""
         self._frontend = frontend
         self._capacity = capacity
         self._gpus = list(gpus)
@@ -140,18 +140,18 @@ class Places:
     """All places of a fleet; a keeper of its engine."""
 
     def __init__(self, *places: Place) -> None:
-        self.on_change: Callable[[], None] = lambda: None  # called when a place has come
+        self.on_change: Callable[[], None] = lambda: None  # called when a place was added
         self._places = list(places)
         self._replicas: Replicas | None = None
-        self._has_come = asyncio.Event()
+        self._was_added = asyncio.Event()
 
     def add(self, place: Place) -> None:
         self._places.append(place)
-        self._has_come.set()
+        self._was_added.set()
         self.on_change()
 
     def remove(self, place: Place) -> None:
-        """Remove a machine that is gone; the clients of its cores report their deaths themselves."""
+        """Remove a lost machine; the clients of its cores report the cores' deaths themselves."""
         if place in self._places:
             self._places.remove(place)
 
@@ -159,7 +159,7 @@ class Places:
         return sum(place.num_free() for place in self._places)
 
     def maker(self, index: int, config: EngineConfig) -> MakeClient:
-        """Make clients of the cores of one slot."""
+        """Return the client factory of one slot."""
 
         def make_client() -> CoreClient:
             able = [place for place in self._places if place.num_free()]
@@ -180,8 +180,8 @@ class Places:
         if not self.num_free():
             log.info("waiting for a machine to join")
         while not self.num_free():
-            self._has_come.clear()
-            await self._has_come.wait()
+            self._was_added.clear()
+            await self._was_added.wait()
 
     def note_open(self) -> None:
         pass

@@ -1,14 +1,14 @@
-"""A Ray cluster as a place for cores: Ray finds a node, starts our process there and watches it; it carries no data.
+"""Running cores on a Ray cluster: Ray finds a node, starts a host process there and watches it; it transfers no data.
 
     slot ─► placement group (one bundle: a replica's CPUs and GPUs) ─► actor ─► `tokenmill host --join FRONT` ─► core
                                                                                   └── the link of `link.py` ──► front
 
-The ranks of a tensor split are on one node (STRICT_PACK), the stages of a pipeline on as many as there are (SPREAD): an
-actor for each, which join the first one's core over TCP (`engine/joined_ranks.py`).
+Tensor-parallel ranks are on one node (STRICT_PACK), pipeline stages on several (SPREAD), with an actor for each stage;
+the stages join the first one's core over TCP (`engine/joined_ranks.py`).
 
-An actor does nothing but start that process and wait for its end. When it dies with its node, Ray says so, and the
-core's requests go on in others without waiting for the link's silence. Ray's own autoscaler may add nodes for placement
-groups that wait. The package must be installed on the nodes (`pip install "tokenmill[ray]"`).
+An actor only starts that process and waits for its end. If it dies with its node, Ray reports it, and the core's
+requests continue on other cores without waiting for the link's timeout. Ray's own autoscaler may add nodes for waiting
+placement groups. The package must be installed on the nodes (`pip install "tokenmill[ray]"`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokenmill.observe.log import get_log
 log = get_log("fleet")
 
 JOIN_S = 120.0  # from the start of an actor's process until it has joined
-PLACE_S = 600.0  # until a node has room
+PLACE_S = 600.0  # until nodes have the resources
 CONNECT_S = 10.0  # until the port of a Ray cluster answers
 FOUND_BY_RAY = ("auto",)
 ANY_ADDRESS = ("0.0.0.0", "::")
@@ -95,13 +95,13 @@ class RayCoreClient:
                 return
             host: HostPlace = joined.result()
             self._core = host.take(config)
-            await self._core.start(lambda message: self._hand_on(receive, message))
+            await self._core.start(lambda message: self._deliver(receive, message))
         except self._place.errors as problem:
             self._end(receive, f"Ray could not start it: {problem}")
         finally:
             self._place.listener.forget(self._name)
 
-    def _hand_on(self, receive: Receive, message: Any) -> None:
+    def _deliver(self, receive: Receive, message: Any) -> None:
         if isinstance(message, Failed):
             self._end(receive, message.message, message)
         elif not self._has_ended:
@@ -117,7 +117,7 @@ class RayCoreClient:
         try:
             how = await asyncio.wrap_future(actor.wait.remote().future())
         except self._place.errors as problem:
-            how = f"its node or actor is gone ({type(problem).__name__})"
+            how = f"its node or actor has ended ({type(problem).__name__})"
         self._end(receive, how)
 
     def send(self, message: ToCore) -> None:
@@ -148,8 +148,8 @@ class RayPlace:
     name = "ray"
 
     def __init__(self, address: str, capacity: int, listener: JoinListener, key: str) -> None:
-        """`address`: as `ray.init` takes it, or `local` for a cluster on this machine alone. `capacity`: cores that
-        there may be at most."""
+        """`address`: an address for `ray.init`, or `local` for a cluster on this machine only. `capacity`: the most
+        cores."""
         try:
             import ray
         except ImportError:
@@ -175,7 +175,7 @@ class RayPlace:
     # ── actors; called in threads ──────────────────────────────────────────────────────────────────────
 
     def start_actors(self, name: str, config: EngineConfig) -> tuple[Any, list[Any]]:
-        """Start our processes on nodes that have room for a replica, and return its placement group and actors."""
+        """Start host processes on nodes with the resources for a replica; return its placement group and actors."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -183,7 +183,7 @@ class RayPlace:
         group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "SPREAD", name=name)
         if not group.wait(PLACE_S):
             self.end_actors(group, [])
-            raise TimeoutError(f"no nodes have room for {bundles} within {PLACE_S:.0f} s")
+            raise TimeoutError(f"no nodes had the resources {bundles} within {PLACE_S:.0f} s")
         hosts: list[Any] = [
             self._ray.remote(HostProcess).options(
                 num_cpus=bundle["CPU"],
@@ -257,15 +257,15 @@ class RayPlace:
 
 
 def within_nodes(bundles: list[dict[str, float]], nodes: Sequence[Any]) -> list[dict[str, float]]:
-    """Return the resources with no more processors for a node than the largest one has: ranks and threads then share
-    them, where they would wait for ever for a node that never comes."""
-    most = max((node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]), default=0.0)
-    if most <= 0 or all(bundle["CPU"] <= most for bundle in bundles):
+    """Return the bundles with at most as many CPUs as the largest node has, which ranks and threads then share;
+    otherwise the replica would wait forever."""
+    max_cpus = max((node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]), default=0.0)
+    if max_cpus <= 0 or all(bundle["CPU"] <= max_cpus for bundle in bundles):
         return bundles
     log.warning(
-        "a replica asks for %g processors, and no node has more than %g: it shares them", bundles[0]["CPU"], most
+        "a replica needs %g CPUs, but no node has more than %g: its threads share them", bundles[0]["CPU"], max_cpus
     )
-    return [{**bundle, "CPU": min(bundle["CPU"], most)} for bundle in bundles]
+    return [{**bundle, "CPU": min(bundle["CPU"], max_cpus)} for bundle in bundles]
 
 
 def spread_config(config: EngineConfig) -> EngineConfig:

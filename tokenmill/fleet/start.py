@@ -1,8 +1,8 @@
-"""Start of a model on several cores: each core's part of the machine, and a spare process for the next restart.
+"""Starting a model on several cores: each core's share of the machine, and a spare process for the next restart.
 
-On CPUs the cores share threads and memory evenly. On GPUs each core has a device of its own. A spare process with its
-libraries imported waits in reserve (not on GPUs, where it would have to be bound to one device), so that restarting a
-dead core takes no longer than loading its weights.
+On CPUs the cores share threads and memory evenly. On GPUs each core has its own device. A spare process with imported
+libraries waits in reserve (not on GPUs, where it would have to be bound to one device), so that restarting a dead core
+takes only as long as loading its weights.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from tokenmill.store import is_scripted
 
 def gpus_of(config: EngineConfig, num_replicas: int) -> list[int]:
     """Return the GPU of each core; empty: they run on CPUs."""
-    is_asked = config.ops.device == "cuda"
-    if is_scripted(config.model.model) or not (is_asked or (config.ops.device == "auto" and torch_computes_on_gpus())):
+    uses_gpus = config.ops.device == "cuda" or (config.ops.device == "auto" and torch_computes_on_gpus())
+    if is_scripted(config.model.model) or not uses_gpus:
         return []
     found = [gpu.index for gpu in probe_nvidia()]
     if found and len(found) < num_replicas:
         raise InvalidConfig(
-            f"{num_replicas} replicas need as many GPUs, and {len(found)} can be seen",
+            f"{num_replicas} replicas need as many GPUs, but there are {len(found)}",
             param="replicas",
-            hint="ask for fewer, or for --device cpu",
+            hint="use fewer replicas, or --device cpu",
         )
     return found[:num_replicas]
 
 
 def for_each(config: EngineConfig, num_replicas: int) -> EngineConfig:
     """Return the settings of one of several cores on a machine's CPUs: its share of the threads, unless they are
-    given."""
+    set."""
     if num_replicas == 1 or is_scripted(config.model.model) or config.ops.threads is not None:
         return config
     threads = max(1, probe_cpu().usable_cores // num_replicas)
@@ -60,9 +60,9 @@ async def start_fleet(
     frontend: ModelFrontend | None = None,
     roles: str | None = None,
 ) -> AsyncEngine:
-    """Load the model on `num_replicas` cores, and return once all are ready. `child`: a process for the first of them
-    that was started beforehand. `roles`: what each core is for. One core is started as it always is."""
-    given = read_roles(roles, num_replicas) if roles else []
+    """Load the model on `num_replicas` cores and return once all are ready. `child`: a pre-started process for the
+    first core. `roles`: the comma-separated roles of the cores. A single core is started without a fleet."""
+    parsed_roles = read_roles(roles, num_replicas) if roles else []
     if num_replicas == 1:
         return await AsyncEngine.start(config, child=child, frontend=frontend)
     if not 1 <= num_replicas <= MAX_REPLICAS:
@@ -79,13 +79,13 @@ async def start_fleet(
     makers = [
         _maker(read, gpus[index] if gpus else None, spare, first if index == 0 else []) for index in range(num_replicas)
     ]
-    engine = AsyncEngine(read, makers, router=PrefixRouter(num_replicas), spare=spare, roles=given)
+    engine = AsyncEngine(read, makers, router=PrefixRouter(num_replicas), spare=spare, roles=parsed_roles)
     await engine.open()
     return engine
 
 
 def _maker(frontend: ModelFrontend, gpu: int | None, spare: SpareCore, first: list[CoreProcess]) -> MakeClient:
-    """Make clients of one core, for its first start and for those after deaths."""
+    """Return the client factory of one core, used for its first start and for restarts."""
     config = frontend.config
 
     def make_client() -> CoreClient:

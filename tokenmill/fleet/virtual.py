@@ -1,8 +1,8 @@
-"""A simulated fleet on a virtual clock: front, routing, scheduler and caches are the real ones, only the model is not.
+"""A simulated fleet on a virtual clock: front, routing, scheduler and caches are real, only the model is simulated.
 
-    VirtualDevice   how long steps take, and how much a core holds
+    VirtualDevice   the simulated step times and limits of a core
     VirtualLoop     an event loop whose clock jumps to the next timer instead of waiting for it
-    virtual_engine  an `AsyncEngine` over cores whose steps take the device's seconds, of that clock
+    virtual_engine  an `AsyncEngine` over simulated cores
 
 An hour of traffic takes a minute, and the same traffic gives the same figures every time, however busy the machine is.
 """
@@ -40,7 +40,7 @@ from tokenmill.text.tokenizer import byte_tokenizer
 from tokenmill.types import RowInit, RowPlan, RowResult, StepPlan, StepResult
 
 T = TypeVar("T")
-FIRST_TOKEN, END_TOKEN = 32, 127  # tokens are bytes, and those that are said are ASCII: each is a character of text
+FIRST_TOKEN, END_TOKEN = 32, 127  # tokens are bytes; only printable ASCII is sampled, so each is one character
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class VirtualDevice:
 
     step_s: float = 0.005
     token_s: float = 25e-6
-    row_s: float | None = None  # None: as a token of a prompt
+    row_s: float | None = None  # None: the same as `token_s`
     context_s: float = 0.0
     num_blocks: int = 4096
     block_size: int = 16
@@ -58,8 +58,8 @@ class VirtualDevice:
     token_budget: int = 2048
     max_context: int = 131_072
     start_s: float = 0.0  # from the start of a core until it is ready
-    block_s: float = 0.0  # that a KV block takes from one core to another, where they give each other blocks
-    slo: str | None = None  # that its scheduler keeps
+    block_s: float = 0.0  # transfer time of a KV block between cores, if they exchange blocks
+    slo: str | None = None  # the scheduler's latency objectives
 
     def seconds(self, plan: StepPlan) -> float:
         """Return the seconds of a step."""
@@ -78,12 +78,12 @@ class VirtualWords:
     """The tokens that a simulated model samples."""
 
     token_ids: Sequence[int] = range(FIRST_TOKEN, END_TOKEN)
-    end_token_id: int | None = None  # None: it ends only when it has to
+    end_token_id: int | None = None  # None: answers end only at their maximum length
     mean_length: int = 256  # of an answer
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that never waits: where it would, its clock jumps."""
+    """An event loop that never waits: its clock jumps to the next timer instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,13 +105,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, on a clock that starts at 0."""
+    """Run a coroutine in a `VirtualLoop`, whose clock starts at 0."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
 
 
 class VirtualRunner:
-    """Draws tokens that depend on a sequence's seed and position alone, and counts the seconds that it would take."""
+    """Samples tokens that depend only on a sequence's seed and position, and adds up the simulated seconds."""
 
     depth = 1
     adapters: Mapping[str, Any] = {}
@@ -133,7 +133,7 @@ class VirtualRunner:
         return plan.step
 
     def draw(self, ticket: int, masks: StepMasks) -> None:
-        raise NotImplementedError("a virtual core follows no grammar")
+        raise NotImplementedError("virtual cores do not support grammars")
 
     def collect(self, ticket: int) -> StepResult:
         plan = self._plans.popleft()
@@ -165,7 +165,7 @@ class VirtualCoreClient:
     def __init__(
         self, device: VirtualDevice, words: VirtualWords | None = None, blocks: VirtualBlocks | None = None
     ) -> None:
-        """`blocks`: those of all cores; None: cores give each other none."""
+        """`blocks`: the caches of all cores; None: cores do not exchange blocks."""
         self._device = device
         self._loop = asyncio.get_running_loop()
         self._runner = VirtualRunner(device, words or VirtualWords())
@@ -300,7 +300,7 @@ SAMPLE = "The quick brown fox jumps over the lazy dog, and then it sleeps for a 
 def frontend_without_weights(
     config: EngineConfig, device: VirtualDevice, mean_length: int
 ) -> tuple[ModelFrontend, VirtualWords]:
-    """Return a model's front end and the tokens of its virtual cores. Where its files are missing its tokens are bytes,
+    """Return a model's front and the tokens of its virtual cores. If the model's files are missing, tokens are bytes,
     so a prompt has about four times as many."""
     limits = virtual_config(device)
     try:

@@ -1,7 +1,7 @@
-"""KV blocks that virtual cores give each other: nothing is copied, but it takes its time.
+"""Simulated transfers of KV blocks between virtual cores: nothing is copied, but the transfer time passes.
 
-VirtualBlocks    the caches of all virtual cores, by address
-VirtualFetcher   how one core fetches from the others: a `Fetcher` on the loop's clock (`kv/names.py`)
+VirtualBlocks    the prefix caches of all virtual cores, by address
+VirtualFetcher   a core's `Fetcher` on the loop's clock (`kv/names.py`)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class VirtualBlocks:
         self._numbers = count()
 
     def add(self, index: PrefixIndex) -> str:
-        """Let a core's blocks be found; return its address."""
+        """Register a core's prefix cache; return its address."""
         address = f"virtual:{next(self._numbers)}"
         self._indexes[address] = index
         return address
@@ -43,7 +43,7 @@ class VirtualFetcher:
     has_tiers = False
 
     def __init__(self, blocks: VirtualBlocks, block_s: float, pass_time: Callable[[float], None]) -> None:
-        """`pass_time`: let the core's clock go on by so many seconds."""
+        """`pass_time`: advances the core's clock."""
         self._blocks = blocks
         self._block_s = block_s
         self._pass_time = pass_time
@@ -63,7 +63,7 @@ class VirtualFetcher:
         loop.call_at(self._free_s, self._arrive, fetch)
 
     def _arrive(self, fetch: Fetch) -> None:
-        """Take the blocks over that the other core still has."""
+        """Mark the blocks that the other core still has as arrived."""
         fetch.arrived |= {target.name for target in fetch.targets if self._blocks.has(fetch.source, target.name)}
         fetch.is_loaded = True
 

@@ -1,4 +1,4 @@
-"""The inputs of a forward pass: the rows of a step become tensors, all tokens at once.
+"""Building the input tensors of a forward pass from the rows of a step.
 
 rows        a: start 5, tokens [x y z]      b: start 0, tokens [u v]
 tokens      x y z u v         owner   0 0 0 1 1        query_starts  0 3 5
@@ -29,9 +29,9 @@ def build_batch(
     adapters: Sequence[int] | None = None,
     owners: Sequence[int] | None = None,
 ) -> ForwardBatch:
-    """Build the batch of a forward pass; `wanted[i]`: which of row i's tokens, counted from its first one, have their
-    hidden states returned; `adapters[i]`: the slot of row i's adapter, None where no row has one; `owners[i]`: the rank
-    that keeps row i's context, None where each keeps all."""
+    """Build the batch of a forward pass; `wanted[i]`: the tokens of row i, counted from its first one, whose hidden
+    states are returned; `adapters[i]`: the slot of row i's adapter, None if no row has one; `owners[i]`: the rank with
+    row i's context, None if every rank has all contexts."""
     counts = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     query_starts = np.concatenate(([0], counts.cumsum()))
@@ -41,7 +41,7 @@ def build_batch(
 
     def on_device(values: NDArray[np.generic]) -> torch.Tensor:
         tensor = torch.from_numpy(values)
-        # From pinned memory the copy is one more entry of the device's queue; otherwise the host would wait for it.
+        # A copy from pinned memory is queued on the device; otherwise the host would wait for it.
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
     return ForwardBatch(
@@ -71,7 +71,7 @@ def _concatenated(parts: Sequence[Sequence[int]]) -> Ints:
 def _step_tables(
     rows: Sequence[RowPlan], tables: NDArray[np.int32], max_context: int, block_size: int
 ) -> NDArray[np.int32]:
-    """[groups, R, as many blocks as the longest context has]"""
+    """Return the rows' block tables, [groups, rows, blocks of the longest context]."""
     num_blocks = -(-max_context // block_size)
     return tables[:, [row.row for row in rows], :num_blocks]
 

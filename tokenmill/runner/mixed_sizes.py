@@ -1,5 +1,5 @@
-"""Sizes of captured steps of chunks beside decoding rows, and the models that have such. Pure arithmetic, no torch:
-their memory is planned by it (`memory.py`), and they are captured by it (`mixed_graphs.py`)."""
+"""The sizes of captured steps with both prompt chunks and decoding rows, and the models that support them. Pure
+arithmetic, no torch: used to plan their memory (`memory.py`) and to capture them (`mixed_graphs.py`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from tokenmill.arch.spec import Gqa, MlpSpec, ModelSpec
 
 SINGLES = (8, 16, 32, 64, 128, 256)  # rows that a step is padded to
-CHUNKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)  # tokens of prompts; with more the host is fast enough
-MAX_PROMPTS = 4  # rows of prompts in a step
+CHUNKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)  # prompt tokens; larger steps need no graph
+MAX_PROMPTS = 4  # rows with prompts in a step
 
 
 def can_mix(spec: ModelSpec) -> bool:
-    """Tell whether steps of a model can be captured whatever the lengths of its chunks: its attention looks them up on
-    the device."""
+    """Tell whether a model's steps can be captured independently of the chunks' lengths, because its attention reads
+    these on the device."""
     if spec.streams is not None or spec.input_width:
         return False
     return all(isinstance(layer.mlp, MlpSpec) and layer.side_experts is None for layer in spec.layers) and all(
@@ -23,7 +23,7 @@ def can_mix(spec: ModelSpec) -> bool:
 
 
 def singles_for(max_rows: int) -> Sequence[int]:
-    """The sizes that steps are padded to where so many rows run at most."""
+    """Return the sizes that steps are padded to if at most `max_rows` rows run."""
     return SINGLES[: 1 + sum(size < max_rows for size in SINGLES)]
 
 

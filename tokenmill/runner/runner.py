@@ -1,11 +1,11 @@
-"""The runner on a CPU: apply a plan's changes, build the batch, forward, then give each row what it asked for.
+"""The runner on a CPU: apply a plan's changes, build the batch, run the model, then compute each row's result.
 
-    launch(plan) -> ticket   the step is accepted; a CPU computes it when its result is collected
-    draw(ticket, masks)      the tokens that rows with grammars may draw, where there are such rows
+    launch(plan) -> ticket   accept the step; a CPU computes it when its result is collected
+    draw(ticket, masks)      set the tokens that rows with grammars may sample, if there are such rows
     collect(ticket) -> result
 
-A row may want its next token, logprobs of its prompt, or one vector for the whole prompt. Only the hidden states that
-serve one of these leave the model. What goes wrong in one row's numbers ends in that row's `error`.
+A row's result is its next token, logprobs of its prompt, or one vector for the whole prompt. The model returns only the
+hidden states needed for these. Values that are not finite become an `error` of their row.
 
 Where all rows only draw, which is nearly always, a model that can (`DirectModel`) is given the rows as they are: a
 step reads more than the caches hold, and what a library call costs afterwards is fetching its code again. A few dozen
@@ -64,14 +64,14 @@ class Row:
     """The state of a live sequence that the runner keeps between steps."""
 
     prompt_token_ids: list[int]
-    pooler: Pooler | None  # set when a vector is wanted, not tokens
+    pooler: Pooler | None  # set if the result is a vector, not tokens
     adapter_slot: int = 0
     part: int = 0
 
 
 class RowTable:
-    """Permanent rows, and their block tables int32 [groups, max_rows, max_blocks]. Steps bring changes only; entries
-    beyond a row's context are leftovers and never read as keys that a query can see."""
+    """The runner's rows and their block tables, int32 [groups, max_rows, max_blocks]. Steps send changes only; entries
+    beyond a row's context are outdated, and no query reads them."""
 
     def __init__(self, num_groups: int, max_rows: int, max_blocks: int) -> None:
         self.tables: NDArray[np.int32] = np.zeros((num_groups, max_rows, max_blocks), np.int32)
@@ -85,7 +85,7 @@ class RowTable:
         return self._live[row]
 
     def add(self, new: RowInit) -> None:
-        """Take a row, or take it anew for another sequence's state (a fork, a resumed or reordered one)."""
+        """Initialise a row, or initialise it again for another sequence (a fork, or a resumed one)."""
         pooler = Pooler(new.pooling, len(new.prompt_token_ids)) if new.pooling else None
         if new.row in self._live:
             self.free(new.row)
@@ -96,7 +96,7 @@ class RowTable:
         self._num_adapted -= self._live.pop(row).adapter_slot != 0
 
     def adapters(self, plans: Sequence[RowPlan]) -> list[int] | None:
-        """The slots of these rows' adapters, 0 for none; None where none has one."""
+        """Return the slots of these rows' adapters, 0 for none; None if no row has an adapter."""
         if not self._num_adapted:
             return None
         slots = [self._live[plan.row].adapter_slot for plan in plans]
@@ -109,24 +109,24 @@ class RowTable:
 
 @dataclass(frozen=True)
 class RowTask:
-    """One row of a step and what is wanted of it; `wanted` are offsets into its fed tokens."""
+    """One row of a step and its required hidden states; `wanted` are offsets into its input tokens."""
 
     plan: RowPlan
     pooler: Pooler | None
-    targets: list[int]  # prompt tokens to score, predicted by the first of the fed tokens
+    targets: list[int]  # prompt tokens to score, predicted by the first input tokens
     wanted: Sequence[int]
 
 
 @dataclass(frozen=True)
 class RowsForward:
-    """Rows whose forward pass was started: what is left is to draw, score and pool."""
+    """Rows whose forward pass was started; sampling, scoring and pooling follow."""
 
     tasks: list[RowTask]
     hidden: torch.Tensor  # [L, H]: the wanted states of all tasks, one task after another
 
 
 class ModelRunner:
-    """Computes each step when it is collected, so one in flight is enough; several are taken, in order."""
+    """Computes each step when it is collected, so one step in flight is enough; several are accepted, in order."""
 
     depth = 1
 
@@ -139,7 +139,7 @@ class ModelRunner:
         max_context: int,
         part: int | None = None,
     ) -> None:
-        """`part`: of the cache that is kept here, where other ranks keep others."""
+        """`part`: this rank's part of the cache, with data-parallel attention."""
         self.model = model
         self._part = part
         self.storage = storage
@@ -148,12 +148,12 @@ class ModelRunner:
         self.rows = RowTable(len(storage.layout.groups), max_rows, max_blocks)
         self._launched: dict[int, StepPlan] = {}
         self._masks: dict[int, StepMasks] = {}  # by ticket
-        self._newest: dict[int, int] = {}  # the token that each row drew last
-        self.adapters: Mapping[str, Adapter] = {}  # by digest: those that plans may load
-        self.kept_states: KeptStates | None = None  # where a head of the model wants the states of all tokens
+        self._newest: dict[int, int] = {}  # the token that each row sampled last
+        self.adapters: Mapping[str, Adapter] = {}  # adapters that plans may load, by digest
+        self.kept_states: KeptStates | None = None  # set if a head of the model needs the hidden states of all tokens
 
     def continues(self, new: RowInit) -> bool:
-        """Tell whether a row can feed a token before the host has seen it: nothing is gained from that here."""
+        """Return False: on a CPU nothing is gained by using a token before the host has seen it."""
         return False
 
     def launch(self, plan: StepPlan) -> int:
@@ -177,19 +177,20 @@ class ModelRunner:
         return StepResult(step=ticket, rows=rows, step_s=time.perf_counter() - began)
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
-        """Nothing to take beforehand: a step's memory comes from the system, and no kernels are compiled."""
+        """Do nothing: a step's memory is allocated on demand, and no kernels are compiled."""
 
     def next_idle_task(self) -> bool:
         return False
 
     def _filled(self, plan: RowPlan) -> RowPlan:
-        """A row that feeds the token it drew last. Where that draw failed, the row's result is void: any token does."""
+        """Return the row with the token that it sampled last as its input. If that failed, the row's result is void, so
+        any token will do."""
         return msgspec.structs.replace(plan, token_ids=[self._newest.get(plan.row, 0)])
 
     def apply_changes(self, plan: StepPlan) -> None:
-        """Take on what a plan changes beside its rows' tokens: rows, blocks, block tables."""
+        """Apply a plan's changes of rows, adapters, blocks and block tables."""
         for row in plan.freed_rows:
-            if row not in self.rows:  # the step that was to bring it failed before
+            if row not in self.rows:  # the step that should have added it failed
                 continue
             if self.rows[row].pooler is None:
                 self.sampler.free_row(row)
@@ -198,7 +199,7 @@ class ModelRunner:
                 self.kept_states.drop(row)
         for slot, digest in plan.adapter_loads:
             slots = self.model.adapter_slots
-            assert slots is not None, "a model without slots is given no requests with adapters"
+            assert slots is not None, "a model without slots gets no requests with adapters"
             slots.put(slot, self.adapters[digest].matrices)
         for new in plan.new_rows:
             self.rows.add(new)
@@ -217,10 +218,10 @@ class ModelRunner:
         with torch.inference_mode():
             return self.finish_rows(self.start_rows(plans), masks)
 
-    # ── rows that only draw ────────────────────────────────────────────────────────────────────────────
+    # ── rows that only sample ──────────────────────────────────────────────────────────────────────────
 
     def _only_draws(self, plan: RowPlan) -> bool:
-        """Tell whether a row asks for nothing but its next token, or nothing at all (a chunk of a prompt)."""
+        """Tell whether a row needs only its next token, or nothing (a chunk of a prompt)."""
         return plan.num_prompt_logprobs is None and self.rows[plan.row].pooler is None
 
     def _run_direct(self, model: DirectModel, plans: Sequence[RowPlan], masks: StepMasks | None) -> list[RowResult]:
@@ -250,7 +251,7 @@ class ModelRunner:
     # ── any rows ───────────────────────────────────────────────────────────────────────────────────────
 
     def start_rows(self, plans: Sequence[RowPlan]) -> RowsForward:
-        """Start the forward pass of rows that may want anything."""
+        """Start the forward pass of rows with any kinds of results."""
         tasks, batch = self.prepare_rows(plans)
         return RowsForward(tasks, self.model.forward(batch, self.storage))
 
@@ -264,7 +265,7 @@ class ModelRunner:
         return tasks, build_batch(plans, wanted, tables, block_size, self.storage.device, adapters, owners)
 
     def _owners(self, plans: Sequence[RowPlan]) -> list[int] | None:
-        """The ranks that keep these rows' contexts; None where there is one cache."""
+        """Return the ranks with these rows' contexts; None if there is one cache."""
         return None if self._part is None else [self.rows[plan.row].part for plan in plans]
 
     def _own_copies(self, copies: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -276,7 +277,7 @@ class ModelRunner:
         return [(source - first + 1, target - first + 1) for source, target in own]
 
     def finish_rows(self, started: RowsForward, masks: StepMasks | None) -> list[RowResult]:
-        """Draw, score and pool."""
+        """Sample, score and pool."""
         parts = torch.split(started.hidden, [len(task.wanted) for task in started.tasks])
         if self.kept_states is not None:
             for task, part in zip(started.tasks, parts, strict=True):
@@ -293,14 +294,14 @@ class ModelRunner:
         targets = [] if plan.num_prompt_logprobs is None else scored_tokens(plan, row.prompt_token_ids)
         if self.kept_states is not None:
             return RowTask(plan, None, targets, range(fed))
-        # These never score the prompt: what follows them is not known yet.
+        # Positions that sample never score the prompt: the token after them is not known yet.
         drawing = range(fed - 1 - plan.num_drafts, fed) if plan.sample else ()
         return RowTask(plan, None, targets, [*range(len(targets)), *drawing])
 
     def _draw(
         self, tasks: Sequence[RowTask], parts: Sequence[torch.Tensor], masks: StepMasks | None
     ) -> dict[int, list[Sample]]:
-        """The sampled tokens by row, for the rows that draw."""
+        """Return the sampled tokens by row."""
         drawing = [
             (task.plan, part[-1 - task.plan.num_drafts :])
             for task, part in zip(tasks, parts, strict=True)
@@ -326,7 +327,7 @@ class ModelRunner:
         return self.model.logits(hidden, adapters=self._line_slots(plans, slots))
 
     def _line_slots(self, plans: Sequence[RowPlan], slots: list[int]) -> torch.Tensor:
-        """The slots of adapters, one for each of the rows' lines: those of drafts too."""
+        """Return the adapter slots, one for each line of logits, including those of drafts."""
         lines = [slot for slot, plan in zip(slots, plans, strict=True) for _ in range(1 + plan.num_drafts)]
         return torch.tensor(lines, dtype=torch.int32).to(self.storage.device)
 
@@ -339,7 +340,7 @@ class ModelRunner:
         return drawn_result(task.plan.row, drawn.get(task.plan.row, []), scores)
 
     def _scores(self, task: RowTask, hidden: torch.Tensor) -> list[TokenLogprobs] | None:
-        """Logprobs of the task's targets; None where none are asked for, or the logits are not finite."""
+        """Return the logprobs of the task's targets; None if none are requested, or the logits are not finite."""
         num = task.plan.num_prompt_logprobs
         if num is None:
             return None
@@ -347,7 +348,7 @@ class ModelRunner:
         return score_prompt(scoring, task.targets, num, self._head_of(task.plan.row), self.model.vocab_size)
 
     def _head_of(self, row: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The head for states of one row."""
+        """Return the output head for the hidden states of one row."""
         slot = self.rows[row].adapter_slot
         if not slot:
             return self.model.logits
@@ -386,12 +387,12 @@ def _pooled(plan: RowPlan, pooler: Pooler, hidden: torch.Tensor) -> RowResult:
 
 
 def scored_tokens(plan: RowPlan, prompt: list[int]) -> list[int]:
-    """The prompt tokens that this step's positions predict; the k-th fed token predicts the k-th of them.
+    """Return the prompt tokens that this step's positions predict; the k-th input token predicts the k-th of them.
 
         prompt    t0 t1 t2 t3 t4 t5        chunk [t2 t3 t4] scores t3 t4 t5; chunk [t5] scores nothing
 
-    Where the context has shifted, the kept tokens in front have other successors; those are scored already, and the
-    scheduler drops what is scored twice.
+    If the context has shifted, the kept tokens at its start have other successors; these are already scored, and the
+    scheduler drops repeated scores.
     """
     return prompt[plan.sequence_position + 1 : plan.sequence_position + 1 + len(plan.token_ids)]
 
@@ -399,9 +400,9 @@ def scored_tokens(plan: RowPlan, prompt: list[int]) -> list[int]:
 def score_prompt(
     hidden: torch.Tensor, targets: list[int], num: int, logits: Callable[[torch.Tensor], torch.Tensor], vocab: int
 ) -> list[TokenLogprobs] | None:
-    """Logprobs of n prompt tokens from the hidden states [n, H] at the positions before them; None where the logits
-    are not finite."""
-    size = max(1, MAX_HOST_LOGITS // vocab)  # 64 MiB of logits, however long the prompt
+    """Return the logprobs of n prompt tokens from the hidden states [n, H] at the positions before them; None if the
+    logits are not finite."""
+    size = max(1, MAX_HOST_LOGITS // vocab)  # at most 64 MiB of logits at a time, for prompts of any length
     scores: list[TokenLogprobs] = []
     for first in range(0, len(targets), size):
         part = logits(hidden[first : first + size])
@@ -437,7 +438,7 @@ class SlicedSampler:
         return self._sampler.plain_draws(rows)
 
     def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]:
-        """Sample slice by slice: rows draw independently of each other, so it does not matter where they are cut."""
+        """Sample slice by slice: rows are sampled independently, so the slices do not change the result."""
         drawn: list[Sample] = []
         for first in range(0, len(rows), self._num_rows):
             part = slice(first, first + self._num_rows)
@@ -445,7 +446,7 @@ class SlicedSampler:
         return drawn
 
     def verify(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[list[Sample]]:
-        """Verify slice by slice: a row may have several lines, and stays in one slice with all of them."""
+        """Verify slice by slice: all lines of a row, of which it may have several, are in one slice."""
         drawn: list[list[Sample]] = []
         line = 0
         while len(drawn) < len(rows):

@@ -75,11 +75,20 @@ def wait_until_gone(processes: list[int]) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("killed", ["there", pytest.param("here", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("lost", "number"),
+    [
+        ("second", signal.SIGKILL),
+        pytest.param("first", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("second", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("own", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+    ids=["killed", "first stopped", "second stopped", "killed here"],
+)
 def test_a_stage_on_another_machine_may_have_several_ranks(
-    stories_dir: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+    stories_dir: Path, monkeypatch: pytest.MonkeyPatch, lost: str, number: signal.Signals
 ) -> None:
-    """A rank that is killed ends the group on both machines."""
+    """A rank that is killed or stopped ends the group on both machines, and the machine waits for the next one."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     expected, port = said(LLM(str(stories_dir), **SETTINGS)), free_port()
     with stage(port) as machine:
@@ -89,12 +98,12 @@ def test_a_stage_on_another_machine_may_have_several_ranks(
         (second,) = children(first)
         own = [pid for pid in children(os.getpid()) if Path(f"/proc/{pid}/comm").read_text().startswith("rank-")]
         assert len(own) == 1, "the other rank of the first stage"
-        os.kill(second if killed == "there" else own[0], signal.SIGKILL)
+        os.kill({"first": first, "second": second, "own": own[0]}[lost], number)
         with pytest.raises(PeerDied):
             said(llm)
         llm.close()
         wait_until_gone([first, second, *own])
-        if killed == "here":  # the machine waits for the next group
+        if number == signal.SIGSTOP or lost == "own":
             llm = LLM(str(stories_dir), tp=2, pp=2, stages_at=f"127.0.0.1:{port}", **SETTINGS)
             assert said(llm) == expected
             llm.close()

@@ -83,7 +83,7 @@ def command(
 
 def _be_stage(address: str, parent_pid: int | None) -> int:
     """Run a stage's process, and a new one when it ends, since the core restarts all ranks after a failure."""
-    from tokenmill.engine.core_process import python_command
+    from tokenmill.engine.core_process import is_stopped, python_command, stays_stopped
     from tokenmill.engine.joined_ranks import group_key, split_address
 
     split_address(address)
@@ -99,6 +99,9 @@ def _be_stage(address: str, parent_pid: int | None) -> int:
                 stopped.wait(STAGE_CHECK_S)
                 if parent_pid is not None and os.getppid() != parent_pid:
                     stopped.set()
+                if is_stopped(child.pid) and stays_stopped(child.pid):
+                    print("tokenmill: the stage's process was stopped: it is replaced", file=sys.stderr)
+                    break
         finally:
             child.kill()
             child.wait()

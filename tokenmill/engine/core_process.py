@@ -14,11 +14,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 EXIT_TIMEOUT_S = 3.0
+STOPPED = "was stopped"
+STOPPED_GRACE_S = 0.5  # a debugger stops a process briefly; one stopped for longer counts as lost
 STOP_SIGNAL = signal.SIGUSR1  # parent to a child that does not read messages; SIGTERM may come from other senders
 MAX_SOCKET_PATH = 70  # bytes; the names of the folder and the socket take 29 more
 SECRETS = (
@@ -74,9 +77,7 @@ class CoreProcess:
 
     def is_stopped(self) -> bool:
         """Tell whether a signal has stopped it (SIGSTOP), so that it would not answer."""
-        if self.has_ended():
-            return False
-        return os.waitid(os.P_PID, self.process_id, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return not self.has_ended() and is_stopped(self.process_id)
 
     def wait(self) -> str:
         """Wait until the process has ended; return its exit code or signal as text."""
@@ -187,3 +188,30 @@ def block_socket(folder: str) -> str:
 
 def describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def wait_for_trouble(pid: int) -> str:
+    """Wait until a child has ended, or was stopped and stays stopped; return which."""
+    while True:
+        try:
+            state = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        except ChildProcessError:  # another thread has waited for it
+            return "has ended"
+        if state is None or state.si_code not in (os.CLD_STOPPED, os.CLD_TRAPPED):
+            return "has ended"
+        if stays_stopped(pid):
+            return STOPPED
+
+
+def stays_stopped(pid: int) -> bool:
+    """Tell whether a child that is stopped still is after `STOPPED_GRACE_S`."""
+    threading.Event().wait(STOPPED_GRACE_S)
+    return is_stopped(pid)
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a signal has stopped a child."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another thread has waited for it
+        return False

@@ -65,8 +65,8 @@ def fork_rank(leader: Connection, descriptors: Collection[int]) -> int:
 
 
 def end_with_core(core: int) -> None:
-    """Let the kernel kill this copy when the core's main thread, which forked it, ends: a thread here would notice
-    later."""
+    """Let the kernel kill this process when the main thread of its parent, which started it, ends: a thread here would
+    notice later, and not at all while a signal has stopped it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != core:
         os._exit(1)
@@ -82,6 +82,8 @@ def keep_only(kept: Collection[int]) -> None:
 def serve_joined_rank(address: str, parent_pid: int, ticket: str, place: int, descriptor: int) -> int:
     """Serve as a rank of a pipeline stage whose core is on another machine. `ticket`: of the stage; without one this is
     its first rank, which starts the others. `descriptor`: of the file that they share."""
+    if ticket:
+        end_with_core(parent_pid)
     prepare_process(parent_pid)
     from tokenmill.engine.joined_ranks import (
         JOIN_S,
@@ -122,7 +124,7 @@ def serve_joined_rank(address: str, parent_pid: int, ticket: str, place: int, de
 
 def start_sibling(address: str, ticket: str, place: int, descriptor: int) -> None:
     """Start another rank of this stage in a process. Each of the two ends with the other, so that the group ends."""
-    from tokenmill.engine.core_process import python_command
+    from tokenmill.engine.core_process import python_command, wait_for_trouble
 
     command = [*python_command(), "-m", "tokenmill.engine.rank_main", "--join", address, str(os.getpid())]
     process = subprocess.Popen(
@@ -130,7 +132,8 @@ def start_sibling(address: str, ticket: str, place: int, descriptor: int) -> Non
     )
 
     def watch() -> None:
-        process.wait()
+        wait_for_trouble(process.pid)
+        process.kill()
         os._exit(1)
 
     threading.Thread(target=watch, name=f"sibling-{place}", daemon=True).start()

@@ -41,7 +41,7 @@ from tokenmill.arch.tensors import tensors_of
 from tokenmill.arch.unproven import is_chosen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.backends import find_backend
-from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, python_command
+from tokenmill.engine.core_process import EXIT_TIMEOUT_S, SECRETS, STOPPED, python_command, wait_for_trouble
 from tokenmill.engine.joined_ranks import (
     JOIN_S,
     RankListener,
@@ -85,9 +85,7 @@ the descriptors."""
 
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank's process write the stacks of its threads
 STACK_WAIT_S = 0.2
-STOPPED = "was stopped"
 FORKED_CHECK_S = 0.005
-STOPPED_GRACE_S = 0.5  # a debugger stops a process briefly; a rank stopped for longer counts as lost
 
 
 class RankStart(msgspec.Struct, frozen=True):
@@ -573,25 +571,3 @@ def rank_environment(start: RankStart) -> dict[str, str]:
         own = names.pop(gpu_of_each_rank(start.config.parallel)[start.rank])
         env["CUDA_VISIBLE_DEVICES"] = ",".join((own, *names))
     return env
-
-
-def wait_for_trouble(pid: int) -> str:
-    """Wait until a child has ended, or was stopped and stays stopped; return which."""
-    while True:
-        try:
-            state = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-        except ChildProcessError:  # another thread has waited for it
-            return "has ended"
-        if state is None or state.si_code not in (os.CLD_STOPPED, os.CLD_TRAPPED):
-            return "has ended"
-        if not _was_continued(pid):
-            return STOPPED
-
-
-def _was_continued(pid: int) -> bool:
-    """Tell whether a stopped child runs again after `STOPPED_GRACE_S`."""
-    threading.Event().wait(STOPPED_GRACE_S)
-    try:
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return True

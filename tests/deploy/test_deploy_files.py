@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -107,8 +109,12 @@ def test_the_manifests_fit_together_and_this_server() -> None:
     check_objects(list(yaml.safe_load_all(MANIFESTS.read_text())))
 
 
+def chart_values(**changed: Any) -> dict[str, Any]:
+    return {**yaml.safe_load((CHART / "values.yaml").read_text()), **changed}
+
+
 def chart_objects() -> list[dict[str, Any]]:
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values = chart_values()
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["apiVersion"] == "v2"
     values["autoscaling"]["enabled"] = True
     values["storage"]["className"] = "fast"
@@ -120,6 +126,37 @@ def chart_objects() -> list[dict[str, Any]]:
 
 def test_the_chart_makes_the_same_objects() -> None:
     check_objects(chart_objects())
+
+
+def test_the_values_of_the_chart_fit_its_schema_and_name_all_that_it_knows() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    jsonschema.validate(chart_values(), schema)
+    jsonschema.validate({**chart_values(replicas=3), "global": {}}, schema)
+    used = set(re.findall(r"\.Values\.(\w+)", "".join(file.read_text() for file in (CHART / "templates").iterdir())))
+    assert used == set(chart_values()) == set(schema["properties"]) - {"global"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"replica": 2},
+        {"replicas": "2"},
+        {"drainSeconds": "40s"},
+        {"arguments": "--public-metrics"},
+        {"service": {"type": "ClusterIp", "port": 80}},
+        {"storage": {"size": "50 GB"}},
+        {"resources": {"request": {"cpu": "4"}}},
+        {"resources": {"limits": {"memory": "16GB"}}},
+        {"autoscaling": {"enabled": True}},
+        {"model": ""},
+    ],
+)
+def test_helm_refuses_values_that_the_chart_does_not_know(wrong: dict[str, Any]) -> None:
+    """Helm validates all values against the schema before it installs anything."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(chart_values(**wrong), schema)
 
 
 @pytest.mark.slow  # with `pip install kubernetes-validate`, which brings a hundred megabytes of schemas

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.support.scripted_engine import MAX_CONTEXT, VOCAB, byte_input_processor
 from tokenmill.engine.input_processor import MAX_CHARACTERS_PER_TOKEN, ClientRequest, InputProcessor, longest_prompt
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from tokenmill.params import Guided, SamplingParams
 from tokenmill.text.tokenizer import Tokenizer, byte_tokenizer
-from tokenmill.types import ChatRequest, EmbedRequest, Message, PromptRequest
+from tokenmill.types import ChatRequest, EmbedRequest, Message, PromptRequest, Tenant
 
 
 def chat(content: str, **changes: Any) -> ChatRequest:
@@ -21,6 +22,13 @@ def chat(content: str, **changes: Any) -> ChatRequest:
 
 def prompt(ids: list[int] | str, **params: Any) -> PromptRequest:
     return PromptRequest(prompt=ids, params=SamplingParams(**params), add_special_tokens=False)
+
+
+def test_a_grammar_belongs_to_its_tenant() -> None:
+    asked = prompt([1], guided=Guided.regex("a+"))
+    for tenant in ("", "alice"):
+        made = byte_input_processor().process(structs.replace(asked, tenant=Tenant(id=tenant)))
+        assert made.params.guided == Guided("regex", "a+", tenant)
 
 
 def test_limits_and_seeds_are_settled() -> None:

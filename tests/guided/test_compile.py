@@ -7,6 +7,7 @@ import time
 from concurrent.futures import wait
 
 import pytest
+from msgspec import structs
 
 from tokenmill.errors import InvalidRequest, Overloaded
 from tokenmill.guided import compile as compiling
@@ -52,6 +53,36 @@ def test_one_compilation_serves_all_who_ask_meanwhile(vocabulary: Vocabulary) ->
     assert first is second and other is not first
     gate.set()
     assert compiler.finish(choice(1), finished(first)) is compiler.known(choice(1))
+
+
+def test_tenants_take_turns_and_share_no_grammars(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that another tenant has compiled would be ready sooner, which tells that it was used."""
+    gate, compiled = threading.Event(), list[str]()
+
+    def of(owner: str, number: int) -> Guided:
+        return structs.replace(choice(number), owner=owner)
+
+    def load() -> Vocabulary:
+        gate.wait(10)
+        return vocabulary
+
+    def note(guided: Guided, vocabulary: Vocabulary) -> Compiled:
+        compiled.extend([guided.owner] if guided.owner else [])  # not those of an earlier test
+        return compile_grammar(guided, vocabulary)
+
+    monkeypatch.setattr(compiling, "NUM_WORKERS", 1)
+    monkeypatch.setattr(compiling, "compile_grammar", note)
+    compiler = Compiler(load, cache_bytes=1 << 20)
+    flood = [of("flood", number) for number in range(10)]
+    started = {guided: compiler.start(guided) for guided in [*flood, of("polite", 1), of("third", 1), of("polite", 2)]}
+    gate.set()
+    results = {guided: compiler.finish(guided, finished(compilation)) for guided, compilation in started.items()}
+    assert compiled[:6] == ["flood", "flood", "polite", "third", "flood", "polite"]
+    assert results[of("polite", 1)] is not results[of("flood", 1)] is not results[of("third", 1)]
+    assert compiler.usable(of("fourth", 1)) is None
+    del results, started
+    known = [owner for owner in ("flood", "polite", "third") if compiler.known(of(owner, 1)) is not None]
+    assert known == ["polite", "third"], "who has most of the cache loses its oldest"
 
 
 def test_a_compilation_that_takes_too_long_is_refused(vocabulary: Vocabulary) -> None:

@@ -183,6 +183,9 @@ class InputProcessor:
             problem = "thinking_budget can't be combined with a schema or grammar here, which allows no think section"
             raise InvalidRequest(problem, param="thinking_budget")
         params = self._settle(params)
+        if params.guided is not None and client_request.tenant.id:
+            guided = msgspec.structs.replace(params.guided, owner=client_request.tenant.id)
+            params = msgspec.structs.replace(params, guided=guided)
         tokenized = self._tokenized(params, prompt_ids)
         return Request(
             request_id=client_request.request_id or new_id(),

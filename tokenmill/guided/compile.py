@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -128,6 +128,8 @@ class Compiler:
         self._cache_bytes = cache_bytes
         self._workers: ThreadPoolExecutor | None = None
         self._in_progress: dict[Guided, Compilation] = {}
+        self._queued: dict[str, deque[tuple[Guided, Compilation]]] = {}  # by tenant; the first one's turn is next
+        self._queue_lock = threading.Lock()
         self._cache: OrderedDict[Guided, Compiled] = OrderedDict()  # least recently used first
         self._alive: WeakValueDictionary[Guided, Compiled] = WeakValueDictionary()  # cached, or used by a request
 
@@ -174,7 +176,15 @@ class Compiler:
         self._alive[guided] = self._cache[guided] = compiled
         self._cache.move_to_end(guided)
         while self.cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            self._cache.popitem(last=False)
+            self._evict(guided)
+
+    def _evict(self, newest: Guided) -> None:
+        """Drop the least recently used grammar of the tenant that has most of the cache, but not the newest one."""
+        num_bytes: Counter[str] = Counter()
+        for guided, compiled in self._cache.items():
+            num_bytes[guided.owner] += compiled.num_bytes if guided != newest else 0
+        largest = max(num_bytes, key=num_bytes.__getitem__)
+        del self._cache[next(guided for guided in self._cache if guided.owner == largest and guided != newest)]
 
     def load_vocabulary(self) -> None:
         """Start loading the vocabulary; an error is reported for the first grammar."""
@@ -183,7 +193,9 @@ class Compiler:
 
     def _new_compilation(self, guided: Guided) -> Compilation:
         compilation = Compilation(Future())
-        self._pool().submit(self._work, guided, compilation)
+        with self._queue_lock:
+            self._queued.setdefault(guided.owner, deque()).append((guided, compilation))
+        self._pool().submit(self._work_next)
         return compilation
 
     def _pool(self) -> ThreadPoolExecutor:
@@ -192,6 +204,16 @@ class Compiler:
         return self._workers
 
     # ── in a worker ────────────────────────────────────────────────────────────────────────────────────
+
+    def _work_next(self) -> None:
+        """Compile the oldest queued grammar of the tenant whose turn it is; the tenants take turns."""
+        with self._queue_lock:
+            tenant = next(iter(self._queued))
+            queue = self._queued.pop(tenant)
+            guided, compilation = queue.popleft()
+            if queue:
+                self._queued[tenant] = queue
+        self._work(guided, compilation)
 
     def _work(self, guided: Guided, compilation: Compilation) -> None:
         if compilation.is_cancelled:

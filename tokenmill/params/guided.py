@@ -18,11 +18,14 @@ GuidedKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "g
 class Guided(msgspec.Struct, frozen=True):
     """A constraint on the answer: a JSON schema, any JSON object, a regex, one of several texts, or a grammar.
 
-    `text` is the schema, regex or grammar itself; for `choice` a JSON list of strings.
+    `text` is the schema, regex or grammar itself; for `choice` a JSON list of strings. `owner` is set by the engine to
+    the tenant of the request: tenants share no compiled grammars, because the time of a compilation would tell which
+    ones others use.
     """
 
     kind: GuidedKind
     text: str = ""
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GuidedKind):

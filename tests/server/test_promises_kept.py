@@ -35,5 +35,5 @@ def test_a_request_that_would_wait_too_long_is_told_how_long(server: ScriptedSer
     statuses = {reply.status_code for reply in replies}
     refused = [reply for reply in replies if reply.status_code != 200]
     assert statuses == {200, 503 if path == "/api/chat" else 429}, "Ollama says it so"
-    assert path == "/api/chat" or all("promised" in reply.text for reply in refused)
+    assert path == "/api/chat" or all("exceeds the limit" in reply.text for reply in refused)
     assert all(float(reply.headers["retry-after-ms"]) > 600 for reply in refused), "more than is promised"

@@ -174,7 +174,7 @@ def test_other_settings_share_nothing(stories_dir: Path, shared_dir: Path, tmp_p
 
 
 def test_what_can_not_work_is_refused(stories_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="kv_disk was given"):
+    with pytest.raises(InvalidConfig, match="kv_disk is set, but prefix_caching is off"):
         opened(stories_dir, tmp_path, prefix_caching=False)
     with pytest.raises(InvalidConfig, match="already in host memory"):
         opened(stories_dir, None, kv_host_gb=1.0)

@@ -1,24 +1,24 @@
 """The runner on a GPU: steps are put on the stream and collected later, so that the device never waits for the host.
 
-    launch    the forward pass of a step, and the draws of its rows that draw on the device: kernels on the stream
-    draw      the draws of a step that has rows with grammars, once their masks are known: kernels on the stream
-    collect   wait for the tokens; draw for the rows that the host draws for
+    launch    enqueue the forward pass of a step, and sampling of its rows that are sampled on the device
+    draw      enqueue sampling of a step that has rows with grammars, once their masks are known
+    collect   wait for the tokens; sample the rows that are sampled on the host
 
-Most rows of a server decode: each step feeds the token that the row drew in the step before (PENDING), which only the
-device knows when the step is launched. Such rows go through captured graphs. Beside prompts they are in the forward
-pass of those, so that the weights are read once:
+Most rows of a server decode: each step feeds the token that the row sampled in the previous step (PENDING), which only
+the device knows when the step is launched. Such rows run in captured graphs. In a step with prompts they are part of
+the prompts' forward pass, so that the weights are read once:
 
     stream:   | decode k | prompts and decode k+1 | decode k+2 | ...
     host:       launch k ─► launch k+1 ─► collect k, apply, output, plan k+2 ─► launch k+2 ─► collect k+1 ...
 
-A row whose sequence turns out to have ended in step k is computed once more in step k+1, and its result is void. What
-it wrote lies behind the end of its sequence: no full block is ever touched, and the block goes back to the pool when
+A row whose sequence turns out to have ended in step k is computed once more in step k+1, and that result is discarded.
+What it wrote lies behind the end of its sequence: no full block is ever touched, and the block returns to the pool when
 step k+1 is collected.
 
-Tokens are drawn on the device, by every parameter that `device_sampler` knows. A batch that has rows with grammars ends
-with hidden states, and all its rows draw in `draw`, behind the forward pass and before the next one. Rows that need
-more (logprobs, embeddings, rare parameters) have their forward pass launched like the others, and the host draws when
-the step is collected.
+Rows are sampled on the device if `device_sampler` supports their parameters. A batch that has rows with grammars ends
+with hidden states, and all its rows are sampled in `draw`, after its forward pass and before the next one. Rows that
+need more (logprobs, embeddings, rare parameters) have their forward pass launched like the others, and are sampled on
+the host when the step is collected.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tokenmill.runner.warmup import WarmUp
 from tokenmill.sampling.steps import steps_used
 from tokenmill.types import PENDING, RowInit, RowPlan, RowResult, StepPlan, StepResult
 
-NONE_LEFT = -2  # drawn in place of a token
-NOTHING_LEFT = "no token is left to draw: banned_token_ids and min_tokens together exclude every one"
+ALL_EXCLUDED = -2  # what the sampling kernel returns if no token may be sampled (`ops/triton/sampling/sample.py`)
+ALL_EXCLUDED_ERROR = "no token is left to draw: banned_token_ids and min_tokens together exclude every one"
 
 
 @dataclass(frozen=True)
 class HostDraws:
-    """Rows that feed one token each and that the host draws for."""
+    """Rows that feed one token each and are sampled on the host."""
 
     plans: list[RowPlan]
     hidden: torch.Tensor  # [R, H]
@@ -57,42 +57,44 @@ class HostDraws:
 
 @dataclass
 class LaunchedStep:
-    """A step on the stream."""
+    """A step that is launched and not collected yet."""
 
     plan: StepPlan
     began: float
-    pending: list[tuple[PendingTokens, list[RowPlan]]] = field(default_factory=list)  # drawn on the device
-    undrawn: list[tuple[torch.Tensor, list[RowPlan]]] = field(default_factory=list)  # hidden states of rows that draw
-    host: HostDraws | RowsForward | None = None  # rows that the host finishes
-    computed: torch.cuda.Event | None = None  # passes behind the forward pass of those
+    pending: list[tuple[PendingTokens, list[RowPlan]]] = field(default_factory=list)  # sampled on the device
+    undrawn: list[tuple[torch.Tensor, list[RowPlan]]] = field(
+        default_factory=list
+    )  # hidden states of rows not sampled yet
+    host: HostDraws | RowsForward | None = None  # rows whose results the host computes
+    computed: torch.cuda.Event | None = None  # recorded after the forward pass of those rows
     masks: StepMasks | None = None
 
 
 class CudaRunner:
-    depth = 2  # one step is computed while the host is busy with the other
+    depth = 2  # the device computes one step while the host handles the other
 
     def __init__(
         self, model: Model, storage: KVStorage, sampler: RowSampler, max_rows: int, max_context: int,
         *, is_stage: bool = False, has_head: bool = True,
     ) -> None:  # fmt: skip
-        """`is_stage`: the model's layers are those of one stage of a pipeline; `has_head`: False of a later one, which
-        draws nothing."""
+        """`is_stage`: the model has the layers of one pipeline stage; `has_head`: False for a later stage, which
+        samples nothing."""
         sliced = SlicedSampler(sampler, model.vocab_size)
         self._host = ModelRunner(model, storage, sliced, max_rows, max_context)
         self._model = model
         self._storage = storage
         self._rows = self._host.rows
         self._sampler = DeviceSampler(model.vocab_size, max_rows, storage.device)
-        self._kinds: list[Kind] = ["host"] * max_rows  # how each row's tokens are chosen
-        self._is_guided = [False] * max_rows  # drawn on the device, by masks
+        self._kinds: list[Kind] = ["host"] * max_rows  # how each row's tokens are sampled
+        self._is_guided = [False] * max_rows  # rows sampled on the device under a grammar's masks
         self._graphs = DecodeGraphs(model, storage, self._sampler, max_rows, self._rows.tables.shape[2], max_context)
         mixed = None if is_stage else mixed_graphs_of(model, storage, self._graphs, max_rows, max_context)
         self._mixed = mixed
         self._launched: dict[int, LaunchedStep] = {}
         self._warm_up = WarmUp(model, storage, self._graphs, max_rows, max_context, self._mixed, has_head=has_head)
         self._preparations: Iterator[Callable[[], object]] = iter(())
-        self._row_slots = [0] * max_rows  # of adapters, as the device has them
-        self._has_output = False  # a step
+        self._row_slots = [0] * max_rows  # each row's adapter slot, as stored on the device
+        self._has_collected_step = False
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -103,12 +105,12 @@ class CudaRunner:
         self._host.adapters = adapters
 
     def continues(self, new: RowInit) -> bool:
-        """Tell whether a row can feed its newest token before the host has seen it: it draws on the device."""
+        """Tell whether a row can feed its newest token before the host has seen it: if it is sampled on the device."""
         return self._sampler.can_draw(new)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> int:
-        if self._has_output:  # the first token waits for none of them
+        if self._has_collected_step:  # not earlier: compiling would delay the first token
             self._warm_up.compile_rest()
         step = LaunchedStep(plan, time.perf_counter())
         self._apply_changes(plan)
@@ -134,7 +136,7 @@ class CudaRunner:
             step.pending.append((self._to_host(drawn, [plan.row for plan in drawing]), plans))
 
     def guided_rows(self, ticket: int) -> list[int]:
-        """The rows of a launched step whose masks `draw` reads."""
+        """Return the rows of a launched step whose masks `draw` reads."""
         plans = [plan for _, part in self._launched[ticket].undrawn for plan in part]
         return [plan.row for plan in plans if plan.sample and self._is_guided[plan.row]]
 
@@ -145,10 +147,10 @@ class CudaRunner:
         for pending, plans in step.pending:
             tokens = pending.wait()
             found |= {row.row: _result(row, tokens, pending.lines) for row in plans}
-        if step.computed is not None:  # nothing has waited for a chunk that draws nothing, and its time is learned from
+        if step.computed is not None:  # a chunk without sampling was not waited for yet, and `step_s` includes it
             step.computed.synchronize()
         rows = [found[row.row] for row in step.plan.rows]
-        self._has_output = True
+        self._has_collected_step = True
         return StepResult(step=ticket, rows=rows, step_s=time.perf_counter() - step.began)
 
     @property
@@ -162,8 +164,8 @@ class CudaRunner:
     # ── before the first request ───────────────────────────────────────────────────────────────────────
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
-        """Take all the memory that steps will ever take, `step_bytes` for what is planned. Nothing may be running yet.
-        `while_compiling` is called while kernels are compiled."""
+        """Allocate all the memory that steps will ever use, `step_bytes` of it as planned for the largest step. No
+        request may be running yet. `while_compiling` is called while kernels are compiled."""
         self.compile_first(token_budget, while_compiling)
         self.hold(step_bytes)
         self.run_widest_step(token_budget)
@@ -173,8 +175,8 @@ class CudaRunner:
         self._warm_up.compile_first(token_budget, while_compiling)
 
     def hold(self, num_bytes: int) -> None:
-        """Reserve memory for steps that take more than the widest one (logits that the host draws from, prompts that
-        are scored). Torch keeps what is freed here and cuts it up for them, so no other process can take it."""
+        """Reserve memory for steps that use more than the widest one (logits sampled on the host, scored prompts).
+        Torch's allocator keeps the freed memory and splits it for those steps, so no other process can take it."""
         torch.empty(num_bytes, dtype=torch.uint8, device=self._storage.device)
 
     def run_widest_step(self, token_budget: int) -> None:
@@ -185,12 +187,12 @@ class CudaRunner:
         self._graphs.capture_largest(0 if self._mixed is None else self._mixed.step_bytes())
 
     def prepare(self) -> None:
-        """Spend a few seconds now that would otherwise be spent on the first batches of each size."""
+        """Run all idle tasks now, for a few seconds, so that the first batches of each size do not pay for them."""
         while self.next_idle_task():
             pass
 
     def next_idle_task(self) -> bool:
-        """Do the next piece of that preparation; False: nothing is left."""
+        """Run the next idle task; return False if none is left."""
         prepare = next(self._preparations, None)
         if prepare is not None:
             prepare()
@@ -199,7 +201,7 @@ class CudaRunner:
     # ── launch ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _apply_changes(self, plan: StepPlan) -> None:
-        """Take on rows, blocks and block tables, on the host and on the device."""
+        """Apply a plan's changes of rows, blocks and block tables, on the host and on the device."""
         for new in plan.new_rows:
             kind = self._kinds[new.row] = self._kind_of(new)
             self._is_guided[new.row] = kind != "host" and new.params.guided is not None
@@ -211,7 +213,7 @@ class CudaRunner:
         )
 
     def _note_adapters(self, plan: StepPlan) -> None:
-        """Tell the device which slots new rows use."""
+        """Write the adapter slots of new rows to the device."""
         changed = [new for new in plan.new_rows if new.adapter_slot != self._row_slots[new.row]]
         if not changed:
             return
@@ -222,7 +224,7 @@ class CudaRunner:
         self._graphs.row_slots.index_copy_(0, rows, slots)
 
     def _slots(self, plans: Sequence[RowPlan]) -> torch.Tensor | None:
-        """The slots of adapters, one a row; None where none has one."""
+        """Return the adapter slot of each row, or None if no row has an adapter."""
         slots = self._rows.adapters(plans)
         return None if slots is None else self._to_device(slots, torch.int32)
 
@@ -240,7 +242,7 @@ class CudaRunner:
         return "sample" if any(self._kinds[plan.row] == "sample" for plan in plans) else "greedy"
 
     def _sort(self, plans: Sequence[RowPlan]) -> tuple[list[RowPlan], list[RowPlan], list[RowPlan]]:
-        """Rows that decode in a graph; prompts; rows that the host finishes."""
+        """Split rows into those that decode in a graph, prompts, and rows whose results the host computes."""
         decode: list[RowPlan] = []
         prefill: list[RowPlan] = []
         host: list[RowPlan] = []
@@ -265,12 +267,12 @@ class CudaRunner:
             step.pending.append((self._graphs.start(inputs, self._kind(plans), is_adapted=is_adapted), plans))
 
     def _hidden(self, plans: list[RowPlan]) -> torch.Tensor:
-        """Hidden states [R, H] of rows that feed one token each. A copy: the graph's own are overwritten by the next
-        batch of the same size, which may be launched before they are read."""
+        """Launch rows that feed one token each; return their hidden states [R, H]. They are a copy: the next batch of
+        the same size, which may be launched before they are read, overwrites the graph's own."""
         return self._graphs.hidden(decode_inputs(plans), is_adapted=self._is_adapted(plans)).clone()
 
     def _launch_prefill(self, step: LaunchedStep, plans: list[RowPlan]) -> None:
-        """Rows that feed prompts, and beside them those that decode."""
+        """Launch rows that feed prompts, together with the rows that decode."""
         plans = self._in_kernel_order(plans)
         drawing = [plan for plan in plans if plan.sample]
         hidden = self._states(plans)
@@ -281,16 +283,16 @@ class CudaRunner:
         step.pending.append((self._to_host(drawn, [plan.row for plan in drawing]), plans))
 
     def _in_kernel_order(self, plans: list[RowPlan]) -> list[RowPlan]:
-        """Rows with one query come first and whole long prompts last: each kind has a kernel of its own."""
+        """Sort rows: those with one query first, prompts from position 0 last, because each kind has its own kernel."""
         return sorted(plans, key=lambda plan: (len(plan.token_ids) > 1, plan.start == 0, len(plan.token_ids)))
 
     def _states(self, plans: list[RowPlan]) -> torch.Tensor:
-        """Hidden states [D, H] of the rows that draw, of a step with prompts."""
+        """Run the forward pass of a step with prompts; return hidden states [D, H] of the rows that are sampled."""
         tables, adapters = self._rows.tables, self._rows.adapters(plans)
         if self._mixed is not None and adapters is None and self._mixed.takes(plans):
             hidden = self._mixed.hidden(plans)
             drawing = [number for number, plan in enumerate(plans) if plan.sample]
-            # A copy: the graph's own are overwritten by the next step of the same size.
+            # A copy: the next step of the same size overwrites the graph's own.
             return hidden.index_select(0, self._to_device(drawing, torch.int64))
         wanted = [[len(plan.token_ids) - 1] if plan.sample else [] for plan in plans]
         batch = build_batch(plans, wanted, tables, self._storage.block_size, self._storage.device, adapters)
@@ -298,15 +300,16 @@ class CudaRunner:
         return self._model.forward(batch, self._storage)
 
     def _fill_pending(self, token_ids: torch.Tensor, plans: Sequence[RowPlan]) -> None:
-        """Put the tokens that rows drew last where those are fed; a row whose draw failed is void, and feeds any."""
+        """Replace PENDING by the rows' newest tokens. A row whose sampling failed has a negative one; its result is
+        discarded, so it may feed any token."""
         starts = accumulate((len(plan.token_ids) for plan in plans), initial=0)
         fed = [(start, plan.row) for start, plan in zip(starts, plans, strict=False) if plan.token_ids[0] == PENDING]
         if fed:
-            places, rows = self._to_device(list(zip(*fed, strict=True)), torch.int64)
-            token_ids.index_copy_(0, places, self._graphs.newest[rows].clamp_min(0))
+            indices, rows = self._to_device(list(zip(*fed, strict=True)), torch.int64)
+            token_ids.index_copy_(0, indices, self._graphs.newest[rows].clamp_min(0))
 
     def _drawn(self, hidden: torch.Tensor, plans: list[RowPlan], masks: StepMasks | None = None) -> torch.Tensor:
-        """Tokens [R] for the rows of `plans`, which become their newest."""
+        """Sample a token for each row of `plans`, int64 [R], and store them as the rows' newest."""
         rows = [plan.row for plan in plans]
         if self._kind(plans) == "greedy":
             drawn = best_tokens(self._model, hidden, "eager", self._slots(plans))
@@ -314,7 +317,7 @@ class CudaRunner:
             return drawn
         indices, last = [plan.output_index for plan in plans], [plan.token_ids[-1] for plan in plans]
         uniforms = self._to_device(self._sampler.uniforms(rows, indices), torch.float64)
-        padding = [0] * (-len(plans) % 4)  # each begins at a multiple of 16 bytes, as kernels are compiled for
+        padding = [0] * (-len(plans) % 4)  # each starts at a multiple of 16 bytes, as the kernels assume
         sent = self._to_device([[*one, *padding] for one in (rows, indices, last)], torch.int32)
         row_ids, output_ids, fed = sent[:, : len(plans)]
         if PENDING in last:
@@ -326,13 +329,13 @@ class CudaRunner:
         return self._sampler.draw(logits, row_ids, output_ids, uniforms, self._graphs.newest)
 
     def _keep_grammatical(self, logits: torch.Tensor, rows: list[int], masks: StepMasks) -> None:
-        """Take all tokens from the rows with grammars that their masks do not allow; changes logits [R, vocab]."""
+        """Exclude the tokens that the masks of rows with grammars forbid; modifies logits [R, vocab]."""
         numbers = [number for number, row in enumerate(rows) if self._is_guided[row]]
         guided = [rows[number] for number in numbers]
         self._sampler.keep_allowed(logits, self._to_device(numbers, torch.int32), masks, guided)
 
     def _launch_host(self, plans: list[RowPlan]) -> HostDraws | RowsForward:
-        """Rows that feed one token still go through a graph, up to the hidden states."""
+        """Launch rows whose results the host computes. If all only decode, a graph computes their hidden states."""
         self._host.sampler.observe(plans)
         return HostDraws(plans, self._hidden(plans)) if self._draws_only(plans) else self._host.start_rows(plans)
 
@@ -351,7 +354,7 @@ class CudaRunner:
         return PendingTokens({row: line for line, row in enumerate(rows)}, tokens, self._event())
 
     def _event(self) -> torch.cuda.Event:
-        """Passes when the device has done what is on the stream now."""
+        """Record an event that completes when everything now on the stream is done."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -383,5 +386,5 @@ def _result(plan: RowPlan, tokens: list[int], lines: dict[int, int]) -> RowResul
         return RowResult(row=plan.row)
     token = tokens[lines[plan.row]]
     if token < 0:
-        return RowResult(row=plan.row, error=NOTHING_LEFT if token == NONE_LEFT else NOT_FINITE)
+        return RowResult(row=plan.row, error=ALL_EXCLUDED_ERROR if token == ALL_EXCLUDED else NOT_FINITE)
     return RowResult(row=plan.row, token_ids=[token])

@@ -1,17 +1,18 @@
-"""Decoding steps as CUDA graphs: rows that each feed one token and draw the next one.
+"""Decoding steps as CUDA graphs: rows that each feed one token and sample the next one.
 
-Everything such a step needs is on the device already: block tables, each row's newest token, and what its draw depends
-on. The host writes row numbers, positions and random numbers into its own memory, 32 bytes a row; the graph reads them
-there, gathers the rest, runs the model, and leaves the drawn tokens where the next step will look for them, and where
-the host will. So a step can be launched before the one ahead of it is done, and nothing lies between two graphs.
+Everything else that such a step needs is already on the device: block tables, each row's newest token, its sampling
+parameters and token counts. The host writes row numbers, positions and random numbers into pinned memory, 32 bytes a
+row; the graph reads them there, gathers the rest, runs the model, and writes the sampled tokens to device memory for
+the next step and to pinned memory for the host. So a step can be launched before the previous one is done, and the
+device does not wait between two graphs.
 
     greedy   every row takes the most likely token
-    sample   each row by its own parameters (see `device_sampler`)
-    host     the host draws: the step ends with hidden states
+    sample   each row samples with its own parameters (see `device_sampler`)
+    host     the step ends with hidden states, for sampling outside the graph
 
-A graph is captured when its kind and batch size are first met. Sizes are padded to a few; padding rows have number -1,
-see nothing, and write into the null block. All graphs share one pool of memory, which the largest, captured first, has
-sized.
+A graph is captured when its kind and batch size first occur, or earlier, while the engine is idle. Batches are padded
+to a few sizes; padding rows have row number -1, attend to nothing, and write into the null block. All graphs share one
+memory pool, whose size is set by the largest graph, which is captured first.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ from tokenmill.runner.memory import graph_sizes, table_width
 
 Kind = Literal["greedy", "sample", "host"]
 IDLE_KINDS: tuple[Kind, ...] = ("greedy", "sample")
-STAGE_KINDS: tuple[Kind, ...] = ("host",)  # of a stage of a pipeline, whose graphs end with its layers
-PADDING_ROW = (NO_ROW, 0, -1, 0, 0, 0, 0, 0)  # fills a step up to the size of its graph
-NO_ADAPTERS = -1  # the version of graphs whose rows have none
-FEW_CHANGES = 512  # of block tables in one step: room for so many is there from the start
+STAGE_KINDS: tuple[Kind, ...] = ("host",)  # for a pipeline stage, whose graphs end with its last layer
+PADDING_ROW = (NO_ROW, 0, -1, 0, 0, 0, 0, 0)  # pads a step to the size of its graph
+NO_ADAPTERS = -1  # the version of graphs without adapters
+MIN_TABLE_CHANGES = 512  # block-table entries that every allocated buffer has room for
 
 
 @dataclass(frozen=True)
 class DecodeGraph:
     graph: torch.cuda.CUDAGraph
-    result: torch.Tensor  # tokens int64 [R], negative where there is none; or hidden states [R, H]
+    result: torch.Tensor  # tokens int64 [R], negative where sampling failed; or hidden states [R, H]
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ class DecodeInputs:
 
     rows: list[int]
     positions: list[int]
-    tokens: list[int]  # PENDING: the row's newest
-    indices: list[int]  # how many output tokens each has
+    tokens: list[int]  # PENDING: the row's newest token, which is on the device
+    indices: list[int]  # how many output tokens each row has
 
 
 @dataclass(frozen=True)
 class PendingTokens:
-    """Tokens on their way from the device: line i belongs to the row with lines[row] == i."""
+    """Sampled tokens being copied to the host: token i belongs to the row with lines[row] == i."""
 
     lines: dict[int, int]
     tokens: torch.Tensor  # int64, pinned
@@ -92,8 +93,8 @@ def recording_stream() -> torch.cuda.Stream:
 
 
 def best_tokens(model: Model, hidden: torch.Tensor, mode: Mode, adapters: torch.Tensor | None = None) -> torch.Tensor:
-    """The most likely tokens behind hidden states [R, H], int64 [R]; negative where there is none. `adapters` [R]: the
-    slots of theirs."""
+    """Return the most likely next tokens for hidden states [R, H], int64 [R]; negative for a row without one.
+    `adapters` [R]: the rows' adapter slots."""
     best_logits = model.best_logits
     if best_logits is None:
         tokens, _ = argmax(model.logits(hidden, mode, adapters))
@@ -108,17 +109,17 @@ class DecodeGraphs:
     ) -> None:
         device = storage.device
         width = table_width(max_blocks)
-        self.rows = RowTables(len(storage.layout.groups), max_rows, width, device)  # kept true by the runner
-        self.newest = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token drawn for each row
-        self.kinds = IDLE_KINDS  # that are captured beforehand
-        self._numbers = torch.arange(max_rows + 1, device=device)  # of a step's lines
-        self._starts = self._numbers.int()  # where their one token begins
+        self.rows = RowTables(len(storage.layout.groups), max_rows, width, device)  # kept up to date by the runner
+        self.newest = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token sampled for each row
+        self.kinds = IDLE_KINDS  # captured while the engine is idle
+        self._numbers = torch.arange(max_rows + 1, device=device)  # 0, 1, 2, ...
+        self._starts = self._numbers.int()  # of a step's queries: each row has one
         self._model = model
         self._storage = storage
         self._sampler = sampler
         self._max_context = max_context
         self._sizes = graph_sizes(max_rows)
-        # Each row's adapter; padding rows have the number -1, and with it the last entry.
+        # Each row's adapter slot; padding rows have row number -1, so they use the last entry.
         self.row_slots = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self._captured: dict[tuple[int, Kind, int], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -126,18 +127,18 @@ class DecodeGraphs:
         self._padding = new_mailbox(max_rows, device)
 
     def start(self, inputs: DecodeInputs, kind: Kind, *, is_adapted: bool = False) -> PendingTokens:
-        """Put a step on the stream that draws; `is_adapted`: some rows have adapters."""
+        """Launch a step that samples; `is_adapted`: some rows have adapters."""
         tokens, _ = self._launch(inputs, kind, is_adapted)
         return PendingTokens({row: line for line, row in enumerate(inputs.rows)}, tokens, self._inputs.launched())
 
     def hidden(self, inputs: DecodeInputs, *, is_adapted: bool = False) -> torch.Tensor:
-        """Put a step on the stream; hidden states [R, H], overwritten by the next step of the same size."""
+        """Launch a step; return its hidden states [R, H], which the next step of the same size overwrites."""
         _, result = self._launch(inputs, "host", is_adapted)
         self._inputs.launched()
         return result[: len(inputs.rows)]
 
     def _launch(self, inputs: DecodeInputs, kind: Kind, is_adapted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replay a graph; where its tokens will be in the host's memory, and its result on the device."""
+        """Replay a graph; return where its tokens will be in pinned memory, and its result on the device."""
         size = next(size for size in self._sizes if size >= len(inputs.rows))
         version = self._adapter_version() if is_adapted else NO_ADAPTERS
         graph = self._captured.get((size, kind, version)) or self._capture(size, kind, version=version)
@@ -147,8 +148,8 @@ class DecodeGraphs:
         return tokens, graph.result
 
     def _adapter_version(self) -> int:
-        """Return what graphs with adapters depend on: the set of products that adapters have ever changed. Graphs of an
-        earlier set are freed."""
+        """Return the version of the set of matrices that adapters have ever changed, on which graphs with adapters
+        depend. Graphs of an earlier version are freed."""
         slots = self._model.adapter_slots
         assert slots is not None, "rows have adapters where the model has slots"
         for key in [key for key in self._captured if key[2] not in (NO_ADAPTERS, slots.version)]:
@@ -156,12 +157,13 @@ class DecodeGraphs:
         return slots.version
 
     def ask_for_kernels(self) -> None:
-        """Launch the kernels that are in no other step, for `compile_in_parallel`."""
+        """Launch the kernels that no other kind of step has, so that `compile_in_parallel` compiles them."""
         gathered = self._gather(1, self._padding)
         publish_tokens(gathered, gathered.token_ids, self._padding, self.newest)
         change_tables(self.newest.new_empty(2, 1), self.rows.tables)
 
     def ask_for_draws(self) -> None:
+        """Launch the sampling kernels, so that `compile_in_parallel` compiles them."""
         gathered = self._gather(1, self._padding)
         logits = torch.empty(1, self._model.vocab_size, device=self.newest.device)
         self._sampler.count_fed(gathered.rows, gathered.indices, gathered.token_ids)
@@ -169,23 +171,23 @@ class DecodeGraphs:
         self._sampler.draw(logits, gathered.rows, gathered.indices, gathered.uniforms, self.newest)
 
     def captures(self) -> Iterator[Callable[[], object]]:
-        """Capture every size that is not captured yet, the smallest first. Sizes that are left are captured when they
-        are first met; so are all of steps in which the host draws, since those are few."""
+        """Yield a task for each size in `kinds` that is not captured yet, the smallest first. Everything else is
+        captured when it first occurs."""
         for kind in self.kinds:
             for size in self._sizes:
                 if (size, kind, NO_ADAPTERS) not in self._captured:
                     yield partial(self._capture, size, kind)
 
     def capture_largest(self, room_bytes: int = 0) -> None:
-        """Take the memory that captured steps will ever take, with room for the logits of steps that sample, and for
-        `room_bytes` of steps of another make."""
+        """Allocate the memory that captured steps will ever use, with room for the logits of steps that sample, and for
+        `room_bytes` of the steps captured by `recorded_step`."""
         self._capture(self._sizes[-1], self.kinds[0], room_bytes=room_bytes)
 
     def _capture(
         self, size: int, kind: Kind, *, room_bytes: int | None = None, version: int = NO_ADAPTERS
     ) -> DecodeGraph:
-        """`room_bytes`: that the graphs' memory pool has from then on, beside room for logits in float32. `version`: of
-        steps with adapters."""
+        """`room_bytes`: memory to reserve in the graphs' pool, in addition to float32 logits; None reserves neither.
+        `version`: of the adapters."""
 
         def step(mailbox: StepMailbox) -> torch.Tensor:
             result = self._step(size, mailbox, kind, is_adapted=version != NO_ADAPTERS)
@@ -202,15 +204,15 @@ class DecodeGraphs:
         return captured
 
     def recorded_step(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
-        """Capture a step of another make, in the same memory; what replays it, and its result. It is run once before,
-        which may change nothing."""
+        """Capture a step of another module in the same memory pool; return a function that replays it, and its result.
+        The step is run once before, and must not change anything then."""
         step()
         torch.cuda.synchronize()
         graph, result = self._recorded(step)
         return graph.replay, result
 
     def _recorded(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Capture by hand: `torch.cuda.graph` gives the memory that is held for steps back to the driver each time."""
+        """Capture without `torch.cuda.graph`, which would return the memory reserved for steps to the driver."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(recording_stream()):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -262,12 +264,12 @@ class DecodeGraphs:
 
 
 def shared(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory that kernels on `device` can reach."""
+    """Allocate host memory that kernels on `device` can access."""
     return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def new_mailbox(max_rows: int, device: torch.device) -> StepMailbox:
-    """A mailbox whose slots all hold padding rows."""
+    """Return a mailbox whose slots all hold padding rows."""
     sent = shared(RING_SIZE, max_rows, NUM_WORDS.value, dtype=torch.int32, device=device)
     sent.numpy()[:] = PADDING_ROW
     drawn = shared(RING_SIZE, max_rows, dtype=torch.int64, device=device)
@@ -275,10 +277,10 @@ def new_mailbox(max_rows: int, device: torch.device) -> StepMailbox:
 
 
 class RingSlots:
-    """The slots of a ring of pinned memory, each with an event behind its last use.
+    """The slots of a ring of pinned memory, each with an event recorded after its last use.
 
-    Torch knows of its own copies only, so nothing tells it when a kernel is done with pinned memory. A slot is written
-    again when its event has passed, which with so many slots it always has.
+    Torch tracks only its own copies, so it does not know when a kernel has finished with pinned memory. A slot is
+    rewritten only after its event has completed; with this many slots that never takes a wait.
     """
 
     def __init__(self) -> None:
@@ -286,14 +288,14 @@ class RingSlots:
         self._done: list[torch.cuda.Event | None] = [None] * RING_SIZE
 
     def take(self) -> int:
-        """The next slot, which no kernel reads or writes any more."""
+        """Return the next slot, once no kernel reads or writes it any more."""
         done = self._done[self.next]
         if done is not None:
             done.synchronize()
         return self.next
 
     def used(self) -> torch.cuda.Event:
-        """Record that what uses the slot is on the stream; the event passes when it is done."""
+        """Record that the work that uses the slot is on the stream; the event completes when that work is done."""
         done = self._done[self.next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         self._done[self.next] = done
@@ -302,14 +304,14 @@ class RingSlots:
 
 
 class PinnedStepInputs:
-    """The host's side of a mailbox: what steps are told, and where their tokens arrive."""
+    """The host's side of a mailbox: it writes the inputs of steps and receives their tokens."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.mailbox = new_mailbox(max_rows, device)
         self._words: NDArray[np.int32] = self.mailbox.sent.numpy()
         self._uniforms: NDArray[np.float64] = self._words.view(np.float64)
         self._slots = RingSlots()
-        self._is_written = False  # and not yet launched
+        self._is_written = False  # inputs were written whose step is not launched yet
 
     def write(
         self,
@@ -320,8 +322,8 @@ class PinnedStepInputs:
         indices: Sequence[int],
         uniforms: Sequence[float] | None,
     ) -> torch.Tensor:
-        """Write the inputs of a step of `size` rows, to be launched next; where its tokens will be, int64 [size]."""
-        if self._is_written:  # an exception came between, before or after the launch: the device knows
+        """Write the inputs of the next step, of `size` rows; return where its tokens will be, int64 [size]."""
+        if self._is_written:  # the last step failed before or after its launch: the device knows its slot
             self._slots.next = int(self.mailbox.turn)
         self._is_written = True
         slot, count = self._slots.take(), len(rows)
@@ -334,6 +336,7 @@ class PinnedStepInputs:
         return self.mailbox.drawn[slot, :size]
 
     def launched(self) -> torch.cuda.Event:
+        """Record that the step with the written inputs is on the stream; the event completes when the step is done."""
         done = self._slots.used()
         self._is_written = False
         return done
@@ -348,7 +351,7 @@ class RowTables:
         self._buffers = [shared(0, dtype=torch.int64, device=device)] * RING_SIZE
 
     def change(self, changes: Sequence[tuple[int, int, int, list[int]]]) -> None:
-        """Write (group, row, first entry, block ids from that entry on) each."""
+        """Apply changes to the tables, each (group, row, first entry, block ids from that entry on)."""
         if not changes:
             return
         _, max_rows, max_blocks = self.tables.shape
@@ -364,9 +367,9 @@ class RowTables:
         self._slots.used()
 
     def _room(self, num_changes: int) -> torch.Tensor:
-        """Pinned memory int64 [2, num_changes] in the next slot."""
+        """Return pinned memory int64 [2, num_changes] of the next slot."""
         slot = self._slots.take()
         if self._buffers[slot].numel() < 2 * num_changes:
-            size = 2 * max(num_changes, FEW_CHANGES)
+            size = 2 * max(num_changes, MIN_TABLE_CHANGES)
             self._buffers[slot] = shared(size, dtype=torch.int64, device=self.tables.device)
         return self._buffers[slot][: 2 * num_changes].view(2, num_changes)

@@ -1,12 +1,13 @@
-"""The memory of a runner beside the weights, and how many KV blocks fit into the rest. Pure arithmetic, no torch: the
-planner's estimate and the engine's allocation are this.
+"""The memory that a runner uses besides the weights, and how many KV blocks fit into the rest.
+
+Pure arithmetic without torch: the planner's estimate and the engine's allocation both use these functions.
 
     GPU memory   [ runtime | weights | rows | largest step | graphs | KV pool ................ | kept free ]
 
-    rows            tables of the permanent rows: block ids, parameters, seen tokens, angles of every position
-    largest step    the widest moment of a step of `token_budget` tokens, or its logits; held from the start
-    graphs          the same of a decoding step of `max_running` rows, or of a captured step of chunks beside such, in a
-                    pool of its own
+    rows            tables of the permanent rows: block ids, sampling parameters, token counts, rotary angles
+    largest step    the peak of a step of `token_budget` tokens, or its logits; reserved at start
+    graphs          the same for a decoding step of `max_running` rows, or for a captured step of prompt chunks and
+                    decoding rows, in a separate pool
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from tokenmill.kv.layout import KVLayout
 from tokenmill.params import DEVICE_PARAM_SLOTS
 from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, can_mix, largest_mixed_step, singles_for
 
-LIVE_HIDDEN = 5  # residual and addend of this layer and of the one before, and the norm of their sum
-LIVE_STREAMS = 3  # of several residual streams: before a layer, predicted, and corrected
-LOGIT_BYTES = 6  # as computed, and as float32
-HOST_DRAW_BYTES = 40  # a logit that the host draws from: copies, fixed-point probabilities, sums
-SCORE_BYTES = 16  # a logit that a prompt's token is scored by: as computed, as float32, and slices of both
-MAX_HOST_LOGITS = 1 << 24  # so many of either at a time
-GRAPH_BYTES = 3 << 20  # what the driver keeps of one captured step
-NUM_GRAPH_KINDS = 3  # a size is captured for each way of choosing tokens
-WORKSPACE_BYTES = 64 << 20  # of the libraries that multiply matrices, one for steps and one for graphs
-GPU_START_BYTES = 256 << 20  # kernels that are loaded once they are needed
-GPU_SPLIT_TOKENS = 320  # at most, times splits of what each looks at, where few tokens are computed at a time
-GPU_INDEX_SCORES = 1 << 24  # float32, that an indexer keeps at a time (`ops/triton/attention/sparse.py`)
-CPU_INDEX_SCORES = 1 << 22  # the same of the native kernels (`csrc/decoder/indexer.cpp`)
-SPLIT_QUERIES = 68_000  # results that splits of a chunk's context leave: 64 for each of four programs at a time
-MAX_ROW_EDITS, EDIT_BYTES = 512, 12  # changes of single logits that a row keeps on the device: id, value, end
+LIVE_HIDDEN = 5  # hidden states: residual and addend of this layer and of the previous one, and the norm of their sum
+LIVE_STREAMS = 3  # the same of models with several residual streams: before a layer, predicted, and corrected
+LOGIT_BYTES = 6  # per logit: as computed, and as float32
+HOST_DRAW_BYTES = 40  # per logit of a row sampled on the host: copies, fixed-point probabilities, sums
+SCORE_BYTES = 16  # per logit that scores a prompt token: as computed, as float32, and slices of both
+MAX_HOST_LOGITS = 1 << 24  # logits sampled on the host, or scored, at a time
+GRAPH_BYTES = 3 << 20  # that the driver keeps for one captured step
+NUM_GRAPH_KINDS = 3  # each size is captured for each kind of sampling
+WORKSPACE_BYTES = 64 << 20  # of the GEMM libraries, one for steps and one for graphs
+GPU_START_BYTES = 256 << 20  # kernels that are loaded when they are first launched
+GPU_SPLIT_TOKENS = 320  # max of tokens times splits of their context, in steps of few tokens
+GPU_INDEX_SCORES = 1 << 24  # float32 scores that an indexer keeps at a time (`ops/triton/attention/sparse.py`)
+CPU_INDEX_SCORES = 1 << 22  # the same for the native CPU kernels (`csrc/decoder/indexer.cpp`)
+SPLIT_QUERIES = 68_000  # partial results of a chunk's context splits: 64 for each of four programs at a time
+MAX_ROW_EDITS, EDIT_BYTES = 512, 12  # edits of single logits that a row keeps on the device: id, value, end
 
 
-# ── a GPU's memory beside the pool ─────────────────────────────────────────────────────────────────────
+# ── GPU memory besides the KV pool ─────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,13 @@ class RunnerLimits:
     max_context: int
     block_size: int = 16
     value_bytes: int = 2  # of an activation
-    expands_weights: bool = False  # matrices that are expanded, a piece at a time, for steps of many tokens
+    expands_weights: bool = False  # steps of many tokens expand quantised matrices, a piece at a time
 
 
 @dataclass(frozen=True)
 class RunnerBytes:
+    """The memory of a runner in bytes, by use: see the drawing above."""
+
     rows: int
     step: int
     graphs: int
@@ -82,7 +85,7 @@ NO_RUNNER_BYTES = RunnerBytes(0, 0, 0)
 
 
 def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -> RunnerBytes:
-    """Bytes that a GPU runner takes; `share`: of each matrix and the vocabulary that one of several devices has."""
+    """Return the bytes of a GPU runner; `share`: of each matrix and the vocabulary on one of several devices."""
     logits = min(limits.max_running, limits.token_budget) * spec.vocab_size * share
     host = min(logits, MAX_HOST_LOGITS) * HOST_DRAW_BYTES
     scored = min(limits.token_budget * spec.vocab_size * share, MAX_HOST_LOGITS) * SCORE_BYTES
@@ -96,12 +99,12 @@ def runner_bytes(spec: ModelSpec, limits: RunnerLimits, *, share: float = 1.0) -
     if share == 1.0 and can_mix(spec):
         graphs = max(graphs, mixed_step_bytes(spec, limits)) + _mixed_graph_bytes(spec, limits)
     graphs += len(graph_sizes(limits.max_running)) * NUM_GRAPH_KINDS * GRAPH_BYTES + _table_bytes(spec, limits)
-    beside = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.expands_weights else 0)
-    return RunnerBytes(_row_bytes(spec, limits), int(step) + beside, int(graphs) + beside)
+    workspace = WORKSPACE_BYTES + (_expanded_bytes(spec, limits) if limits.expands_weights else 0)
+    return RunnerBytes(_row_bytes(spec, limits), int(step) + workspace, int(graphs) + workspace)
 
 
 def mixed_step_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
-    """Bytes that the largest captured step of chunks beside decoding rows takes, with tables of its rows' blocks."""
+    """Return the bytes of the largest captured step of chunks and decoding rows, with its rows' block tables."""
     tables = len(KVLayout.from_spec(spec).groups) * table_width(ceil(limits.max_context / limits.block_size)) * 4
     rows = singles_for(limits.max_running)[-1] + MAX_PROMPTS
     widest = _widest(spec, largest_mixed_step(limits.max_running), limits, 1.0)
@@ -109,40 +112,40 @@ def mixed_step_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
 
 
 def _mixed_graph_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
-    """What stays of each captured step of chunks beside decoding rows: the driver's part, and the hidden states."""
+    """Return the bytes that captured steps of chunks and decoding rows keep: the driver's, and hidden states."""
     singles = singles_for(limits.max_running)
     rows = sum(singles) + len(singles) * MAX_PROMPTS
     return len(CHUNKS) * (len(singles) * GRAPH_BYTES + rows * spec.hidden_size * limits.value_bytes)
 
 
 def _split_bytes(spec: ModelSpec) -> int:
-    """Bytes that splits of a chunk's context leave, to be merged."""
+    """Return the bytes of the partial results of a chunk's context splits, which are merged afterwards."""
     widest = max(
         (mixer.head_dim for layer in spec.layers for mixer in layer.mixers if isinstance(mixer, Gqa)), default=0
     )
     return SPLIT_QUERIES * (widest + 1) * 4 if widest else 0
 
 
-def index_bytes(spec: ModelSpec, num_tokens: int, max_context: int, most_scores: int) -> int:
-    """Bytes that indexers of sparse attention take in a step: scores of entries for some tokens at a time, and the
-    entries that each token has chosen. Contexts in which everything is seen are not scored."""
+def index_bytes(spec: ModelSpec, num_tokens: int, max_context: int, max_scores: int) -> int:
+    """Return the bytes that indexers of sparse attention use in a step: scores of entries, for some tokens at a time,
+    and the entries selected for each token. Contexts short enough to select every entry are not scored."""
     largest = 0
     for indexer, rate in indexers(spec):
         entries = max_context // rate
         if entries > indexer.top_k:
-            scores = min(num_tokens * entries, max(most_scores, entries))
+            scores = min(num_tokens * entries, max(max_scores, entries))
             largest = max(largest, 4 * (scores + num_tokens * indexer.top_k))
     return largest
 
 
 def _window_split_bytes(spec: ModelSpec) -> int:
-    """Bytes of what splits find, float32, where attention over compressed entries is divided among programs"""
+    """Return the bytes of float32 partial results where programs split attention over compressed entries."""
     mixers = (layer.mixer for layer in spec.layers)
     return max((4 * mixer.q_size * GPU_SPLIT_TOKENS for mixer in mixers if isinstance(mixer, WindowedMqa)), default=0)
 
 
 def indexers(spec: ModelSpec) -> list[tuple[Indexer, int]]:
-    """The distinct indexers of a model, and how many tokens an entry stands for that they choose."""
+    """Return the distinct indexers of a model, each with the number of tokens that one entry stands for."""
     found: dict[tuple[Indexer, int], None] = {}
     for layer in spec.layers:
         mixer = layer.mixer
@@ -155,18 +158,18 @@ def indexers(spec: ModelSpec) -> list[tuple[Indexer, int]]:
 
 def _expanded_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
     largest = max(prod(tensor.shape) for tensor in tensors_of(spec).values() if tensor.kind == "linear")
-    return min(EXPANDED_BYTES, 2 * largest * limits.value_bytes)  # gate and up are one
+    return min(EXPANDED_BYTES, 2 * largest * limits.value_bytes)  # gate and up are one matrix
 
 
 def _widest(spec: ModelSpec, num_tokens: int, limits: RunnerLimits, share: float) -> float:
-    """Everything that lives at the widest moment of a layer."""
+    """Return the peak bytes of activations within a layer."""
     widest = max(_layer_width(spec, index) for index in range(spec.num_layers)) * share
     streams = 0 if spec.streams is None else LIVE_STREAMS * spec.streams.num_streams
     return num_tokens * ((LIVE_HIDDEN + streams) * spec.hidden_size + widest) * limits.value_bytes
 
 
 def _layer_width(spec: ModelSpec, index: int) -> int:
-    """Values of one token."""
+    """Return the peak number of values of one token within a layer."""
     layer = spec.layers[index]
     fed = _feed_width(layer.mlp, spec.hidden_size)
     if layer.side_experts is not None:
@@ -218,8 +221,8 @@ def _table_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
 
 
 def table_width(max_blocks: int) -> int:
-    """Block ids that a row's table has room for: each group's begin at multiples of 16 bytes, whatever the number of
-    rows, so that one kernel reads them all."""
+    """Return the number of block ids in a row's table: a multiple of 4, so that each group's tables start at a multiple
+    of 16 bytes for any number of rows, and one kernel can read them all."""
     return ceil(max_blocks / 4) * 4
 
 
@@ -255,16 +258,17 @@ def kept_bytes(tensor: TensorSpec, value_bytes: int, quantization: str, stored: 
         return value_bytes * size
     if quantization == "fp8" and not is_of_experts:
         return size + 4 * tensor.shape[0]
-    if quantization in ("fp8", "int8"):  # experts have no products with fp8 matrices
+    if quantization in ("fp8", "int8"):  # there are no fp8 kernels for experts
         return size + size // INT8_GROUP * 2
     copies = 1 if columns % (2 * INT4_GROUP) or is_of_experts else 2  # of scales: see `PackedIntFormat.num_bytes`
     return size // 2 + size // INT4_GROUP * value_bytes * copies
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Batch sizes that decoding steps are padded to: 1 2 4 8 16 24 32 48 64 80 ... 128 160 ... 256 320 384 512 640 ...
+    """Return the batch sizes that decoding steps are padded to.
 
-    No 448 and no odd multiple of 64 behind it: cuBLAS takes longer for them than for the next size
+    1 2 4 8 16 24 32 48 64 80 ... 128 160 ... 256 320 384 512 640 ...
+    448 and the larger odd multiples of 64 are left out: cuBLAS takes longer for them than for the next size
     (`docs/experiments/gpu-gemm.md`).
     """
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 128, 16), *range(128, 256, 32), 256, 320, 384, *range(512, max_rows, 128)]
@@ -275,7 +279,7 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def blocks_for_context(layout: KVLayout, context: int, block_size: int, max_chunk: int = 1) -> int:
-    """Blocks that one sequence of `context` tokens holds at most, all paged groups together."""
+    """Return the maximum number of blocks of a sequence of `context` tokens, summed over all paged groups."""
     rules = layout.rules(block_size)
     return sum(rule.max_held(context, max_chunk) for rule in rules if rule.kind == "paged")
 
@@ -291,10 +295,10 @@ def num_blocks_that_fit(
     max_rows: int,
     max_chunk: int,
 ) -> int:
-    """Return as many blocks as the share of free memory holds, but no more than `max_rows` full contexts can use. Where
-    the model has recurrent layers, half of that memory is theirs.
+    """Return how many blocks fit into `memory_fraction` of the free memory, but no more than `max_rows` full contexts
+    can use. If the model has recurrent layers, only half of that memory is for blocks.
 
-    The first block is the null block: tables point to it where a window has passed.
+    The first block is the null block, to which tables point for positions that a window has passed.
     """
     affordable = int(free_bytes * memory_fraction * (0.5 if layout.is_recurrent else 1.0)) // block_bytes
     useful = max_rows * blocks_for_context(layout, max_context, block_size, max_chunk) + 1
@@ -312,14 +316,14 @@ def num_blocks_that_fit(
 
 
 def recurrent_bytes(layout: KVLayout, num_states: int, block_size: int, max_rows: int, share: float = 1.0) -> int:
-    """The pools of states and of cells; `share`: of them on one of several devices."""
+    """Return the bytes of the pools of states and cells; `share`: of them on one of several devices."""
     num_cells = cells_for_states(layout, num_states, block_size, max_rows)
     return ceil((num_states * layout.state_bytes + num_cells * layout.cells_bytes(block_size)) * share)
 
 
 def cells_for_states(layout: KVLayout, num_states: int, block_size: int, max_rows: int) -> int:
-    """Blocks of cells beside so many states, null blocks included: a chunk and a block for each sequence that has two
-    states, the one it reads and the one it will write, and room for one long prompt."""
+    """Return the number of cell blocks for `num_states` states, null blocks included: a chunk and a block for each
+    sequence with two states (the one it reads and the one it will write), and room for one long prompt."""
     if not layout.is_recurrent:
         return 0
     per_chunk = CHUNK // block_size
@@ -329,13 +333,13 @@ def cells_for_states(layout: KVLayout, num_states: int, block_size: int, max_row
 def num_states_that_fit(
     layout: KVLayout, *, free_bytes: int, block_size: int, num_blocks: int, max_rows: int, share: float = 1.0
 ) -> int:
-    """Return as many recurrent states as the memory left by the blocks holds, but no more than are useful: two for each
-    row and one for every chunk of tokens in the pool of blocks. The first one is the null block. 0: the model has
-    none."""
+    """Return how many recurrent states fit into the memory left by the blocks, but no more than are useful: two for
+    each row and one for every chunk of tokens in the pool of blocks. The first one is the null block. Return 0 if the
+    model has no recurrent layers."""
     if not layout.is_recurrent:
         return 0
-    most = 1 + 2 * max_rows + num_blocks * block_size // CHUNK
-    candidates = range(1 + 2, most + 1)
+    max_states = 1 + 2 * max_rows + num_blocks * block_size // CHUNK
+    candidates = range(1 + 2, max_states + 1)
     fitting = bisect_right(
         candidates, free_bytes, key=lambda number: recurrent_bytes(layout, number, block_size, max_rows, share)
     )

@@ -1,4 +1,4 @@
-"""A step on ranks with GPUs: whatever rank 0's runner is told, the others' are told too, in the same order.
+"""Steps on ranks with GPUs: each call of rank 0's runner is repeated on all other ranks, in the same order.
 
     core: MirroredRunner.launch(plan)   ──► launch, plan ──►  mirror(): launch on ranks 1 … n-1
           MirroredRunner.draw(masks)    ──► draw, masks  ──►            draw
@@ -6,10 +6,11 @@
               │                                                          │
               └── CudaRunner of rank 0 ═══════ exchanges in kernels ═════┘
 
-Kernels of all ranks meet in each exchange, so all ranks put the same kernels on their streams in the same order:
-graphs are captured, and kernels run to be compiled, on all of them at the same place. All ranks have the same logits
-and draw by the same numbers, so each knows every row's newest token on its own device, and a step can be launched
-before rank 0 has seen the tokens of the one ahead. Where the host draws, rank 0 does, and the next plan has the token.
+In each exchange the kernels of all ranks wait for each other, so all ranks put the same kernels on their streams in the
+same order; this includes capturing graphs and launching kernels to compile them. All ranks have the same logits and
+sample with the same random numbers, so each has every row's newest token on its own device, and a step can be launched
+before rank 0 has seen the tokens of the previous one. Sampling on the host is done by rank 0 alone; the other ranks get
+the token with the next plan.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LAUNCH, DRAW, COLLECT, LARGEST, IDLE = b"l", b"d", b"c", b"m", b"i"  # first byt
 
 
 class SentMasks(msgspec.Struct, frozen=True, array_like=True):
-    """The masks of a step's rows, on their way to another rank."""
+    """The masks of a step's rows in a message to another rank."""
 
     ticket: int
     rows: list[int]
@@ -52,6 +53,8 @@ class SentMasks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LargestStep(msgspec.Struct, frozen=True, array_like=True):
+    """The arguments of `run_largest_step` in a message to another rank."""
+
     token_budget: int
     step_bytes: int
 
@@ -76,7 +79,7 @@ def decode_largest(data: bytes) -> LargestStep:
 
 
 class MirroredRunner:
-    """Runs each step on all ranks; to its core it is a runner like any other."""
+    """Runs each step on all ranks; the core uses it like any other runner."""
 
     def __init__(self, own: CudaRunner, group: StoppableGroup, followers: Followers) -> None:
         self._own = own
@@ -112,19 +115,19 @@ class MirroredRunner:
         with reported(self._group, self._followers):
             self._followers.send(COLLECT + _encoder.encode(ticket))
             result = self._own.collect(ticket)
-            if self._group.is_aborted:  # kernels have gone on without what they waited for
+            if self._group.is_aborted:  # kernels stopped waiting for the other ranks, so the result is wrong
                 raise PeerDied("another rank has ended")
             return result
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
-        """Rank 0 compiles first: the others find most kernels on disk then."""
+        """Prepare all ranks. Rank 0 compiles first, so that the others find most kernels on disk."""
         self._own.compile_first(token_budget, while_compiling)
         with reported(self._group, self._followers):
             self._followers.send(LARGEST + encode_largest(LargestStep(token_budget, step_bytes)))
             self._own.hold(step_bytes)
             self._own.run_widest_step(token_budget)
             self._own.capture_largest()
-        self.next_idle_task()  # the other kernels, on all ranks: none is to be loaded beside the first exchanges
+        self.next_idle_task()  # load the other kernels on all ranks now: not while the first exchanges run
 
     def next_idle_task(self) -> bool:
         with reported(self._group, self._followers):
@@ -133,13 +136,13 @@ class MirroredRunner:
 
 
 def mirror(runner: CudaRunner, message: bytes) -> None:
-    """Do what rank 0 does."""
+    """Repeat a call of rank 0's runner on this rank."""
     if take_adapter(runner, message):
         return
     kind, body = message[:1], message[1:]
     if kind == LAUNCH:
         runner.launch(decode_plan(body))
-        runner.adapters = {}  # those that it brought are in their slots
+        runner.adapters = {}  # the plan has loaded them into their slots
     elif kind == DRAW:
         sent = _masks_decoder.decode(body)
         runner.draw(sent.ticket, sent.masks())

@@ -1,15 +1,15 @@
-"""Steps of short chunks of prompts beside rows that decode, as CUDA graphs.
+"""Steps of short prompt chunks together with rows that decode, as CUDA graphs.
 
-Launched one by one, the kernels of such a step take the host longer than they take the device: 17 ms for 32 layers,
-where 128 tokens of a prompt and 32 rows of an 8B model are computed in 7. So they are captured, for a number of single
-rows and of chunk tokens that the step is padded to:
+Launching the kernels of such a step one by one takes the host longer than computing them takes the device: 17 ms for 32
+layers, while 128 prompt tokens and 32 rows of an 8B model are computed in 7 ms. So these steps are captured, padded to
+a few numbers of single rows and of chunk tokens:
 
     tokens   [ single 0 | single 1 | ... | padding | chunk of prompt A ... | chunk of prompt B ... | padding ]
     rows     [ one each .....................      | A | B | unused | unused ]
 
-The host sends one array of numbers; block tables, newest tokens and slots are looked up on the device, in the graph.
-Padding tokens belong to no row: they are written into the null block and read by nobody. The graph ends with hidden
-states, from which rows draw as they do behind a step without a graph.
+The host sends one array of integers; block tables, newest tokens and slots are looked up on the device, in the graph.
+Padding tokens belong to no row: they are written into the null block, and no row attends to them. The graph ends with
+hidden states; sampling follows as in a step without a graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, SINGLES, can_mix, 
 from tokenmill.types import PENDING, RowPlan
 
 NO_ROW = -1
-SOME_SINGLES, SOME_CHUNKS = (8, 64), (32, 64, 256)
+COMPILED_SINGLES, COMPILED_CHUNKS = (8, 64), (32, 64, 256)  # these sizes launch the kernels of all sizes
 
 Replay = Callable[[], object]
 
@@ -40,14 +40,14 @@ Replay = Callable[[], object]
 @dataclass(frozen=True)
 class MixedGraph:
     replay: Replay
-    sent: torch.Tensor  # int64: what the host sends
+    sent: torch.Tensor  # int64, the integers of `packed`
     hidden: torch.Tensor  # [rows, H], overwritten by the next step of the same size
 
 
 def mixed_graphs_of(
     model: Model, storage: KVStorage, graphs: DecodeGraphs, max_rows: int, max_context: int
 ) -> MixedGraphs | None:
-    """None where a model's steps with chunks can't be captured."""
+    """Return None if the model's steps with prompt chunks can't be captured."""
     if not isinstance(model, Decoder) or not model.is_whole or not can_mix(model.spec):
         return None
     return MixedGraphs(model, storage, graphs, max_rows, max_context)
@@ -65,14 +65,14 @@ class MixedGraphs:
         self._captured: dict[tuple[int, int], MixedGraph] = {}
 
     def takes(self, plans: Sequence[RowPlan]) -> bool:
-        """Tell whether a step is small enough, and has rows that decode: for a prompt alone nobody waits."""
+        """Tell whether a step is small enough and has rows that decode. A step of prompts alone delays no other row."""
         num_single = num_singles(plans)
         num_tokens = sum(len(plan.token_ids) for plan in plans) - num_single
         return 0 < num_single <= SINGLES[-1] and len(plans) - num_single <= MAX_PROMPTS and num_tokens <= CHUNKS[-1]
 
     def hidden(self, plans: Sequence[RowPlan]) -> torch.Tensor:
-        """Put a step on the stream, its single rows first; hidden states [R, H] behind each row's last token,
-        overwritten by the next step of the same size."""
+        """Launch a step, its single rows first; return hidden states [R, H] of each row's last token, which the next
+        step of the same size overwrites."""
         num_single = num_singles(plans)
         num_tokens = sum(len(plan.token_ids) for plan in plans) - num_single
         singles = next(size for size in SINGLES if size >= num_single)
@@ -87,23 +87,23 @@ class MixedGraphs:
         return torch.cat([graph.hidden[:num_single], graph.hidden[singles : singles + len(plans) - num_single]])
 
     def step_bytes(self) -> int:
-        """Return the bytes that the largest step takes."""
+        """Return the bytes that the largest step uses."""
         block_size, value_bytes = self._storage.block_size, self._model.dtype.itemsize
         limits = RunnerLimits(self._max_rows, 1, self._max_context, block_size, value_bytes)
         return mixed_step_bytes(self._model.spec, limits)
 
     def captures(self) -> Iterator[Callable[[], object]]:
-        """Capture every size that is not captured yet, those of short chunks first. Sizes that are left are captured
-        when they are first met."""
+        """Yield a task for each size that is not captured yet, those of short chunks first. Otherwise a size is
+        captured when it first occurs."""
         for tokens in CHUNKS:
             for singles in singles_for(self._max_rows):
                 if (singles, tokens) not in self._captured:
                     yield partial(self._capture, singles, tokens)
 
     def ask_for_kernels(self, model: Model) -> None:
-        """Compute steps of some sizes with `model`, for `compile_in_parallel`: others have the same kernels."""
-        for singles in SOME_SINGLES:
-            for tokens in SOME_CHUNKS:
+        """Launch steps of some sizes with `model`, so that `compile_in_parallel` compiles the kernels of all sizes."""
+        for singles in COMPILED_SINGLES:
+            for tokens in COMPILED_CHUNKS:
                 sent = torch.from_numpy(packed([], singles, tokens)).to(self._storage.device)
                 model.forward(self._batch(sent, singles, tokens), self._storage)
 
@@ -119,7 +119,7 @@ class MixedGraphs:
         return captured
 
     def _batch(self, sent: torch.Tensor, singles: int, tokens: int) -> ForwardBatch:
-        """The batch that the numbers of `packed` tell of."""
+        """Build a batch from the integers of `packed`."""
         num_tokens, num_rows = singles + tokens, singles + MAX_PROMPTS
         lengths = [num_tokens, num_tokens, num_tokens, num_rows, num_rows, num_rows, num_rows + 1]
         token_ids, positions, owners, rows, contexts, last, starts = torch.split(sent, lengths)
@@ -147,13 +147,13 @@ class MixedGraphs:
 
 
 def num_singles(plans: Sequence[RowPlan]) -> int:
-    """How many rows feed one token; they come first."""
+    """Return how many rows feed one token; they come first."""
     return sum(len(plan.token_ids) == 1 for plan in plans)
 
 
 def packed(plans: Sequence[RowPlan], singles: int, tokens: int) -> NDArray[np.int64]:
-    """All numbers of a step: of each token its id, position and row; of each row its number, the length of its context,
-    its last token and its first one."""
+    """Pack the integers of a step: for each token its id, position and row; for each row its row number, the length of
+    its context, and the indices of its last and first tokens."""
     num_single, num_tokens, num_rows = num_singles(plans), singles + tokens, singles + MAX_PROMPTS
     by_token = np.zeros((3, num_tokens), np.int64)
     by_row = np.zeros((3, num_rows), np.int64)
@@ -172,6 +172,6 @@ def packed(plans: Sequence[RowPlan], singles: int, tokens: int) -> NDArray[np.in
         if number >= num_single:
             at += count
             starts[row + 1] = at
-    for row in range(singles + len(plans) - num_single, num_rows):  # those that are not used are empty
+    for row in range(singles + len(plans) - num_single, num_rows):  # unused rows are empty
         starts[row + 1] = at
     return np.concatenate([by_token.ravel(), by_row.ravel(), starts])

@@ -5,8 +5,8 @@
               └── ModelRunner of rank 0 ══ collectives ══════════┘  (inside the model)
 
 One scheduler plans for all ranks, and each has its own part of the weights and of the KV cache under the same block
-ids. A follower computes what a plan asks for and keeps nothing of what comes out: tokens reach it with the next plan.
-So only rank 0 samples; the others compute their part of the logits and go on.
+ids. A follower runs each plan and discards the results: sampled tokens reach it with the next plan. So only rank 0
+samples; the others only compute their part of the logits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tokenmill.types import RowInit, RowPlan, StepPlan, StepResult
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """A follower's last word: why it could not compute a step."""
+    """A follower's last message: why it could not compute a step."""
 
     rank: int
     error: str
 
 
 class SentNumbers(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor on its way to another rank."""
+    """A tensor in a message to another rank."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class SentNumbers(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SentAdapter(msgspec.Struct, frozen=True):
-    """An adapter that the next plan puts into a slot; each rank takes its own rows of it."""
+    """An adapter that the next plan loads into a slot; each rank uses its own part of the rows."""
 
     digest: str
     matrices: dict[str, tuple[SentNumbers, SentNumbers, SentNumbers | None]]  # a, b, gain
@@ -76,7 +76,7 @@ class SentAdapter(msgspec.Struct, frozen=True):
         return Adapter(self.digest, matrices)
 
 
-ADAPTER = b"a"  # first byte of a message with one; no plan begins with it
+ADAPTER = b"a"  # first byte of a message with an adapter; no plan begins with it
 _encoder = msgspec.msgpack.Encoder()
 _adapter_decoder = msgspec.msgpack.Decoder(SentAdapter)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
@@ -92,19 +92,19 @@ def decode_plan(data: bytes) -> StepPlan:
 
 
 def adapter_messages(plan: StepPlan, adapters: Mapping[str, Adapter]) -> Iterator[bytes]:
-    """Return the adapters that other ranks must receive before they can run a plan."""
+    """Yield messages with the adapters that other ranks must receive before they can run a plan."""
     for _, digest in plan.adapter_loads:
         yield ADAPTER + _encoder.encode(SentAdapter.of(adapters[digest]))
 
 
 class TakesAdapters(Protocol):
-    """A runner that is given adapters before the plan that puts them into slots."""
+    """A runner that receives adapters before the plan that loads them into slots."""
 
     adapters: Mapping[str, Adapter]
 
 
 def take_adapter(runner: TakesAdapters, message: bytes) -> bool:
-    """Keep an adapter until the plan comes that puts it into a slot; False: the message is something else."""
+    """Store the adapter of a message for the next plan, which loads it; return False if the message has none."""
     if message[:1] != ADAPTER:
         return False
     adapter = _adapter_decoder.decode(message[1:]).adapter()
@@ -119,7 +119,7 @@ class Followers:
         self._connections = connections
 
     def send(self, data: bytes, first: int | None = None) -> None:
-        """`first`: to so many of them only."""
+        """Send a message to all followers, or to the first `first` of them."""
         try:
             for follower in self._connections[:first]:
                 follower.send_bytes(data)
@@ -127,7 +127,7 @@ class Followers:
             raise PeerDied(f"a rank can't be reached: {error}") from None
 
     def ask(self, question: bytes) -> list[bytes]:
-        """The answer of each."""
+        """Send a question to all followers and return their answers, in order."""
         self.send(question)
         try:
             return [follower.recv_bytes() for follower in self._connections]
@@ -135,7 +135,7 @@ class Followers:
             raise PeerDied("a rank has closed its connection") from None
 
     def raise_failure(self) -> None:
-        """Raise what a follower has said, or that it has gone; without waiting."""
+        """Raise PeerDied if a follower has reported a failure or closed its connection. Does not wait."""
         for follower in self._connections:
             try:
                 if follower.poll(0):
@@ -147,17 +147,17 @@ class Followers:
 
 @contextmanager
 def reported(group: RankGroup, followers: Followers) -> Iterator[None]:
-    """Rank 0's part in a step. Where it fails, others may wait in the middle of the step: no other can follow it."""
+    """Run rank 0's part of a step. If it fails, the group is aborted, since other ranks may be waiting in that step."""
     try:
         yield
     except Exception as error:
         group.abort()
-        followers.raise_failure()  # a follower that failed says why before it ends the group's waits
+        followers.raise_failure()  # a follower that failed sends the reason before it aborts the group
         raise PeerDied(f"a step on several ranks failed: {error}") from error
 
 
 class RankedRunner:
-    """Runs each step on all ranks; to its core it is a runner like any other."""
+    """Runs each step on all ranks; the core uses it like any other runner."""
 
     depth = 1
 
@@ -202,10 +202,10 @@ class RankedRunner:
 
 
 class FollowingSampler(Sampler):
-    """Answers what decides which part of a model is called, as rank 0's sampler does, and samples nothing."""
+    """Selects the parts of the model to call, as rank 0's sampler does, but samples nothing."""
 
     def observe(self, rows: Sequence[RowPlan]) -> None:
-        """Histories matter to those who sample only."""
+        """Do nothing: only sampling needs the rows' histories."""
 
     def sample(self, logits: HeadOutput, rows: list[RowPlan], masks: StepMasks | None = None) -> list[Sample]:
         return [Sample(token_id=0) for _ in rows]
@@ -215,7 +215,7 @@ class FollowingSampler(Sampler):
 
 
 def follow(run: Callable[[bytes], bytes | None], rank: int, group: RankGroup, leader: Connection) -> None:
-    """Run what rank 0 sends until it closes the connection. What fails ends the whole group's waits."""
+    """Run the messages of rank 0 until it closes the connection. A failure aborts the whole group."""
     while True:
         try:
             message = leader.recv_bytes()
@@ -233,8 +233,8 @@ def follow(run: Callable[[bytes], bytes | None], rank: int, group: RankGroup, le
 
 
 def run_plan(runner: ModelRunner, message: bytes) -> None:
-    """A step of rank 0, on this rank."""
+    """Run a plan of rank 0 on this rank."""
     if take_adapter(runner, message):
         return
     runner.collect(runner.launch(decode_plan(message)))
-    runner.adapters = {}  # those that it brought are in their slots
+    runner.adapters = {}  # the plan has loaded them into their slots

@@ -1,15 +1,15 @@
-"""A step on the stages of a pipeline: several are in flight at a time, each on another stage.
+"""Steps on the stages of a pipeline: several are in flight at a time, each on a different stage.
 
     core: launch(k+1)  plan ──► all ranks    stage 0: layers of k+1 ──► stage 1 ──► … ──► last stage ─┐
           collect(k)                         stage 0: head of k, sample  ◄────────────────────────────┘
 
     stage 0  [ 1 ][ 2 ]  head 1 [ 3 ]  head 2 [ 4 ]
-    stage 1       [ 1 ]         [ 2 ]         [ 3 ]        rows of 1, 3, 5 … and of 2, 4, 6 … are others: lanes
+    stage 1       [ 1 ]         [ 2 ]         [ 3 ]        steps 1, 3, 5 … and 2, 4, 6 … (lanes) have different rows
 
-`launch` computes the first stage's layers, `collect` waits for what the last stage has made of them. Ranks of the first
-stage that share its matrices (tensor parallel) do both in the order in which rank 0 does; ranks of later stages run
-each plan when its stream arrives. A sequence whose next token depends on a step in flight is not planned meanwhile, so
-steps in flight have different sequences, or chunks of the same prompt, which follow each other through the stages.
+`launch` computes the first stage's layers, `collect` waits for the output of the last stage. The tensor-parallel ranks
+of the first stage do both in the same order as rank 0; ranks of later stages run each plan when its residual stream
+arrives. A sequence whose next token depends on a step in flight is not planned until that step is collected, so steps
+in flight have different sequences, or chunks of the same prompt, which pass through the stages in order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAN, COLLECT, SECONDS = b"p", b"c", b"s"  # first byte of a message
 
 
 class Stage(Protocol):
-    """A rank's part in each step, as the runner of all stages asks for it."""
+    """A rank's part of each step, as `PipelineRunner` calls it."""
 
     busy_s: float
 
@@ -44,10 +44,10 @@ class Stage(Protocol):
 
 
 class StageRunner:
-    """The part of a rank in each step: its stage's layers, and on the first stage what follows the last layer."""
+    """A rank's part of each step: its stage's layers, and on the first stage also logits and sampling."""
 
     def __init__(self, rows: ModelRunner, model: StagedModel, link: StageLink, *, is_first: bool) -> None:
-        """`rows`: a runner of the same model, which knows what rows want; it computes no step itself."""
+        """`rows`: a runner of the same model, which keeps the state of the rows; it computes no step itself."""
         self.rows = rows
         self._model = model
         self._link = link
@@ -56,7 +56,7 @@ class StageRunner:
         self.busy_s = 0.0  # spent computing, not waiting for other stages
 
     def launch(self, plan: StepPlan) -> None:
-        """Run this stage's layers. Of a step without rows there is no stream."""
+        """Run this stage's layers. A step without rows sends nothing to the next stage."""
         began_s = time.perf_counter()
         self.rows.apply_changes(plan)
         self.rows.sampler.observe(plan.rows)
@@ -84,10 +84,10 @@ class StageRunner:
 
 
 class PipelineRunner:
-    """Runs steps on all stages; to its core it is a runner like any other, with several steps in flight."""
+    """Runs steps on all stages, several in flight; the core uses it like any other runner."""
 
     def __init__(self, own: Stage, group: RankGroup, followers: Followers, beside: int, depth: int) -> None:
-        """`beside`: how many of the followers, the first ones, compute the first stage with this rank."""
+        """`beside`: the number of followers, the first ones, that compute the first stage together with this rank."""
         self._own = own
         self._group = group
         self._followers = followers
@@ -104,11 +104,11 @@ class PipelineRunner:
         self._own.rows.adapters = by_digest
 
     def stage_seconds(self) -> list[float]:
-        """Seconds that rank 0 and each follower have computed so far; between steps only."""
+        """Return how many seconds rank 0 and each follower have computed so far. Call it between steps only."""
         return [self._own.busy_s, *map(float, self._followers.ask(SECONDS))]
 
     def continues(self, new: RowInit) -> bool:
-        """Tell whether a row can feed a token before the host has seen it: another stage's tokens come through here."""
+        """Return False: other stages receive sampled tokens from the host, so it must have seen them."""
         return False
 
     def launch(self, plan: StepPlan) -> int:
@@ -130,7 +130,7 @@ class PipelineRunner:
             return self._own.collect(ticket, self._masks.pop(ticket, None))
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
-        """Nothing to take beforehand."""
+        """Do nothing: no memory needs to be allocated beforehand."""
 
     def next_idle_task(self) -> bool:
         return False
@@ -142,7 +142,7 @@ def run_message(runner: Stage, message: bytes) -> bytes | None:
         return None
     if message[:1] == PLAN:
         runner.launch(decode_plan(message[1:]))
-        runner.rows.adapters = {}  # those that it brought are in their slots
+        runner.rows.adapters = {}  # the plan has loaded them into their slots
     elif message[:1] == COLLECT:
         runner.collect(int(message[1:]), None)
     else:

@@ -1,11 +1,11 @@
-"""A step on the stages of a pipeline whose ranks have GPUs: the order of `staged.py`, with the layers of decoding rows
+"""Steps on the stages of a pipeline whose ranks have GPUs: the order of `staged.py`, with the layers of decoding rows
 as captured graphs.
 
-    stage 0   launch    its layers, a graph ─► stream away        collect   what came back ─► head, draws ─► tokens
-    stage 1   launch    stream ─► `entered` ─► its layers, a graph ─► stream away
+    stage 0   launch    its layers (a graph) ─► send stream       collect   receive stream ─► head, sampling ─► tokens
+    stage 1   launch    receive stream ─► `stage_input` ─► its layers (a graph) ─► send stream
 
-Nothing on the host waits for a device but `collect`, for tokens. Ranks of the first stage that share its matrices
-compute the head and draw together; a row's newest token comes to all stages with the next plan.
+On the host only `collect` waits for a device, for the tokens. The tensor-parallel ranks of the first stage compute the
+head and sample together; a row's newest token reaches all stages with the next plan.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tokenmill.types import RowPlan, StepPlan, StepResult
 
 
 class StagedCudaRunner(CudaRunner):
-    """The part of a rank in each step: its stage's layers, and on the first stage what follows the last layer."""
+    """A rank's part of each step: its stage's layers, and on the first stage also logits and sampling."""
 
-    busy_s = 0.0  # which the host does not know of a device
+    busy_s = 0.0  # not measured: the host does not know when the device computes
 
     def __init__(
         self, model: Decoder, storage: KVStorage, sampler: RowSampler, max_rows: int, max_context: int,
         link: StageLink, num_tokens: int,
     ) -> None:  # fmt: skip
-        """`num_tokens`: of a step at most."""
+        """`num_tokens`: the maximum number of tokens in a step."""
         self._is_first = model.is_first_stage
         super().__init__(model, storage, sampler, max_rows, max_context, is_stage=True, has_head=self._is_first)
         self._stage = model
@@ -49,7 +49,7 @@ class StagedCudaRunner(CudaRunner):
 
     @property
     def rows(self) -> ModelRunner:
-        """What knows the rows, and takes adapters."""
+        """The runner that keeps the state of the rows and receives adapters."""
         return self._host
 
     @torch.inference_mode()
@@ -61,7 +61,7 @@ class StagedCudaRunner(CudaRunner):
 
     @torch.inference_mode()
     def collect(self, ticket: int, masks: StepMasks | None = None) -> StepResult:
-        """Wait for the last stage, then compute logits and draw."""
+        """Wait for the last stage, then compute logits and sample."""
         step = self._launched[ticket]
         for _, plans in step.undrawn:
             hidden, drawing = self._link.receive(), [plan for plan in plans if plan.sample]
@@ -71,13 +71,13 @@ class StagedCudaRunner(CudaRunner):
         if step.host is not None:
             step.host = replace(step.host, hidden=self._link.receive())
         step.masks = masks
-        step.computed = self._event()  # streams of this step are not read any more
+        step.computed = self._event()  # after it, nothing reads this step's streams any more
         return super().collect(ticket)
 
     # ── forward passes ─────────────────────────────────────────────────────────────────────────────────
 
     def _passed(self, num_tokens: int, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Compute this stage's layers between the stage before and the next one."""
+        """Receive from the previous stage, compute this stage's layers, and send the result to the next stage."""
         if not self._is_first:
             self._stage.stage_input[:num_tokens].copy_(self._link.receive())
         stream = compute()
@@ -116,7 +116,7 @@ class StagedCudaRunner(CudaRunner):
 
 
 class DevicePipelineRunner(PipelineRunner):
-    """Runs steps on all stages; ranks of all stages prepare at the same time."""
+    """Runs steps on all stages; the ranks of all stages warm up at the same time."""
 
     def __init__(
         self, own: StagedCudaRunner, group: RankGroup, followers: Followers, beside: int, depth: int
@@ -125,7 +125,7 @@ class DevicePipelineRunner(PipelineRunner):
         self._device = own
 
     def run_largest_step(self, token_budget: int, step_bytes: int, while_compiling: Callable[[], object]) -> None:
-        """Rank 0 compiles first: the others find most kernels on disk then."""
+        """Prepare all ranks. Rank 0 compiles first, so that the others find most kernels on disk."""
         self._device.compile_first(token_budget, while_compiling)
         with reported(self._group, self._followers):
             self._followers.send(LARGEST + encode_largest(LargestStep(token_budget, step_bytes)))

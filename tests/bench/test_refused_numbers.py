@@ -50,7 +50,7 @@ SERVER = ["--url", "http://127.0.0.1:9", "--model", "m"]
         (["search", *SERVER, "--over", "rate", "--waves", "2"], ["--waves needs --over concurrency"]),
         (["search", *SERVER, "--trial-s", "9"], ["--trial-s needs --over rate"]),
         (["serve", *SERVER, "--workload", "lengths", "--output-len", "9"], ["--output-len needs another workload"]),
-        (["search", *SERVER, "--resume", "/no/where/s.json"], ["--resume", "no such folder"]),
+        (["search", *SERVER, "--resume", "/no/where/s.json"], ["--resume", "its folder does not exist"]),
         (["search", *SERVER, "--resume", "/tmp"], ["--resume", "it is a folder"]),
         (["serve", *SERVER, "--max-input", "9"], ["--max-input needs --workload lengths or --trace"]),
         (["serve", *SERVER, "--trace", "t.csv", "--input-len", "9"], ["--input-len needs a load without --trace"]),
@@ -74,7 +74,7 @@ def test_wrong_numbers(arguments: list[str], words: list[str], capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("flag", "text", "words"),
-    [("schema", "{x", "can't be read"), ("schema", "[]", "no JSON schema"), ("lengths", "a,b\n", "no line behind")],
+    [("schema", "{x", "can't be read"), ("schema", "[]", "not a JSON schema"), ("lengths", "a,b\n", "no line behind")],
 )
 def test_wrong_files(tmp_path: Path, flag: str, text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "given"
@@ -94,9 +94,9 @@ def test_a_peer_that_is_not_installed(
     assert main(["bench", "compare", str(model), "--peers", "openvino"]) == 1
     assert "pip install llama-cpp-python" in (told := capsys.readouterr().err) and "--peer-python" in told
     assert main(["bench", "compare", str(model), "--peers", "", "--batched-bench", str(model)]) == 2
-    assert "no program" in capsys.readouterr().err
+    assert "is not an executable program" in capsys.readouterr().err
     assert main(["bench", "compare", str(model), "--peers", "openvino,tokenmill"]) == 2
-    assert "in any case" in capsys.readouterr().err
+    assert "is always compared" in capsys.readouterr().err
 
 
 def test_our_own_room_is_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

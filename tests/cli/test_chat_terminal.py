@@ -58,7 +58,7 @@ def test_commands_of_a_conversation(environment: dict[str, str], tmp_path: Path)
     )
     assert json.loads(saved.read_text())["messages"][0] == sent[2][0]
     complaints = [line for line in done.stderr.splitlines() if line.startswith("!")]
-    assert "no turn yet" in complaints[0] and "nowhere" in complaints[1] and "none with vision runs" in complaints[2]
+    assert "no turn yet" in complaints[0] and "nowhere" in complaints[1] and "images are not supported" in complaints[2]
 
 
 @pytest.mark.parametrize(

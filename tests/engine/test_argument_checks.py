@@ -50,7 +50,7 @@ def test_settings_find_their_part() -> None:
     [
         (None, {}, "a name, a path or an EngineConfig, got None"),
         ("m", {"max_contxt": 1}, "did you mean max_context"),
-        ("m", {"max_model_len": 5, "max_context": 5}, "says the same as max_context"),
+        ("m", {"max_model_len": 5, "max_context": 5}, "means the same as max_context"),
         ("m", {"data_parallel_size": 2}, "--tp"),
         ("m", {"trust_remote_code": True}, "never run"),
         ("m", {"seed": 1}, "SamplingParams"),

@@ -121,7 +121,7 @@ def test_nobody_joins_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
     waiting = threading.Thread(target=accept)
     waiting.start()
-    with pytest.raises(InvalidConfig, match="another key"):
+    with pytest.raises(InvalidConfig, match="different key"):
         connect("127.0.0.1", listener.port, RANK, b"a key that is wrong", time.monotonic() + 60)
     with socket.create_connection(("127.0.0.1", listener.port)) as silent:
         silent.sendall(b"GET / HTTP/1.1\r\n\r\n")

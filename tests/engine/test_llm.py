@@ -282,7 +282,7 @@ def test_what_users_of_vllm_write(stories: LLM) -> None:
 
 def test_a_format_that_is_not_there_is_refused(stories_dir: Path) -> None:
     assert LLM(str(stories_dir), load_format="safetensors", threads=1).generate([[1, 2]], GREEDY)[0].finished
-    with pytest.raises(InvalidConfig, match="holds safetensors"):
+    with pytest.raises(InvalidConfig, match="hf is safetensors"):
         LLM(str(stories_dir), load_format="gguf", threads=1)
 
 

@@ -83,7 +83,7 @@ def expected_drafts(model: transformers.PreTrainedModel, head: MtpModel, tokens:
 
 def test_models_without_a_head_are_refused_by_name(shared_dir: Path, tmp_path: Path) -> None:
     tiny = shared_dir / "goldens" / "tiny"
-    with pytest.raises(InvalidConfig, match="mixtral are not read"):
+    with pytest.raises(InvalidConfig, match="mtp is not supported for mixtral"):
         LLM(str(tiny / "mixtral"), threads=1, speculate="mtp")
     with pytest.raises(UnsupportedModel, match="no multi-token-prediction"):
         LLM(str(tiny / "glm4_moe"), threads=1, speculate="mtp")

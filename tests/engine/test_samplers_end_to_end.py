@@ -97,7 +97,7 @@ def test_functions_stay_in_their_own_process(stories_dir: Path) -> None:
         engine = await AsyncEngine.start(config, in_process=True)
         try:
             params = SamplingParams(logits_processors=[lambda output, logits: logits])
-            with pytest.raises(InvalidRequest, match="own process"):
+            with pytest.raises(InvalidRequest, match="functions of the calling process"):
                 engine.submit(PromptRequest(prompt="x", params=params))
         finally:
             await engine.close()

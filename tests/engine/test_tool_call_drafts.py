@@ -35,5 +35,5 @@ def test_a_grammar_is_where_it_was_after_any_drafts(tmp_path: Path) -> None:
         row = RowGrammar(grammar.fork(), ids[:start])
         assert len(list(row.walk(ids[start:]))) == len(ids) - start
         for token_id in ids[start:]:
-            row.take(token_id)
+            row.advance(token_id)
         assert row.matcher.error is None and row.matcher.is_complete, start

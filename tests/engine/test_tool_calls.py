@@ -227,7 +227,7 @@ def test_foreign_ids_fit_the_template(shared_dir: Path) -> None:
 
 
 def test_what_was_found_is_said(qwen3: Speaker) -> None:
-    found = "tool calls hermes (its chat template writes them so); thinks in <think>"
+    found = "tool calls hermes (its chat template writes this format); thinks in <think>"
     assert describe_speech(qwen3.frontend.speech) == found
     assert describe_speech(family_without_tools().frontend.speech).startswith("tool calls hermes (not written")
     assert "no tool calls" in describe_speech(None)

@@ -161,7 +161,7 @@ def test_cores_are_started_once_however_often_the_autoscaler_is_woken() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: fleet_failures.append(context))
         fleet = Fleet()
         await fleet.engine.open()
-        fleet.scaler.allow(3, MOST)
+        fleet.scaler.set_limits(3, MOST)
         fleet.scaler.look()
         fleet.scaler.look()
         await asyncio.sleep(2 * DEVICE.start_s)

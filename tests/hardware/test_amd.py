@@ -81,7 +81,7 @@ def test_a_doctor_and_a_planner_know_them(monkeypatch: pytest.MonkeyPatch) -> No
     assert told["gpu 2"].startswith("AMD GPU gfx90a, gfx90a, 68.7 GB free")
     assert find_device(INSTINCT.name) == find_device("MI300X") and find_device(RADEON.name) is not None
     monkeypatch.setattr(torch.version, "hip", None)
-    assert gpu_advice(INSTINCT).startswith(f"there is {INSTINCT.name}, but this torch is built without ROCm: ")
+    assert gpu_advice(INSTINCT).startswith(f"{INSTINCT.name} is not used: this torch is built without ROCm")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for can_open, told in ((False, "may be too old for ROCm 6.4"), (True, "")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda can_open=can_open: can_open)

@@ -101,7 +101,7 @@ def test_adapters_come_and_go_beside_running_requests(client: httpx.Client, trai
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_name": "x", "lora_path": "/nowhere"}, "does not exist"),
         ({"lora_name": "tiny", "lora_path": "/nowhere"}, "is the name of a model"),
-        ({"lora_name": "a b", "lora_path": "/nowhere"}, "no name"),
+        ({"lora_name": "a b", "lora_path": "/nowhere"}, "is not a valid adapter name"),
     ],
 )
 def test_wrong_loads_are_refused(client: httpx.Client, body: dict[str, str], said: str) -> None:

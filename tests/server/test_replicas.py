@@ -64,7 +64,7 @@ def test_streams_of_a_killed_engine_go_on_in_the_other(process: ServerProcess) -
         texts = [pool.submit(streamed, process, number) for number in range(NUM_STREAMS)]
         until(lambda: sum(one["requests"] for one in replicas(process)) == NUM_STREAMS)
         before = replicas(process)
-        assert all(one["requests"] for one in before), "both work"
+        assert all(one["requests"] for one in before), "the load is on both"
         os.kill(before[0]["engine_pid"], signal.SIGKILL)
         assert {one.result(timeout=60) for one in texts} == {SAID}
     until(lambda: all(one["state"] == "ready" for one in replicas(process)))
@@ -74,7 +74,7 @@ def test_streams_of_a_killed_engine_go_on_in_the_other(process: ServerProcess) -
     values = metric_values(process.http.get("/metrics").text)
     assert values["tokenmill_resumed_requests_total"] >= 1
     assert values["tokenmill_engine_restarts_total"] == 1
-    assert "replica 0: the engine process ended with signal SIGKILL; starting it again" in process.output()
+    assert "replica 0: the engine process ended with signal SIGKILL; restarting it" in process.output()
 
 
 def test_streams_of_a_stopped_engine_go_on_in_the_other(process: ServerProcess) -> None:

@@ -209,7 +209,7 @@ def test_an_unreachable_hub_fails_in_one_line_within_seconds(store: Store, monke
 def test_a_repository_that_is_not_there(hub: FakeHub, store: Store) -> None:
     with pytest.raises(PullFailed, match="has no acme/other"):
         resolve_model("acme/other", store=store)
-    with pytest.raises(PullFailed, match=r"it has tiny-Q4_K_M\.gguf, tiny-Q8_0\.gguf"):
+    with pytest.raises(PullFailed, match=r"its files: tiny-Q4_K_M\.gguf, tiny-Q8_0\.gguf"):
         resolve_model(f"{REPO}:Q2_K", store=store)
 
 

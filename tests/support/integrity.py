@@ -9,15 +9,17 @@ from tokenmill.types import BACKGROUND_PRIORITY, StepPlan
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan, config: SchedulerConfig, *, is_short: bool) -> None:
-    """The budget is kept, and no running sequence is left out, unless it waits for blocks (`is_short`) or, in the
-    background, for others."""
+    """The budget is kept, and no running sequence is left out, unless it waits for blocks (`is_short`), for others in
+    the background, or for requests that are retried apart from it after a failed step."""
     assert 0 < plan.num_tokens <= config.num_tokens
     rows = [row.row for row in plan.rows]
+    retried = scheduler.retried_requests
     assert len(set(rows)) == len(rows) <= config.num_rows
     for sequence in scheduler.running:
         assert sequence.group is not None
         is_left_out = sequence.is_on_runner and sequence.row not in rows and sequence.group.wants(sequence) > 0
-        may_be = is_short or sequence.group.priority >= BACKGROUND_PRIORITY
+        waits_for_retried = bool(retried) and sequence.state.request.request_id not in retried
+        may_be = is_short or sequence.group.priority >= BACKGROUND_PRIORITY or waits_for_retried
         assert may_be or not is_left_out, "a running sequence starves"
 
 

@@ -12,7 +12,7 @@ text. Time is an argument (`clock`), so that tests and simulations can use a vir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 
 from tokenmill.config.engine import SchedulerConfig
@@ -206,6 +206,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Tell whether a request is waiting or running, a step is in flight, or blocks are being fetched."""
         return bool(self._states) or bool(len(self._running.in_flight)) or bool(len(self._fetches))
+
+    @property
+    def retried_requests(self) -> Set[str]:
+        """The ids of the requests that are retried apart from all others after a failed step; empty: none are."""
+        return self._suspects.current(self._states).keys()
 
     @property
     def is_fetching(self) -> bool:

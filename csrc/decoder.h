@@ -33,6 +33,7 @@ struct Mlp {
   Linear gate, up, down;  // an empty gate: down(act(up))
   Activation activation = Activation::Silu;
   std::optional<float> cutoff = {};  // activation sparsity: gates below mean + cutoff * standard deviation become 0
+  std::optional<XieluCurve> curve = {};  // instead of the activation; only without a gate
 
   bool is_gated() const { return gate.w.data != nullptr; }
   // The matrix of the first product: `gate`, whose product with `up` is computed beside it, or `up` alone.
@@ -267,6 +268,7 @@ struct Layer : LayerFrame {
 
   Vector q_norm, k_norm, sinks;
   HeadNorm head_norm = HeadNorm::None;
+  float clip = 0.0f;  // projected queries, keys and values are limited to ± this value; 0: they are not
   bool has_value_norm = false;
   QueryGrowth growth;
   Linear q, k, v, o;  // empty k and v: the layer reads another layer's cache
@@ -319,6 +321,7 @@ class Decoder {
   int add_rope(RopeTable table);
   void add_layer(Layer layer);
   void set_embedding(Linear embedding);
+  void set_embedding_ends(std::optional<Linear> positions, Norm norm);
   void set_head(Linear head);
   void set_final_norm(Norm norm) { final_norm_ = std::move(norm); }
   // The cache of a layer of attention, or of a convolution; `group` says which of a batch's block tables is its own.
@@ -412,6 +415,7 @@ class Decoder {
   Form form_for_all(const std::vector<Linear>& readers, float outlier_threshold) const;
   Form form_of_input(const Mlp& mlp, float outlier_threshold) const;
   void embed(const BatchView& batch);
+  void add_positions(const BatchView& batch);
   void enter(const float* stream, int tokens);
   void begin_layer(const Layer& layer, int tokens);
   void begin_streams(int tokens);
@@ -470,6 +474,7 @@ class Decoder {
   void attend_placed(const Layer& layer, const BatchView& batch);
   void norm_rope_head(const Layer& layer, const Vector& norm, int64_t position, float* head) const;
   void prepare_query(const Layer& layer, int64_t position, float* head) const;
+  void clip_projected(const Layer& layer, int tokens);
   void norm_joint_heads(const Layer& layer, int tokens);
   void gate_outputs(const Layer& layer, int token, int head, float* out) const;
   void place_token(const Layer& layer, const BatchView& batch, int token, int kv_head);
@@ -488,6 +493,7 @@ class Decoder {
   void mlp_of_stream(const Layer& layer, int tokens, Gemm::Mode mode, float* out);
   void moe_of_stream(const Layer& layer, const Norm& norm, int tokens, float* out);
   void mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out);
+  void curve_rows(const Mlp& mlp, const Rows& in, float outlier_threshold);
   void gate_above_cutoff(const Mlp& mlp, const Rows& in, float outlier_threshold);
   void gate_row(const float* gates, const float* ups, int width, Activation activation, float* out) const;
   void moe(const Moe& moe, int tokens, float outlier_threshold, float* out);
@@ -523,6 +529,8 @@ class Decoder {
   std::vector<RopeTable> ropes_;
   std::vector<Layer> layers_;
   Linear embedding_, head_;
+  Linear positions_;  // [positions][hidden], added to the tokens' embeddings; empty: none
+  Norm embed_norm_;
   Norm final_norm_;
   bool are_norms_centred_ = false;
   float logit_scale_ = 1.0f;

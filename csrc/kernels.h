@@ -63,7 +63,12 @@ struct Rows {
 };
 
 enum class Store : uint8_t { F32, F16, BF16, I8 };
-enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu2, SwigluOai, SiluTo10 };
+// xIELU: positive x² + linear x above 0, negative (e^min(x, eps) - 1 - x) + linear x below; eps is at most 0.
+struct XieluCurve {
+  float positive, negative, linear, eps;
+};
+
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu, Relu2, SwigluOai, SiluTo10 };
 
 inline constexpr int kMaxHeadDim = 512;
 
@@ -159,6 +164,7 @@ struct Kernels {
   void (*gate)(const float* gate, const float* up, Activation, float* out);
   // The same for `rows` rows, quantised as one block of rows [row, row + rows) of `to`; the first row begins a tile.
   void (*gate_rows)(const float* gates, const float* ups, int rows, Activation, const QuantRows& to, int row, int block);
+  void (*xielu)(const float* x, const XieluCurve&, int size, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
   // rms_norm of x minus its mean, plus the bias, which may be null
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size, float* out);

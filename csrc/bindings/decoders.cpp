@@ -10,6 +10,7 @@ Activation activation_named(const std::string& name) {
   if (name == "silu") return Activation::Silu;
   if (name == "gelu") return Activation::Gelu;
   if (name == "gelu_tanh") return Activation::GeluTanh;
+  if (name == "relu") return Activation::Relu;
   if (name == "relu2") return Activation::Relu2;
   if (name == "swiglu_oai") return Activation::SwigluOai;
   if (name == "silu_to_10") return Activation::SiluTo10;
@@ -303,7 +304,7 @@ HeadNorm head_norm_named(const std::string& name) {
 void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std::optional<Linear> k,
                std::optional<Linear> v, const Linear& o, std::optional<Linear> gate, bool is_gate_per_head,
                bool is_softplus_gate, const std::string& head_norm, MaybeVector q_norm, MaybeVector k_norm,
-               bool has_value_norm, MaybeVector sinks, int heads, int kv_heads, int head_dim, float scale, int window,
+               float clip, bool has_value_norm, MaybeVector sinks, int heads, int kv_heads, int head_dim, float scale, int window,
                bool is_chunked, float softcap, int rope, float growth, int growth_length, int growth_first,
                const std::vector<int>& head_borders) {
   Layer layer(frame);
@@ -311,6 +312,7 @@ void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std:
   layer.head_norm = head_norm_named(head_norm);
   layer.q_norm = copied(q_norm);
   layer.k_norm = copied(k_norm);
+  layer.clip = clip;
   layer.has_value_norm = has_value_norm;
   layer.sinks = vector_of(sinks, static_cast<size_t>(heads), "sinks");
   layer.growth = {growth, growth_length, growth_first};
@@ -347,12 +349,18 @@ void bind_parts(nb::module_& m) {
   }, "weight"_a, "bias"_a.none());
 
   nb::class_<Mlp>(m, "Mlp").def("__init__", [](Mlp* self, std::optional<Linear> gate, const Linear& up, const Linear& down,
-                                               const std::string& activation, std::optional<float> cutoff) {
+                                               const std::string& activation, std::optional<float> cutoff,
+                                               std::optional<std::array<float, 4>> curve) {
     if ((gate && (gate->w.rows != up.w.rows || gate->borders != up.borders || gate->w.cols != up.w.cols)) ||
         down.w.cols != up.rows())
       throw std::invalid_argument("gate, up and down do not fit together");
-    new (self) Mlp{gate.value_or(Linear()), up, down, activation_named(activation), cutoff};
-  }, "gate"_a.none(), "up"_a, "down"_a, "activation"_a, "cutoff"_a.none() = nb::none());
+    if (curve ? gate || cutoff || !((*curve)[3] <= 0.0f) : activation == "xielu")
+      throw std::invalid_argument("an xielu has four numbers, of which the last is not above zero, and no gate");
+    std::optional<XieluCurve> numbers;
+    if (curve) numbers = XieluCurve{(*curve)[0], (*curve)[1], (*curve)[2], (*curve)[3]};
+    const Activation kind = curve ? Activation::Silu : activation_named(activation);
+    new (self) Mlp{gate.value_or(Linear()), up, down, kind, cutoff, numbers};
+  }, "gate"_a.none(), "up"_a, "down"_a, "activation"_a, "cutoff"_a.none() = nb::none(), "curve"_a.none() = nb::none());
 
   nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_active, const std::string& score,
                                                        bool renormalize, float epsilon, MaybeVector choice_bias,
@@ -478,7 +486,7 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       }, "cos"_a, "sin"_a)
       .def("add_layer", &add_layer, "frame"_a, "q"_a, "k"_a.none(), "v"_a.none(), "o"_a, "gate"_a.none() = nb::none(),
            "is_gate_per_head"_a = false, "is_softplus_gate"_a = false, "head_norm"_a = "", "q_norm"_a.none() = nb::none(),
-           "k_norm"_a.none() = nb::none(), "has_value_norm"_a = false, "sinks"_a.none() = nb::none(), "heads"_a,
+           "k_norm"_a.none() = nb::none(), "clip"_a = 0.0f, "has_value_norm"_a = false, "sinks"_a.none() = nb::none(), "heads"_a,
            "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a = 0, "is_chunked"_a = false, "softcap"_a = 0.0f, "rope"_a = -1,
            "growth"_a = 0.0f, "growth_length"_a = 1, "growth_first"_a = 0, "head_borders"_a = std::vector<int>())
       .def("add_conv_layer", &add_conv_layer, "frame"_a, "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none())
@@ -528,6 +536,9 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("bind_entry_cache", &bind_entry_cache, "layer"_a, "group"_a, "entries"_a.noconvert())
       .def("bind_conv_cache", &bind_conv_cache, "layer"_a, "group"_a, "inputs"_a.noconvert())
       .def("set_embedding", &HeldDecoder::set_embedding, "embedding"_a)
+      .def("set_embedding_ends", [](HeldDecoder& self, std::optional<Linear> positions, std::optional<Norm> norm) {
+        self.set_embedding_ends(std::move(positions), norm.value_or(Norm()));
+      }, "positions"_a.none(), "norm"_a.none())
       .def("set_adapter_sites", &set_adapter_sites, "slots"_a, "sites"_a)
       .def("set_adapter", &set_adapter, "slot"_a, "parts"_a)
       .def("set_head", &HeldDecoder::set_head, "head"_a)

@@ -112,7 +112,17 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
   if (layer.has_own_kv()) add(layer.k, kv_size), add(layer.v, kv_size);
   if (layer.output_gate != OutputGate::None) add(layer.gate, layer.gate.rows());
   run(gemms, count);
+  if (layer.clip > 0.0f) clip_projected(layer, batch.tokens);
   if (layer.head_norm == HeadNorm::Joint) norm_joint_heads(layer, batch.tokens);
+}
+
+// Limits queries, keys and values to ± `clip`.
+void Decoder::clip_projected(const Layer& layer, int tokens) {
+  const int width = static_cast<int>(projected_width(layer)) - layer.gate.rows();
+  for_rows(pool_, tokens, width, [&](int t) {
+    float* row = projected_.data() + static_cast<size_t>(t) * projected_width(layer);
+    for (int i = 0; i < width; ++i) row[i] = std::clamp(row[i], -layer.clip, layer.clip);
+  });
 }
 
 // Norms all heads of a token's queries together, and all heads of its keys.

@@ -19,7 +19,7 @@ void Decoder::feed_forward(const Layer& layer, int tokens) {
 // Computes the MLP, the experts, or both side by side, into `mixed_`.
 void Decoder::feed(const Layer& layer, int tokens) {
   if (!layer.moe) return mlp_of_stream(layer, tokens, Gemm::Mode::Store, mixed_.data());
-  if (!layer.mlp) return moe_of_stream(layer, layer.is_parallel ? layer.attn_norm : layer.mlp_norm, tokens, mixed_.data());
+  if (!layer.mlp) return moe_of_stream(layer, layer.mlp_norm, tokens, mixed_.data());
   mlp_of_stream(layer, tokens, Gemm::Mode::Store, mixed_.data());
   norm_in_place(layer.side.mlp_post_norm, mixed_.data(), tokens);
   grow(side_, static_cast<size_t>(tokens) * hidden_);
@@ -32,8 +32,7 @@ void Decoder::feed(const Layer& layer, int tokens) {
 }
 
 void Decoder::mlp_of_stream(const Layer& layer, int tokens, Gemm::Mode mode, float* out) {
-  const Norm& norm = layer.is_parallel ? layer.attn_norm : layer.mlp_norm;
-  norm_rows(norm, x_.data(), tokens, normed_, form_of_input(*layer.mlp, outlier_threshold(layer)));
+  norm_rows(layer.mlp_norm, x_.data(), tokens, normed_, form_of_input(*layer.mlp, outlier_threshold(layer)));
   mlp(*layer.mlp, normed_.view(), outlier_threshold(layer), mode, out);
 }
 
@@ -58,7 +57,9 @@ void Decoder::moe_of_stream(const Layer& layer, const Norm& norm, int tokens, fl
 }
 
 void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm::Mode mode, float* out) {
-  if (mlp.cutoff) {
+  if (mlp.curve) {
+    curve_rows(mlp, in, outlier_threshold);
+  } else if (mlp.cutoff) {
     gate_above_cutoff(mlp, in, outlier_threshold);
   } else {
     inner_.prepare(in.quant.rows, mlp.up.rows(), *kernels_, form_for({&mlp.down}, outlier_threshold));
@@ -70,6 +71,17 @@ void Decoder::mlp(const Mlp& mlp, const Rows& in, float outlier_threshold, Gemm:
   }
   const Gemm down{&mlp.down, nullptr, inner_.view(), mode, out, static_cast<size_t>(hidden_)};
   run(&down, 1);
+}
+
+// xIELU of the products with `up`, into `inner_`.
+void Decoder::curve_rows(const Mlp& mlp, const Rows& in, float outlier_threshold) {
+  const int tokens = in.quant.rows, inter = mlp.up.rows();
+  grow(cut_gates_, static_cast<size_t>(tokens) * inter);
+  const Gemm up{&mlp.up, nullptr, in, Gemm::Mode::Store, cut_gates_.data(), static_cast<size_t>(inter)};
+  run(&up, 1);
+  fill_rows(tokens, inter, 8 * inter, inner_, form_for({&mlp.down}, outlier_threshold), [&](int t, float* out) {
+    kernels_->xielu(cut_gates_.data() + static_cast<size_t>(t) * inter, *mlp.curve, inter, out);
+  });
 }
 
 // Activation sparsity: act(relu(gate - (mean + cutoff * standard deviation))) * up into `inner_`, over all gates of a token.

@@ -339,6 +339,15 @@ void Decoder::set_embedding(Linear embedding) {
   embedding_ = std::move(embedding);
 }
 
+// What follows the tokens' embeddings: an embedding of positions, and a norm.
+void Decoder::set_embedding_ends(std::optional<Linear> positions, Norm norm) {
+  if (positions && (positions->w.cols != hidden_ || positions->rows() < 1 || positions->is_cut() || positions->w.is_ordered))
+    throw std::invalid_argument("the embedding of positions is not [positions, hidden]");
+  if (!norm.empty() && norm.weight.size() != static_cast<size_t>(hidden_)) throw std::invalid_argument("a norm is not [hidden]");
+  positions_ = positions.value_or(Linear());
+  embed_norm_ = std::move(norm);
+}
+
 void Decoder::set_head(Linear head) {
   if (!fits(head, vocab_, hidden_)) throw std::invalid_argument("the head is not [vocab, hidden]");
   head_ = std::move(head);
@@ -499,6 +508,7 @@ void Decoder::check(const BatchView& batch, bool has_stream) const {
   for (int t = 0; t < batch.tokens; ++t) {
     require(batch.token_ids[t] >= 0 && batch.token_ids[t] < vocab_, "a token id is outside the vocabulary");
     require(batch.positions[t] >= 0, "a position is negative");
+    require(positions_.w.data == nullptr || batch.positions[t] < positions_.rows(), "a position without an embedding");
     for (const RopeTable& rope : ropes_) require(batch.positions[t] < rope.positions, "a position is past the context");
   }
   require(batch.outputs <= batch.tokens, "more output rows than tokens");

@@ -165,12 +165,22 @@ void Decoder::embed(const BatchView& batch) {
   grow(mixed_, size);
   embed_rows(embedding_, batch.token_ids, batch.tokens, embedding_scale_, x_.data());
   embed_adapters(batch);
+  if (positions_.w.data != nullptr) add_positions(batch);
+  if (!embed_norm_.empty()) norm_in_place(embed_norm_, x_.data(), batch.tokens);
   if (!input_norm_.empty()) layer_inputs(batch);
   if (streams_.count > 1) begin_streams(batch.tokens);
   const bool looks_up = std::any_of(layers_.begin(), layers_.end(), [](const Layer& layer) {
     return layer.moe && !layer.moe->routing.table.empty();
   });
   if (looks_up) row_tokens_.assign(batch.token_ids, batch.token_ids + batch.tokens);
+}
+
+void Decoder::add_positions(const BatchView& batch) {
+  embed_rows(positions_, batch.positions, batch.tokens, 1.0f, mixed_.data());
+  for_rows(pool_, batch.tokens, hidden_, [&](int t) {
+    const size_t at = static_cast<size_t>(t) * hidden_;
+    kernels_->add(x_.data() + at, mixed_.data() + at, hidden_);
+  });
 }
 
 // The rest of a layer after its mixer: the output projection, then the feed-forward part. If both read the same stream, the

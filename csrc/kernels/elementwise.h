@@ -31,6 +31,7 @@ inline Floats tanh(Floats x) { return sub(splat(1.0f), div(splat(2.0f), add(exp(
 
 inline Floats activate(Floats x, Activation kind) {
   if (kind == Activation::Silu) return mul(x, sigmoid(x));
+  if (kind == Activation::Relu) return max(x, zeros());
   if (kind == Activation::Relu2) {
     const Floats positive = max(x, zeros());
     return mul(positive, positive);
@@ -73,6 +74,16 @@ inline void store_some(float* p, Floats a, int count) {
   float lanes[16];
   store(lanes, a);
   for (int k = 0; k < count; ++k) p[k] = lanes[k];
+}
+
+inline void xielu(const float* x, const XieluCurve& curve, int size, float* out) {
+  in_vectors(size, x, [&](int i, Floats a, int count) {
+    const Floats above = max(a, zeros()), below = min(a, zeros());
+    const Floats is_below = min(mul(below, splat(-1e38f)), splat(1.0f));
+    const Floats grown = sub(sub(exp(min(a, splat(curve.eps))), splat(1.0f)), below);
+    const Floats curved = mul(mul(splat(curve.negative), is_below), grown);
+    store_some(out + i, add(fma(mul(splat(curve.positive), above), above, curved), mul(splat(curve.linear), a)), count);
+  });
 }
 
 inline void rms_norm(const float* x, const float* weight, float eps, int size, float* out) {

@@ -14,6 +14,7 @@ inline Kernels make_table(const char* name) {
   k.mark_outliers = mark_outliers;
   k.gate = gate;
   k.gate_rows = gate_rows;
+  k.xielu = xielu;
   k.rms_norm = rms_norm;
   k.layer_norm = layer_norm;
   k.add = add_into;

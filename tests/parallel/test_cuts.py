@@ -63,6 +63,7 @@ def test_every_row_that_is_gathered_has_one_rank(name: str, size: int) -> None:
         "out_groups",
         "expert_table",
         "index_weights",
+        "positions",
     )
     of_streams = ("streams", "altup", "branch", "connect")
     matrices = {matrix for matrix, shape in shapes.items() if len(shape) > 1 and not matrix.endswith(".bias")}

@@ -84,6 +84,14 @@ VARIANTS = {
     "no_rope": with_attention(rope=None),
     "many_heads": with_attention(num_heads=30, num_kv_heads=1, head_dim=16, rope=RopeSpec(500.0, 16)),
     "post_norms": replace(LLAMA, layers=(replace(LAYER, norms="both"), LAYER), embedding_scale=8.0),
+    "parallel_norm": replace(
+        LLAMA, norm=NormSpec("layer", has_bias=True), layers=(
+            replace(LAYER, is_parallel=True, has_parallel_norm=True, mlp=MlpSpec(72, "relu", is_gated=False)), LAYER),
+    ),
+    "norm_without_weight": replace(LLAMA, norm=NormSpec("layer", has_weight=False)),
+    "clip": with_attention(qkv_clip=0.5),
+    "xielu": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(72, "xielu", is_gated=False)), LAYER)),
+    "positions": replace(LLAMA, num_positions=MAX_CONTEXT, has_embed_norm=True, embedding_scale=3.0),
     "gelu": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(96, "gelu_tanh", bias=True)),)),
     "gelu_exact": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(50, "gelu")),)),
     "experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(5, 2, MlpSpec(48))), LAYER)),
@@ -162,7 +170,8 @@ def random_weights(spec: ModelSpec, quantised: bool = False) -> RandomWeights:
             tensors[name] = RawTensor(name, tensor.shape, (100 * values).long() % 4)
             continue
         if tensor.kind == "vector":
-            tensors[name] = RawTensor(name, tensor.shape, 1 + 0.1 * values)
+            around = -0.1 if name.endswith("act_eps") else 1.0
+            tensors[name] = RawTensor(name, tensor.shape, around * (1 + 0.1 * values))
             continue
         values *= 1.5 * tensor.shape[-1] ** -0.5
         if quantised and tensor.shape[-1] % 32 == 0:

@@ -26,8 +26,7 @@ from tokenmill.arch.spec import (
     ShortConv,
     WindowedMqa,
 )
-from tokenmill.arch.streams import AltUp, HyperConnections, Streams
-from tokenmill.arch.tensors import layer_tensors
+from tokenmill.arch.tensors import end_tensors, layer_tensors
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class ModelOutline:
     tied_head: bool
     max_context: int
     dtype: str = "bfloat16"
-    end_vectors: int = 0  # final norm, bias of the head
+    end_vectors: int = 0  # norms outside the layers, bias of the head
     end_matrices: int = 0  # further matrices outside the layers that every token is multiplied with
-    tables: int = 0  # the layers' own embeddings, whose rows are looked up
+    tables: int = 0  # further embeddings, whose rows are looked up: the layers' own, and those of positions
 
     @property
     def num_layers(self) -> int:
@@ -84,6 +83,7 @@ def outline_of(model: Model) -> ModelOutline:
 @lru_cache(maxsize=64)
 def _outline_of_spec(spec: ModelSpec) -> ModelOutline:
     known = {layer: _layer_outline(layer, spec.hidden_size, spec.norm) for layer in dict.fromkeys(spec.layers)}
+    ends = _end_sizes(spec)
     return ModelOutline(
         spec.family,
         spec.vocab_size,
@@ -92,21 +92,19 @@ def _outline_of_spec(spec: ModelSpec) -> ModelOutline:
         spec.tied_head,
         spec.max_context,
         spec.dtype,
-        spec.hidden_size + spec.input_width + _end_vectors(spec.streams, spec.hidden_size),
-        _end_matrices(spec),
-        spec.num_layers * spec.input_width * (spec.input_vocab_size or spec.vocab_size),
+        ends["vector"],
+        ends["linear"],
+        ends["embedding"],
     )
 
 
-def _end_vectors(streams: Streams | None, hidden: int) -> int:
-    """Return the parameters of the final mixture of residual streams."""
-    return streams.num_streams * (1 + hidden * streams.num_streams) + 1 if isinstance(streams, HyperConnections) else 0
-
-
-def _end_matrices(spec: ModelSpec) -> int:
-    """Return the parameters of projections to the layers' own embeddings, and to and from further streams."""
-    streams = 2 * (spec.streams.num_streams - 1) * spec.hidden_size if isinstance(spec.streams, AltUp) else 0
-    return spec.hidden_size * (spec.num_layers * spec.input_width + streams)
+def _end_sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the parameters outside the layers by kind of tensor, other than the tokens' embedding and the head."""
+    sizes = {"vector": 0, "linear": 0, "embedding": 0}
+    for tensor in end_tensors(spec):
+        if tensor.name not in ("embed.weight", "head.weight"):
+            sizes[tensor.kind] += prod(tensor.shape)
+    return sizes
 
 
 def _layer_outline(layer: LayerSpec, hidden: int, norm: NormSpec) -> LayerOutline:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import Activation, Gqa, LayerSpec, MixerSpec, Mla, MlpSpec, MoeSpec, ShortConv, WindowedMqa
+from tokenmill.arch.tensors import XIELU
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class GatedMlp:
     spec: MlpSpec
     post_norm: str | None = None
     scale: float = 1.0
+    curve: tuple[str, ...] = ()  # the numbers of an activation that has learned ones
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _inputs(mixer: Gqa) -> tuple[str, ...]:
 def _feed(spec: LayerSpec, name: str) -> Feed | None:
     if spec.mlp is None:
         return None
-    norm = f"{name}.attn_norm" if spec.is_parallel else f"{name}.mlp_norm"
+    norm = f"{name}.attn_norm" if spec.is_parallel and not spec.has_parallel_norm else f"{name}.mlp_norm"
     norm_before = norm if spec.has_pre_norms else None
     post_norm, scale = f"{name}.mlp_post_norm" if spec.has_post_norms else None, spec.residual_scale
     side = spec.side_experts
@@ -181,7 +183,8 @@ def _feed(spec: LayerSpec, name: str) -> Feed | None:
         experts = _experts(side, f"{name}.side", f"{name}.side.norm", f"{name}.side.post_norm")
         return SideBySide(mlp, experts, post_norm, scale)
     if isinstance(spec.mlp, MlpSpec):
-        return GatedMlp(norm_before, *_mlp(name, spec.mlp), spec.mlp, post_norm, scale)
+        curve = tuple(f"{name}.{number}" for number in XIELU) if spec.mlp.activation == "xielu" else ()
+        return GatedMlp(norm_before, *_mlp(name, spec.mlp), spec.mlp, post_norm, scale, curve)
     return _experts(spec.mlp, name, norm_before, post_norm, scale)
 
 

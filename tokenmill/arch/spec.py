@@ -24,10 +24,10 @@ from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.streams import Streams
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "silu_to_10"]
-"""The activation of an MLP, act(gate) * up if gated. "relu2" is max(x, 0)²; "swiglu_oai", of gpt-oss, is
-g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up between -7 and 7; "silu_to_10", of DeepSeek V4, is
-silu(min(gate, 10)) * u with u = up between -10 and 10."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai", "silu_to_10"]
+"""The activation of an MLP, act(gate) * up if gated. "relu2" is max(x, 0)²; "xielu", of Apertus, has learned numbers in
+every layer (`ops/xielu.py`); "swiglu_oai", of gpt-oss, is g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and
+u = up between -7 and 7; "silu_to_10", of DeepSeek V4, is silu(min(gate, 10)) * u with u = up between -10 and 10."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ class Gqa:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: QkNorm | None = None
+    qkv_clip: float | None = None  # projected queries, keys and values are limited to ± this value
     window: int | None = None  # a token sees itself and the window-1 tokens before it
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # one learned logit per head joins the softmax
@@ -166,6 +167,7 @@ class Gqa:
     def is_plain(self) -> bool:
         """Return whether keys and values are cached after at most a per-head norm and the rotation."""
         is_usual = self.qk_norm in (None, "head") and self.gate is None and self.query_growth is None
+        is_usual = is_usual and self.qkv_clip is None
         has_usual_values = self.value_dim is None and self.value_scale == 1.0 and not self.has_value_norm
         return is_usual and has_usual_values and self.has_own_kv
 
@@ -370,7 +372,8 @@ class LayerSpec:
     mixer: MixerSpec
     mlp: FeedSpec | None  # None: the layer has only a mixer
     norms: NormPlace = "before"  # of mixer and MLP; a norm after is applied before the residual is added
-    is_parallel: bool = False  # the MLP reads the same normed stream as the mixer; both results are added
+    is_parallel: bool = False  # the MLP reads the same stream as the mixer; both results are added
+    has_parallel_norm: bool = False  # a parallel MLP has its own norm of that stream, instead of the mixer's
     residual_scale: float = 1.0  # multiplies what is added to the stream
     side_experts: MoeSpec | None = None  # in parallel with the MLP, with their own norms before and after (Gemma 4)
     input_width: int = 0  # of the layer's own embedding of the token, which is added through a gate (Gemma 4)
@@ -398,6 +401,7 @@ class NormSpec:
 
     kind: Literal["rms", "layer"] = "rms"
     has_bias: bool = False
+    has_weight: bool = True
 
 
 RMS_NORM = NormSpec()
@@ -417,6 +421,8 @@ class ModelSpec:
     logit_scale: float = 1.0  # multiplies the logits, before they are capped
     has_head_bias: bool = False
     norm: NormSpec = RMS_NORM
+    num_positions: int = 0  # rows of a learned embedding of positions, which is added to the tokens'; 0: none
+    has_embed_norm: bool = False  # the embeddings are normed before the first layer
     input_vocab_size: int | None = None  # rows of the layers' own embeddings, if fewer; further tokens use row 0
     # (mixer, MLP): each layer's numbers in a checkpoint that counts mixers and MLPs as separate layers.
     layer_numbers: tuple[tuple[int, int], ...] = ()

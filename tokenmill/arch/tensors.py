@@ -8,7 +8,7 @@ Loaders and cost functions use only our names. "Ours" is a tensor of Tokenmill's
 Conversions work on whole rows, so that they apply to quantised rows too:
 
     fused        theirs contains several of ours, one after another by rows (Phi-3's qkv_proj), or repeated so for each
-                 key head
+                 key head (Falcon's query_key_value)
     woven        theirs contains several of ours alternating: by rows (gpt-oss's gate and up), or by heads
     {e}          one of theirs per expert, stacked into one of ours
     add          a constant added to each value (Gemma stores a norm's weight minus one)
@@ -55,7 +55,24 @@ def tensors_of(spec: ModelSpec) -> dict[str, TensorSpec]:
 
 
 def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
+    yield from _first_tensors(spec)
+    for index, layer in enumerate(spec.layers):
+        yield from layer_tensors(layer, spec.hidden_size, f"layers.{index}.", spec.norm)
+    yield from _last_tensors(spec)
+
+
+def end_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
+    """Yield the tensors outside the layers."""
+    yield from _first_tensors(spec)
+    yield from _last_tensors(spec)
+
+
+def _first_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     yield TensorSpec("embed.weight", (spec.vocab_size, spec.hidden_size), "embedding")
+    if spec.num_positions:
+        yield TensorSpec("positions.weight", (spec.num_positions, spec.hidden_size), "embedding")
+    if spec.has_embed_norm:
+        yield from _norm("embed_norm", spec.hidden_size, spec.norm)
     if spec.input_width:
         yield from _layer_inputs(spec)
     if spec.streams is not None:
@@ -64,8 +81,9 @@ def _tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
         yield from _linear("join", spec.hidden_size, 2 * spec.hidden_size, False)
         yield from _norm("join_embed_norm", spec.hidden_size, spec.norm)
         yield from _norm("join_state_norm", spec.hidden_size, spec.norm)
-    for index, layer in enumerate(spec.layers):
-        yield from layer_tensors(layer, spec.hidden_size, f"layers.{index}.", spec.norm)
+
+
+def _last_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     yield from _norm("final_norm", spec.hidden_size, spec.norm)
     if not spec.tied_head:
         yield TensorSpec("head.weight", (spec.vocab_size, spec.hidden_size), "linear")
@@ -90,7 +108,7 @@ def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpe
         yield from _norm(prefix + "attn_post_norm", hidden, norm)
     if layer.mlp is None:
         return
-    if layer.has_pre_norms and not layer.is_parallel:
+    if layer.has_pre_norms and (layer.has_parallel_norm or not layer.is_parallel):
         yield from _norm(prefix + "mlp_norm", hidden, norm)
     yield from _feed(layer.mlp, hidden, prefix)
     if layer.side_experts is not None:
@@ -156,7 +174,8 @@ def _mixer(mixer: MixerSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
 
 
 def _norm(name: str, size: int, norm: NormSpec = RMS_NORM) -> Iterator[TensorSpec]:
-    yield TensorSpec(name + ".weight", (size,), "vector")
+    if norm.has_weight:
+        yield TensorSpec(name + ".weight", (size,), "vector")
     if norm.has_bias:
         yield TensorSpec(name + ".bias", (size,), "vector")
 
@@ -263,6 +282,12 @@ def _mlp(mlp: MlpSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         yield from _linear(prefix + "gate", mlp.intermediate_size, hidden, mlp.bias)
     yield from _linear(prefix + "up", mlp.intermediate_size, hidden, mlp.bias)
     yield from _linear(prefix + "down", hidden, mlp.intermediate_size, mlp.bias)
+    if mlp.activation == "xielu":
+        yield from (TensorSpec(prefix + name, (), "vector") for name in XIELU)
+
+
+XIELU = ("act_alpha_p", "act_alpha_n", "act_beta", "act_eps")
+"""The numbers of an "xielu" activation, in the order in which `xielu_curve` reads them."""
 
 
 def _experts(moe: MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
@@ -296,7 +321,9 @@ class Rule:
 
     pattern: str  # theirs, with {i} for the layer, {e} for the expert, {s} for the stream
     fused: tuple[str, ...] = ()  # our parts, in the order of their rows in the fused tensor
-    is_per_key_head: bool = False  # the fused rows repeat for each key head of a recurrent mixer
+    is_per_key_head: bool = False  # the fused rows repeat for each key head of attention or of a recurrent mixer
+    num_blocks: int = 1  # the fused rows repeat so often (CodeGen's qkv_proj)
+    skipped_rows: int = 0  # theirs begins with so many rows that are never used (OPT's positions)
     woven: tuple[str, ...] = ()  # our parts, in the order in which they alternate
     add: float = 0.0
     interleaved: bool = False
@@ -350,7 +377,11 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
     if not name.startswith("layers."):
         rule = _rule(rules, name, spec)
         number = spec.layer_numbers[0][0] if spec.layer_numbers else 0  # of an MTP head's layer
-        return TensorSource((rule.pattern.replace("{i}", str(number)),), shape, add=rule.add)
+        source = TensorSource((rule.pattern.replace("{i}", str(number)),), shape, add=rule.add)
+        if rule.skipped_rows:
+            rows = (rule.skipped_rows, rule.skipped_rows + shape[0])
+            source = replace(source, shape=(rows[1], *shape[1:]), rows=rows)
+        return source
     _, index, part = name.split(".", 2)
     layer, rule = spec.layers[int(index)], _rule(rules, "layers.{i}." + part, spec)
     is_vector = not part.endswith(".weight")
@@ -438,9 +469,9 @@ def _fused(source: TensorSource, layer: LayerSpec, rule: Rule, part: str) -> Ten
     axis = -1 if source.is_vector else -2
     shape = list(source.shape)
     shape[axis] = sum(sizes[name] for name in rule.fused)
-    groups = 1
-    if rule.is_per_key_head and isinstance(layer.mixer, Recurrent):
-        groups = layer.mixer.key_heads
+    groups = rule.num_blocks
+    if rule.is_per_key_head and isinstance(layer.mixer, Recurrent | Gqa):
+        groups = layer.mixer.key_heads if isinstance(layer.mixer, Recurrent) else layer.mixer.num_kv_heads
     rows = (start // groups, (start + sizes[ours]) // groups)
     return replace(source, shape=tuple(shape), rows=rows, row_groups=groups)
 

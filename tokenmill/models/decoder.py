@@ -29,7 +29,7 @@ from tokenmill.models.protocol import BestLogits, Model
 from tokenmill.models.streams import StreamedLayer, load_ends, over_streams
 from tokenmill.ops.batch import ForwardBatch, Mode
 from tokenmill.ops.compose import BatchClasses, choose_regions
-from tokenmill.ops.interface import LayerWeights, Regions
+from tokenmill.ops.interface import LayerWeights, Norm, Regions
 
 
 class Decoder:
@@ -57,9 +57,15 @@ class Decoder:
                 if spec.tied_head
                 else load.projection(Matrices(("head",), spec.has_head_bias))
             )
+        self.position_rows: torch.Tensor | None = None  # [positions, H]
+        self.embed_norm: Norm | None = None
+        if spec.num_positions and self.is_first_stage:
+            self.position_rows = load.dense(load.source.get("positions.weight"))
+        if spec.has_embed_norm and self.is_first_stage:
+            self.embed_norm = load.norm("embed_norm", spec.norm_eps, spec.norm, spec.hidden_size)
         self.layers = self._load_layers(load)
         if self.is_last_stage:
-            self.final_norm = load.norm("final_norm", spec.norm_eps, spec.norm)
+            self.final_norm = load.norm("final_norm", spec.norm_eps, spec.norm, spec.hidden_size)
         self.layer_inputs = LayerInputs(spec, load) if spec.input_width else None
         self.streams = load_ends(spec, load)
         self.adapter_slots = load.slots
@@ -75,7 +81,7 @@ class Decoder:
             return load_mixer(regions, spec.norm_eps, load), loader.weights(regions), side
 
         spec = self.spec
-        loader = LayerLoader(load, spec.norm_eps, spec.norm, spec.streams is not None)
+        loader = LayerLoader(load, spec.norm_eps, spec.norm, spec.hidden_size, spec.streams is not None)
         parts = load.each(load_parts, len(self.layer_range))
         chosen = choose_regions(load.ops, [weights for _, weights, _ in parts], self.classes)
         layers = [
@@ -108,7 +114,7 @@ class Decoder:
         ends = self.layers[0].regions[step.batch_class] if step.adapted is None else step.adapted.regions
         if entering is None and not self.is_first_stage:
             entering = self.stage_input[: len(batch.token_ids)]
-        embedded = self._embed(batch.token_ids, step.adapters) if entering is None else entering
+        embedded = self._embed(batch, step.adapters, ends) if entering is None else entering
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(batch.token_ids, embedded, batch.mode, step.adapters)
             step = replace(step, layer_inputs=inputs)
@@ -153,9 +159,13 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits.float(), cap)
 
-    def _embed(self, token_ids: torch.Tensor, adapters: Any) -> torch.Tensor:
-        embedded = self.embedding.rows(token_ids, adapters)
-        return embedded if self.spec.embedding_scale == 1.0 else embedded * self.spec.embedding_scale
+    def _embed(self, batch: ForwardBatch, adapters: Any, regions: Regions) -> torch.Tensor:
+        embedded = self.embedding.rows(batch.token_ids, adapters)
+        if self.spec.embedding_scale != 1.0:
+            embedded = embedded * self.spec.embedding_scale
+        if self.position_rows is not None:
+            embedded = embedded + torch.nn.functional.embedding(batch.positions, self.position_rows)
+        return embedded if self.embed_norm is None else regions.finish(regions.begin(embedded), self.embed_norm)
 
 
 class LayerInputs:

@@ -40,6 +40,7 @@ from tokenmill.ops.interface import (
     Stream,
 )
 from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.xielu import xielu_curve
 from tokenmill.parallel.group import Sum
 
 
@@ -187,6 +188,7 @@ class LayerLoader:
     load: Loader
     norm_eps: float
     norm: NormSpec = RMS_NORM
+    width: int = 0  # of the stream
     has_streams: bool = False
 
     def weights(self, regions: LayerRegions) -> LayerWeights:
@@ -225,6 +227,7 @@ class LayerLoader:
             feed.spec.is_gated,
             feed.scale,
             feed.spec.sparsity_cutoff,
+            xielu_curve([float(self.load.vector(name)) for name in feed.curve]) if feed.curve else None,
         )
 
     def _experts(self, feed: Experts) -> MoeWeights:
@@ -298,10 +301,11 @@ class LayerLoader:
         if region is None:
             return None
         gate, up = self.load.projection(region.gate), self.load.projection(region.up)
-        return InputWeights(gate, up, self.load.norm(region.norm, self.norm_eps, self.norm), region.activation)
+        norm = self.load.norm(region.norm, self.norm_eps, self.norm, self.width)
+        return InputWeights(gate, up, norm, region.activation)
 
     def _norm(self, name: str | None) -> Norm | None:
-        return None if name is None else self.load.norm(name, self.norm_eps, self.norm)
+        return None if name is None else self.load.norm(name, self.norm_eps, self.norm, self.width)
 
 
 def one_of_each(layers: Sequence[AnyLayer]) -> list[AnyLayer]:

@@ -108,9 +108,11 @@ class Loader:
         """Load a vector (norm weights, biases, sinks) in float32: it is small, so the precision costs nothing."""
         return dequantize(self.source.get(name), torch.float32).to(self.device)
 
-    def norm(self, name: str, eps: float, spec: NormSpec = RMS_NORM) -> Norm:
+    def norm(self, name: str, eps: float, spec: NormSpec = RMS_NORM, width: int = 0) -> Norm:
+        """Load a norm; `width` is its number of values, which a norm without a weight does not tell."""
         bias = self.vector(f"{name}.bias") if spec.has_bias else None
-        return Norm(self.vector(f"{name}.weight"), eps, bias, spec.kind == "layer")
+        weight = self.vector(f"{name}.weight") if spec.has_weight else torch.ones(width, device=self.device)
+        return Norm(weight, eps, bias, spec.kind == "layer")
 
     def projection(self, matrices: Matrices) -> Projection:
         """Load matrices `<name>.weight` that share an input as one projection, stacked by rows."""

@@ -38,6 +38,7 @@ from tokenmill.ops.interface import (
     SharedExpert,
     SideBySideWeights,
 )
+from tokenmill.ops.xielu import xielu
 
 MAX_ROWS = 1 << 62  # upper end of the last batch class: no limit
 MODES: tuple[Mode, ...] = ("eager", "captured")
@@ -188,7 +189,9 @@ class ComposedRegions:
 
     def _mlp(self, normed: torch.Tensor, mlp: GatedMlpWeights | SharedExpert) -> torch.Tensor:
         """[T, H] → [T, H]"""
-        if not mlp.is_gated:
+        if isinstance(mlp, GatedMlpWeights) and mlp.curve is not None:
+            inner = xielu(self.linear(normed, mlp.gate_up), mlp.curve)
+        elif not mlp.is_gated:
             inner = self.ops.activate(self.linear(normed, mlp.gate_up), mlp.activation)
         elif isinstance(mlp, GatedMlpWeights) and mlp.cutoff is not None:
             inner = self.ops.cut_act_mul(self.linear(normed, mlp.gate_up), mlp.activation, mlp.cutoff)
@@ -233,6 +236,9 @@ def attend_variant(ops: Ops, inputs: AttendInputs, spec: Gqa) -> torch.Tensor:
     """Attention with every option of the spec (norms, gates, scales, shared caches), composed of small ops."""
     parts = [spec.q_size, *((spec.kv_size, spec.v_size) if spec.has_own_kv else ()), spec.gate_size]
     queries, *others = torch.split(inputs.qkv, parts, dim=1)
+    if spec.qkv_clip is not None:
+        queries = queries.clamp(-spec.qkv_clip, spec.qkv_clip)
+        others[:2] = [part.clamp(-spec.qkv_clip, spec.qkv_clip) for part in others[:2]]
     queries = _norm_rope_heads(ops, queries, spec.num_heads, 0, inputs, spec)
     if inputs.growth is not None:
         queries = (queries * inputs.growth.view(-1, 1, 1)).to(queries.dtype)

@@ -131,6 +131,15 @@ class ProjectionWeights(Protocol):
         ...
 
 
+class XieluCurve(NamedTuple):
+    """The numbers of an xIELU: positive x² + linear x above 0, negative (e^min(x, eps) - 1 - x) + linear x below."""
+
+    positive: float
+    negative: float
+    linear: float
+    eps: float
+
+
 @dataclass(frozen=True)
 class GatedMlpWeights:
     """An MLP: down(act(gate(x)) * up(x)) with gate and up stacked, or down(act(up(x))) without a gate."""
@@ -143,6 +152,7 @@ class GatedMlpWeights:
     is_gated: bool = True
     scale: float = 1.0  # of the result, before it is added to the stream
     cutoff: float | None = None  # activation sparsity: gates below mean + cutoff * standard deviation become 0
+    curve: XieluCurve | None = None  # of the activation "xielu"
 
 
 @dataclass(frozen=True)

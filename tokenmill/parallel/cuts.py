@@ -10,7 +10,8 @@ at any row, so any number of heads can be split over any number of ranks.
     o                            rows                          its input (heads) and its output
     gate, up (experts' too)      rows                          nothing: each rank applies the activation to its rows
     down (experts' too)          rows                          its input (inner activations) and its output
-    gate, up with sparsity       rows                          their output
+    gate, up with sparsity,
+    or of xIELU                  rows                          their output
     embed, head                  rows of the vocabulary        looked-up rows; logits
     other projections            rows                          their output
 
@@ -255,7 +256,7 @@ def _layer(
 
 def _feed(feed: Feed, size: int, rows: Mapping[str, int], has_sum: HasSum) -> Iterator[tuple[str, MatrixCut]]:
     match feed:
-        case GatedMlp() if feed.spec.sparsity:  # the threshold depends on all gate values of a token
+        case GatedMlp() if feed.spec.sparsity or feed.curve:  # computed from whole rows of products
             for name in (*feed.gate_up.names, *feed.down.names):
                 yield name, MatrixCut(split_rows(rows[name], size))
         case GatedMlp():

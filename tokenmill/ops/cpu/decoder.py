@@ -98,7 +98,7 @@ class NativeDecoder:
             isa=instruction_set,
         )
         packer = Packer(weights, dense, quantization, threads, kept)
-        self._parts = NativeWeights(weights, dense, packer, spec.norm.has_bias, shard)
+        self._parts = NativeWeights(weights, dense, packer, spec, shard)
         if window is not None:
             self._decoder.set_window(window)
         self._decoder.set_norms(spec.norm.kind == "layer")
@@ -266,6 +266,8 @@ class NativeDecoder:
         self._decoder.set_embedding(embedding)
         self._decoder.set_head(head)
         self._decoder.set_logit_scale(spec.logit_scale)
+        positions = parts.plain_linear("positions") if spec.num_positions else None
+        self._decoder.set_embedding_ends(positions, parts.norm("embed_norm") if spec.has_embed_norm else None)
 
     def _load_ends(self) -> tuple[Any, Any]:
         """Load embedding and head."""
@@ -348,7 +350,7 @@ class NativeDecoder:
         norms = {"mlp_norm": parts.norm(feed.norm), "mlp_post_norm": parts.norm(feed.post_norm)}
         if isinstance(feed, Experts):
             return {**norms, "moe": parts.moe(feed)}
-        return {**norms, "mlp": parts.mlp(feed.gate_up, feed.down, feed.spec)}
+        return {**norms, "mlp": parts.mlp(feed.gate_up, feed.down, feed.spec, feed.curve)}
 
     def _layer_input(self, region: AddInput | None) -> Any:
         if region is None:
@@ -373,6 +375,7 @@ class NativeDecoder:
             "is_softplus_gate": gate is not None and gate.function == "softplus",
             "head_norm": attention.qk_norm or "",
             **self._head_norms(attention, name),
+            "clip": attention.qkv_clip or 0.0,
             "has_value_norm": attention.has_value_norm,
             "sinks": self._parts.vector(f"{name}.sinks") if attention.has_sinks else None,
             "heads": attention.num_heads,

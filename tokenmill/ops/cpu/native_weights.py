@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tokenmill.arch.regions import Experts, Matrices
-from tokenmill.arch.spec import MlpSpec
+from tokenmill.arch.spec import MlpSpec, ModelSpec
 from tokenmill.arch.streams import AltUp
 from tokenmill.ops.cpu.availability import native
 from tokenmill.ops.cpu.packing import Dense, Packer, Weights, kind_of, pack_as
 from tokenmill.ops.raw import RawTensor
+from tokenmill.ops.xielu import xielu_curve
 
 
 class RankShard(Protocol):
@@ -56,10 +57,10 @@ class NativeWeights:
     """Loads and packs weights by name, as objects of the native module."""
 
     def __init__(
-        self, weights: Weights, dense: Dense, packer: Packer, has_norm_biases: bool, shard: RankShard | None = None
+        self, weights: Weights, dense: Dense, packer: Packer, spec: ModelSpec, shard: RankShard | None = None
     ) -> None:
         self.weights, self.dense, self.packer, self.shard = weights, dense, packer, shard
-        self.has_norm_biases = has_norm_biases
+        self.norm_spec, self.hidden_size = spec.norm, spec.hidden_size
         self.sites: dict[str, Site] = {}  # matrices that adapters may change, in the order of their numbers
 
     def vector(self, name: str) -> torch.Tensor:
@@ -68,8 +69,9 @@ class NativeWeights:
     def norm(self, name: str | None) -> Any:
         if name is None:
             return None
-        bias = self.vector(f"{name}.bias") if self.has_norm_biases else None
-        return native().Norm(self.vector(f"{name}.weight"), bias)
+        bias = self.vector(f"{name}.bias") if self.norm_spec.has_bias else None
+        weight = self.vector(f"{name}.weight") if self.norm_spec.has_weight else torch.ones(self.hidden_size)
+        return native().Norm(weight, bias)
 
     def linear(self, name: str, has_bias: bool = False) -> Any:
         matrix = self.packer.matrix(f"{name}.weight")
@@ -113,6 +115,11 @@ class NativeWeights:
         packed = (pack_as(kind_of(raw, "none"), raw, self.dense) for raw in raws)
         return [native().Linear(matrix, None) for matrix in packed]
 
+    def plain_linear(self, name: str) -> Any:
+        """Pack one matrix that is not quantised at load, and that adapters can't change."""
+        (linear,) = self.plain_linears(self.plain(f"{name}.weight").unsqueeze(0))
+        return linear
+
     def linears(self, matrices: Matrices) -> list[Any]:
         made = {name: self.linear(name, matrices.has_bias) for name in dict.fromkeys(matrices.names)}
         return [made[name] for name in matrices.names]  # a model whose values are its keys names one matrix twice
@@ -145,10 +152,11 @@ class NativeWeights:
         (linear,) = self.plain_linears(self.vector(name).unsqueeze(0))
         return linear
 
-    def mlp(self, gate_up: Matrices, down: Matrices, spec: MlpSpec) -> Any:
+    def mlp(self, gate_up: Matrices, down: Matrices, spec: MlpSpec, curve: Sequence[str] = ()) -> Any:
         *gate, up = self.linears(gate_up)
         first = gate[0] if gate else None
-        return native().Mlp(first, up, *self.linears(down), spec.activation, spec.sparsity_cutoff)
+        numbers = list(xielu_curve([float(self.vector(name)) for name in curve])) if curve else None
+        return native().Mlp(first, up, *self.linears(down), spec.activation, spec.sparsity_cutoff, numbers)
 
     def moe(self, region: Experts) -> Any:
         spec = region.spec

@@ -70,10 +70,12 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
             return functional.silu(x)
         case "gelu" | "gelu_tanh":
             return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        case "relu":
+            return functional.relu(x)
         case "relu2":
             return functional.relu(x).square()
-        case "swiglu_oai" | "silu_to_10":
-            raise ValueError(f"{activation} is the activation of a gated MLP")
+        case "swiglu_oai" | "silu_to_10" | "xielu":
+            raise ValueError(f"{activation} is not computed from a single number")
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:

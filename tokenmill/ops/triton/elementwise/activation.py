@@ -24,6 +24,8 @@ def tanh(x):
 def activate(gate, KIND: tl.constexpr):
     if KIND == "silu":
         return gate * tl.sigmoid(gate)
+    if KIND == "relu":
+        return tl.maximum(gate, 0.0)
     if KIND == "relu2":
         positive = tl.maximum(gate, 0.0)
         return positive * positive

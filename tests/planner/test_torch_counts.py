@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dense_models import DENSE
 from tests.support.tiny_models import FAMILIES, make_reference
 from tokenmill.arch.cost import kv_bytes, num_parameters
 from tokenmill.planner.model import find_model
+
+COPIED_HEADS = {"falcon_40b": 2, "falcon_11b": 2}  # transformers caches a key head once for each query head
 
 
 def kept_bytes(layer: Any) -> int:
@@ -22,16 +25,17 @@ def kept_bytes(layer: Any) -> int:
     return int(layer.keys.nbytes + layer.values.nbytes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
 def test_counts_are_torch_s_own(family: str, tmp_path: Path) -> None:
     reference = make_reference(family)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(reference.config.to_dict(), default=str))
     spec = find_model(str(file)).spec
-    biases = (
-        buffer for name, buffer in reference.named_buffers() if name.endswith("_bias")
-    )  # of the choice of experts
-    assert num_parameters(spec) == sum(p.numel() for p in (*reference.parameters(), *biases))
+    # Biases of the choice of experts, and numbers of activations, are buffers.
+    buffers = [one for name, one in reference.named_buffers() if name.endswith(("_bias", "act_fn.beta", "act_fn.eps"))]
+    num_unused = 2 * spec.hidden_size if family == "opt" else 0  # rows of positions
+    assert num_parameters(spec) + num_unused == sum(p.numel() for p in (*reference.parameters(), *buffers))
     with torch.inference_mode():
         cache = reference(torch.arange(3, 10)[None], use_cache=True).past_key_values
-    assert kv_bytes(spec, "float32", 7) == sum(map(kept_bytes, cache.layers))
+    num_copies = COPIED_HEADS.get(family, 1)
+    assert kv_bytes(spec, "float32", 7) * num_copies == sum(map(kept_bytes, cache.layers))

@@ -17,6 +17,8 @@ from tokenmill.weights.gguf_write import padded_vocabulary
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 Renamed = Iterator[tuple[str, torch.Tensor]]
+Edit = Callable[[str, torch.Tensor, Config], Renamed]
+Converter = tuple[Callable[[Config], Config], Edit]  # metadata, and changes of tensors
 ADDS: dict[type, str] = {
     bool: "add_bool",
     int: "add_uint32",
@@ -26,11 +28,23 @@ ADDS: dict[type, str] = {
 }
 
 
-def write_converted(path: Path, arch: str, config: Config, tensors: Tensors, *, is_old: bool = False) -> None:
-    """`is_old`: as files with latent attention were before heads had matrices of their own."""
-    metadata, edit = (_old_latent, _plain) if is_old else CONVERTERS[arch]
+def write_converted(
+    path: Path,
+    arch: str,
+    config: Config,
+    tensors: Tensors,
+    *,
+    is_old: bool = False,
+    converter: Converter | None = None,
+    more: Config | None = None,
+) -> None:
+    """`is_old`: as files with latent attention were before heads had matrices of their own; `more`: metadata that is
+    not under the architecture's name."""
+    metadata, edit = (_old_latent, plain) if is_old else converter or CONVERTERS[arch]
     writer = gguf.GGUFWriter(path, arch)
     for key, value in padded_vocabulary(VOCABULARY, config["vocab_size"]).items():
+        getattr(writer, ADDS[type(value)])(key, value)
+    for key, value in (more or {}).items():
         getattr(writer, ADDS[type(value)])(key, value)
     for key, value in {**_common(config), **metadata(config)}.items():
         if value is not None:
@@ -44,10 +58,24 @@ def write_converted(path: Path, arch: str, config: Config, tensors: Tensors, *, 
             writer.add_tensor(found, part.float().contiguous().numpy())
     if arch == "gemma4":
         writer.add_tensor("rope_freqs.weight", _turning(config).numpy())
+    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(config).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _llama3_factors(config: Config) -> torch.Tensor:
+    """The factor of each frequency, as the converter of Llama computes it"""
+    rope, size = config["rope_parameters"], config["head_dim"]
+    lengths = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, size, 2) / size)
+    low, high = (rope["original_max_position_embeddings"] / rope[f"{end}_freq_factor"] for end in ("low", "high"))
+    smooth = (rope["original_max_position_embeddings"] / lengths - rope["low_freq_factor"]) / (
+        rope["high_freq_factor"] - rope["low_freq_factor"]
+    )
+    between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    return torch.where(lengths < high, 1.0, torch.where(lengths > low, rope["factor"], between))
 
 
 def _num_blocks(config: Config) -> int:
@@ -130,7 +158,7 @@ def _old_latent(config: Config) -> Config:
     return {**found, "attention.key_length": size, "attention.value_length": config["v_head_dim"]}
 
 
-def _latent_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+def latent_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     if name.endswith("e_score_correction_bias"):
         yield name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor
     elif name.endswith("kv_b_proj.weight"):
@@ -177,7 +205,7 @@ def _kimi_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
         kind = {"w1": "gate", "w2": "down", "w3": "up"}[experts[1]]
         yield f"{_block(name)}ffn_{kind}_exps.weight", tensor
     else:
-        yield from _latent_tensors(name.replace("block_sparse_moe", "mlp"), tensor, config)
+        yield from latent_tensors(name.replace("block_sparse_moe", "mlp"), tensor, config)
 
 
 # ── recurrent layers ───────────────────────────────────────────────────────────────────────────────────
@@ -191,7 +219,7 @@ def _shared_experts(config: Config) -> Config:
     }
 
 
-def _plain(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+def plain(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     yield name, tensor
 
 
@@ -305,7 +333,7 @@ def _granite_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed
         if f"{theirs}.output_linear" in name:
             yield f"{_block(name)}ffn_down{ours}.weight", tensor
             return
-    for same, turned in _of_llama(name, tensor, config):
+    for same, turned in of_llama(name, tensor, config):
         yield from _mamba_tensors(same, turned, config["mamba_n_groups"])
 
 
@@ -485,7 +513,7 @@ def _growing(config: Config) -> Config:
     }
 
 
-def _of_llama(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+def of_llama(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     heads = re.search(r"self_attn\.([qk])_proj", name)
     if heads is not None:
         count = config["num_attention_heads" if heads[1] == "q" else "num_key_value_heads"]
@@ -505,11 +533,10 @@ def _layer_norm(config: Config) -> Config:
     return {"attention.layer_norm_epsilon": config["norm_epsilon"]}
 
 
-Edit = Callable[[str, torch.Tensor, Config], Renamed]
-CONVERTERS: dict[str, tuple[Callable[[Config], Config], Edit]] = {
-    "deepseek2": (_latent, _latent_tensors),
+CONVERTERS: dict[str, Converter] = {
+    "deepseek2": (_latent, latent_tensors),
     "kimi-linear": (_kimi, _kimi_tensors),
-    "qwen2moe": (_shared_experts, _plain),
+    "qwen2moe": (_shared_experts, plain),
     "qwen3next": (_delta, _delta_tensors),
     "qwen35": (_delta, _delta_tensors),
     "qwen35moe": (_delta, _delta_tensors),
@@ -520,9 +547,9 @@ CONVERTERS: dict[str, tuple[Callable[[Config], Config], Edit]] = {
     "gemma4": (_gemma4, _gemma4_tensors),
     "gemma3n": (_gemma3n, _gemma3n_tensors),
     "llama4": (_llama4, _llama4_tensors),
-    "glm-dsa": (_sparse_latent, _latent_tensors),
-    "mistral3": (_growing, _of_llama),
-    "cohere2": (_cohere2, _plain),
-    "ernie4_5": (lambda _: {}, _plain),
-    "starcoder2": (_layer_norm, _plain),
+    "glm-dsa": (_sparse_latent, latent_tensors),
+    "mistral3": (_growing, of_llama),
+    "cohere2": (_cohere2, plain),
+    "ernie4_5": (lambda _: {}, plain),
+    "starcoder2": (_layer_norm, plain),
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from tests.support.dense_models import DENSE
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
@@ -281,6 +283,7 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
          "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24,
          "per_layer_config": {"2": {"head_dim": 24, "num_key_value_heads": 1}}},
     ),
+    **DENSE,
 }  # fmt: skip
 
 
@@ -289,7 +292,8 @@ def make_reference(name: str, seed: int = 0, **others: Any) -> transformers.PreT
     kind, changes = {**FAMILIES, **CURRENT}[name]
     config = getattr(transformers, kind)(**{**SIZES, **changes, **others})
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit, in GPT-BigCode's module
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -44,6 +44,12 @@ def same_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def renamed_keys(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a config with further keys: `names` has their names, and those of the values in the file."""
+    found = {ours: config[theirs] for ours, theirs in names.items() if config.get(ours) is None and theirs in config}
+    return {**config, **found}
+
+
 def no_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
     return None
 
@@ -156,6 +162,7 @@ class Family:
     hf_variant: Rules = field(default_factory=dict)  # used instead of those in `hf_rules` if a file has such names
     hf_prefixes: tuple[str, ...] = ("model.",)  # before "layers.", most likely first
     ignored_prefixes: tuple[str, ...] = field(default=())  # of tensors that text generation does not need
+    ignored_suffixes: tuple[str, ...] = field(default=())  # the same: buffers such as masks
     mtp: MtpNames | None = None  # None: its MTP heads are not implemented, or it has none
 
     @property
@@ -201,6 +208,13 @@ def upper_layers(fields: ConfigFields, num_layers: int) -> Windows:
     is_used = fields.flag("use_sliding_window")
     first = fields.integer("max_window_layers", minimum=0)
     return _windows(fields, num_layers, lambda index: is_used and index >= first)
+
+
+def all_but_first(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return windows for all but the first of every n layers, n being `sliding_window_pattern`, unless `layer_types` is
+    given."""
+    pattern = 1 if fields.has("layer_types") else fields.integer("sliding_window_pattern")
+    return _windows(fields, num_layers, lambda index: index % pattern != 0)
 
 
 def named_layers(fields: ConfigFields, num_layers: int) -> Windows:

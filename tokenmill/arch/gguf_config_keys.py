@@ -83,7 +83,7 @@ def _rope(fields: ConfigFields, found: Mapping[str, Any], keys: ConfigKeys) -> d
     rotary, dim = fields.integer_or_none("rope.dimension_count"), found.get("head_dim")
     if dim is None:
         dim = fields.integer("embedding_length") // fields.integer("attention.head_count")
-    config: dict[str, Any] = {} if rotary in (None, dim) else {"partial_rotary_factor": rotary / dim}
+    config: dict[str, Any] = {} if rotary is None else {"partial_rotary_factor": rotary / dim}
     kind = fields.get("rope.scaling.type") or "none"
     if kind == "none":
         return config

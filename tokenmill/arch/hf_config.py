@@ -43,10 +43,12 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 DTYPES = ("float32", "float16", "bfloat16")
-_TASKS = ("ForCausalLM", "ForConditionalGeneration")
+_TASKS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 4096  # per layer; each expert's weights have their own names
 

@@ -54,6 +54,7 @@ class Checkpoint(Protocol):
 # ── GGUF ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 GGUF_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+METADATA_WEIGHTS = ("xielu.",)  # prefixes of keys
 GGUF_INTEGERS = ("I8", "I16", "I32", "I64")
 
 
@@ -61,7 +62,9 @@ class GGUFCheckpoint:
     def __init__(self, gguf: GGUFFile) -> None:
         self.gguf = gguf
         self.place = str(gguf.path)
-        self.shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
+        self._numbers = dict(_metadata_numbers(gguf))
+        self.shapes: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in gguf.tensors.items()}
+        self.shapes |= dict.fromkeys(self._numbers, ())
         self.files = list(dict.fromkeys(tensor.path for tensor in gguf.tensors.values()))
         self._bytes = {path: _mapped(path) for path in self.files}  # uint8 [file size]
         self.reads_parts = False
@@ -72,6 +75,8 @@ class GGUFCheckpoint:
             read_no_page_ahead(mapped)
 
     def load(self, name: str) -> RawTensor:
+        if name in self._numbers:
+            return RawTensor(name, (), torch.tensor(self._numbers[name], dtype=torch.float32))
         tensor = self.gguf.tensors[name]
         stored = self._bytes[tensor.path][tensor.offset : tensor.offset + tensor.num_bytes]
         if stored.numel() != tensor.num_bytes:
@@ -82,6 +87,13 @@ class GGUFCheckpoint:
             return RawTensor(name, tensor.shape, _as_floats(stored, tensor))
         row_bytes = GGML_TYPE_BY_NAME[tensor.type].row_bytes(tensor.shape[-1])
         return RawTensor(name, tensor.shape, stored.view(*tensor.shape[:-1], row_bytes), tensor.type)
+
+
+def _metadata_numbers(gguf: GGUFFile) -> Iterator[tuple[str, float]]:
+    """Yield the weights that files have as lists in the metadata, one number per layer, as `key[layer]`."""
+    for key, values in gguf.metadata.items():
+        if key.startswith(METADATA_WEIGHTS) and isinstance(values, Sequence) and not isinstance(values, str):
+            yield from ((f"{key}[{layer}]", float(value)) for layer, value in enumerate(values))
 
 
 def _as_floats(stored: torch.Tensor, tensor: GGUFTensor) -> torch.Tensor:

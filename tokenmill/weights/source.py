@@ -5,6 +5,7 @@ All conversions move whole rows, so they work on quantised rows without dequanti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,8 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
     rules = _hf_rules(family, checkpoint)
     tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
     further = _extra_layers(spec, rules)
-    return CheckpointWeights(checkpoint, sources_of(spec, rules), (*family.ignored_prefixes, *tied, *further))
+    ignored = (*family.ignored_prefixes, *tied, *further)
+    return CheckpointWeights(checkpoint, sources_of(spec, rules), ignored, family.ignored_suffixes)
 
 
 def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
@@ -102,7 +104,8 @@ def _hf_rules(family: Family, checkpoint: Checkpoint, head: MtpNames | None = No
     """Return the rules with the prefix that this checkpoint has before "layers."; in multimodal checkpoints it is
     longer. `head`: return the rules of the MTP head instead."""
     shapes = checkpoint.shapes
-    found = (prefix for prefix in family.hf_prefixes if prefix + "embed_tokens.weight" in shapes)
+    embedding = family.hf_rules["embed.weight"].pattern.removeprefix("model.")
+    found = (prefix for prefix in family.hf_prefixes if prefix + embedding in shapes)
     prefix = next(found, "model.")
     rules: Rules = {**family.hf_rules, **_variant(family, prefix, shapes)}
     rules = prefixed_rules(rules if head is None else head.head_rules(rules), prefix)
@@ -119,11 +122,13 @@ def prefixed_rules(rules: Rules, prefix: str) -> Rules:
 def _variant(family: Family, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Rules:
     """Return the family's alternative names if the checkpoint has a tensor with one of them."""
     usual, other = (
-        {_prefixed(rule.pattern, prefix).partition("{i}")[2] for rule in rules.values()}
-        for rules in (family.hf_rules, family.hf_variant)
+        {_prefixed(rule.pattern, prefix) for rule in rules.values()} for rules in (family.hf_rules, family.hf_variant)
     )
-    found = {name.partition("layers.")[2].lstrip("0123456789") for name in shapes}
-    return family.hf_variant if found & (other - usual) else {}
+    known = [re.escape(pattern).replace(r"\{i\}", r"\d+").replace(r"\{e\}", r"\d+") for pattern in other - usual]
+    if not known:
+        return {}
+    names = re.compile("|".join(known))
+    return family.hf_variant if any(names.fullmatch(name) for name in shapes) else {}
 
 
 def _prefixed(pattern: str, prefix: str) -> str:
@@ -137,6 +142,7 @@ class CheckpointWeights:
     checkpoint: Checkpoint
     sources: Mapping[str, TensorSource]
     ignored: tuple[str, ...] = ()  # name prefixes of tensors that the model does not use
+    ignored_suffixes: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         return list(self.sources)
@@ -224,7 +230,7 @@ class CheckpointWeights:
             )
 
     def _is_ignored(self, name: str) -> bool:
-        return name.startswith(self.ignored) or name.endswith(_COMPUTED_SUFFIXES)
+        return name.startswith(self.ignored) or name.endswith((*_COMPUTED_SUFFIXES, *self.ignored_suffixes))
 
 
 def some_experts(raw: RawTensor, own: Sequence[int]) -> RawTensor:
@@ -278,7 +284,7 @@ def transformed(
     if columns is not None:
         data = data.narrow(-1, columns[0], columns[1] - columns[0])
         shape = (*shape[:-1], columns[1] - columns[0])
-    if fetched:
+    if fetched and data.dim():
         first = 0 if order is None else int(order.min())
         last = data.shape[axis] - 1 if order is None else int(order.max())
         fetch(data.narrow(axis, first, last + 1 - first))

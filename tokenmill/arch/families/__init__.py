@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+from tokenmill.arch.families.apertus import APERTUS
+from tokenmill.arch.families.arcee import ARCEE
 from tokenmill.arch.families.bamba import BAMBA
+from tokenmill.arch.families.cohere import COHERE
 from tokenmill.arch.families.cohere2 import COHERE2
+from tokenmill.arch.families.cwm import CWM
 from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA
 from tokenmill.arch.families.deepseek_v4 import DEEPSEEK_V4
 from tokenmill.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from tokenmill.arch.families.exaone4 import EXAONE4
+from tokenmill.arch.families.falcon import FALCON
 from tokenmill.arch.families.falcon_h1 import FALCON_H1
+from tokenmill.arch.families.gemma import GEMMA, VAULTGEMMA
 from tokenmill.arch.families.gemma2 import GEMMA2
 from tokenmill.arch.families.gemma3 import GEMMA3
 from tokenmill.arch.families.gemma3n import GEMMA3N
 from tokenmill.arch.families.gemma4 import GEMMA4
+from tokenmill.arch.families.glm import GLM, GLM4
 from tokenmill.arch.families.glm4_moe import GLM4_MOE
+from tokenmill.arch.families.gpt2 import GPT2, GPT_BIGCODE
+from tokenmill.arch.families.gpt_neo import GPT_NEO
+from tokenmill.arch.families.gpt_neox import GPT_NEOX
 from tokenmill.arch.families.gpt_oss import GPT_OSS
+from tokenmill.arch.families.gptj import CODEGEN, GPTJ
 from tokenmill.arch.families.granite import GRANITE
+from tokenmill.arch.families.granite_swa import GRANITE_SWA
 from tokenmill.arch.families.granitemoehybrid import GRANITE_HYBRID
+from tokenmill.arch.families.helium import HELIUM
 from tokenmill.arch.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
+from tokenmill.arch.families.hyperclovax import HYPERCLOVAX
+from tokenmill.arch.families.jais2 import JAIS2
 from tokenmill.arch.families.kimi_linear import KIMI_LINEAR
 from tokenmill.arch.families.lfm2 import LFM2
 from tokenmill.arch.families.lfm2_moe import LFM2_MOE
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.families.llama4 import LLAMA4
+from tokenmill.arch.families.minicpm3 import MINICPM3
 from tokenmill.arch.families.minimax_m2 import MINIMAX_M2
 from tokenmill.arch.families.ministral3 import MINISTRAL3
 from tokenmill.arch.families.mistral import MISTRAL
 from tokenmill.arch.families.mixtral import MIXTRAL
+from tokenmill.arch.families.nemotron import NEMOTRON
 from tokenmill.arch.families.nemotron_h import NEMOTRON_H
 from tokenmill.arch.families.olmo import OLMO2, OLMO3
+from tokenmill.arch.families.olmo1 import OLMO
+from tokenmill.arch.families.opt import OPT
 from tokenmill.arch.families.phi import PHI
 from tokenmill.arch.families.phi3 import PHI3
 from tokenmill.arch.families.qwen2 import MIMO, QWEN2
@@ -42,6 +61,7 @@ from tokenmill.arch.families.seed_oss import SEED_OSS
 from tokenmill.arch.families.smollm3 import SMOLLM3
 from tokenmill.arch.families.stablelm import STABLELM
 from tokenmill.arch.families.starcoder2 import STARCODER2
+from tokenmill.arch.families.youtu import YOUTU
 from tokenmill.arch.family import Family
 
 ALL: tuple[Family, ...] = (
@@ -95,6 +115,30 @@ ALL: tuple[Family, ...] = (
     FALCON_H1,
     KIMI_LINEAR,
     NEMOTRON_H,
+    ARCEE,
+    COHERE,
+    CWM,
+    GEMMA,
+    VAULTGEMMA,
+    GLM,
+    GLM4,
+    GRANITE_SWA,
+    HELIUM,
+    HYPERCLOVAX,
+    JAIS2,
+    MINICPM3,
+    NEMOTRON,
+    YOUTU,
+    OLMO,
+    APERTUS,
+    GPT_NEOX,
+    FALCON,
+    GPT2,
+    GPT_BIGCODE,
+    GPT_NEO,
+    OPT,
+    CODEGEN,
+    GPTJ,
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}

@@ -1,4 +1,4 @@
-"""Mistral 7B and its successors: Llama with a sliding window on every layer (null from v0.2 on).
+"""Mistral 7B and its successors, and Ministral 8B: Llama with a sliding window on every layer (null from v0.2 on).
 
 The vision part of Mistral Small 3 is ignored. GGUF files use the architecture `llama`, so the GGUF traits are Llama's.
 """
@@ -11,7 +11,7 @@ from tokenmill.arch.tensors import HF_LLAMA
 
 MISTRAL = Family(
     name="mistral",
-    model_types=("mistral",),
+    model_types=("mistral", "ministral"),
     defaults={
         "hidden_act": "silu",
         "num_key_value_heads": 8,

@@ -1,0 +1,25 @@
+"""Cohere (Command R, Aya 23 and Aya Expanse): attention and MLP read the same LayerNorm, logits are scaled, rotation of
+neighbouring pairs in all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenmill.arch.families.cohere2 import COHERE2
+from tokenmill.arch.family import GGUFTraits, no_windows, same_attention
+from tokenmill.arch.gguf_config_keys import ConfigKeys
+from tokenmill.arch.tensors import GGUF_LLAMA
+
+COHERE = replace(
+    COHERE2,
+    name="cohere",
+    model_types=("cohere",),
+    defaults={**COHERE2.defaults, "rope_theta": 500000.0},
+    gguf=GGUFTraits(
+        "command-r",
+        GGUF_LLAMA,
+        config_keys=ConfigKeys({"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}),
+    ),
+    windows=no_windows,
+    adjust_attention=same_attention,
+)

@@ -29,7 +29,7 @@ def test_rms_norm_with_and_without_residual(rows: int, size: int) -> None:
         assert_near(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_gated_activation(kind: str) -> None:
     x = torch.randn(3, 2 * 1100)
     assert_near(OPS.act_mul(x, kind), PLAIN.act_mul(x, kind))

@@ -1,4 +1,4 @@
-"""Times one decoding step, captured as a graph.
+"""Times one decoding step, captured as a graph. Its rows have different tokens, so routed experts differ as in a batch.
 
 python benchmarks/gpu_steps.py DIR_WITH_CONFIG [--quantization none|fp8|int8|int4] [--rows 8,32]
 python benchmarks/gpu_steps.py DIR_WITH_CONFIG --blocks Q4_K      weights as a file of that format has them
@@ -33,6 +33,7 @@ from tokenmill.runner.warmup import WarmUp
 from tokenmill.weights.dummy import dummy_weights
 
 MAX_ROWS, MAX_CONTEXT = 1024, 8192
+TOKEN_STRIDE = 997  # between the token ids of neighbouring rows
 
 
 class Steps:
@@ -53,7 +54,7 @@ class Steps:
         ids = torch.arange(1, 1 + num_blocks, device=device, dtype=torch.int32).view(-1, most_rows, blocks_a_row)
         rows = torch.tensor(layout.rows_per_block, dtype=torch.int32, device=device).view(-1, 1, 1)
         self.graphs.rows.tables[:, :most_rows, :blocks_a_row] = ids * rows
-        self.context = given.context
+        self.context, self.vocab_size = given.context, spec.vocab_size
         warm_up = WarmUp(model, self.storage, self.graphs, MAX_ROWS, MAX_CONTEXT)
         with torch.inference_mode():
             asks = [partial(warm_up.compute, warm_up.decoding(count)) for count in map(int, given.rows.split(","))]
@@ -64,9 +65,10 @@ class Steps:
         self.graphs._captured.clear()
         self.graphs._pool = torch.cuda.graph_pool_handle()
         rows = list(range(num_rows))
+        tokens = [(5 + TOKEN_STRIDE * row) % self.vocab_size for row in rows]
         for _ in range(RING_SIZE):  # whose turn it may be when graphs are replayed by hand
             self.graphs.start(
-                DecodeInputs(rows, [self.context - 1] * num_rows, [5] * num_rows, [0] * num_rows), "greedy"
+                DecodeInputs(rows, [self.context - 1] * num_rows, tokens, [0] * num_rows), "greedy"
             )
         (captured,) = self.graphs._captured.values()
         graph = captured.graph

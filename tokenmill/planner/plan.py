@@ -27,7 +27,7 @@ from tokenmill.planner.capacity import Load, Price, Slo, largest_load, price, re
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
 from tokenmill.planner.model import PLAIN_DTYPES, PlannedModel, require_known
-from tokenmill.planner.roofline import Roofline, Speeds, quick_flops
+from tokenmill.planner.roofline import UNQUANTISED, Roofline, Speeds, quick_flops
 from tokenmill.report.units import counted
 
 TERA = 1e12
@@ -308,7 +308,6 @@ def _why_not(plan: Plan) -> str:
 
 PRECISIONS = (("auto", "auto"), ("auto", "int8"), ("fp8", "auto"), ("int8", "auto"), ("int8", "int8"), ("int4", "auto"),
               ("int4", "int8"))  # fmt: skip
-UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 SPLITS = (Split(), Split(2), Split(4), Split(8), Split(8, 2), Split(8, 4))
 
 

@@ -6,18 +6,22 @@
 Split over devices, a step takes a tensor split's part of that, and what devices exchange (`links.py`). The stages of a
 pipeline compute the lanes of a batch at the same time; the slowest one sets the pace.
 
-For a calibrated machine, measured at several batch sizes, the two parts add up (`overlap=False`), as fits to real steps
-show: no kernel overlaps them fully.
+Where no kernel overlaps the two they add up (`overlap=False`): on a calibrated machine, as fits to steps measured at
+several batch sizes show, and on a GPU with quantised integers, which kernels expand to 16 bits. Layers of such
+matrices, and recurrent ones, whose kernels are many and small, take a fixed time more on a GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
 from tokenmill.arch.cost import WeightParts, decode_step_bytes, decode_step_flops, prefill_flops, weights_read_bytes
+from tokenmill.arch.gguf_file import GGML_TYPE_BY_NAME
 from tokenmill.arch.outline import Model, outline_of
+from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.spec import ModelSpec
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.links import pipeline_share
 from tokenmill.planner.memory import Split
@@ -25,6 +29,9 @@ from tokenmill.planner.memory import Split
 GATHERS = 4  # of a layer, where matrices are split by rows
 VALUE_BYTES = 2  # of what is exchanged
 STEP_S = {True: 1e-3, False: 3e-4}  # host time per step: on a CPU; on a GPU, where the host runs ahead
+RECURRENT_LAYER_S = 65e-6  # small kernels of a recurrent layer on a GPU; fitted to Qwen3.5-35B-A3B on an H200
+EXPANDED_LAYER_S = 20e-6  # of a layer whose matrices are expanded on a GPU; fitted to Llama 8B in 4 bits on an H200
+UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -36,11 +43,18 @@ class Speeds:
     bandwidth_bytes_s: float
     step_s: float
     overlap: bool = True
+    layer_s: float = 0.0  # of each layer, in addition to arithmetic and memory
+    recurrent_layer_s: float = 0.0  # and of each recurrent one
 
     @classmethod
     def of_device(cls, device: PlanDevice, weight_dtype: str) -> Speeds:
         flops = device.peak_flops(weight_dtype) * device.mfu
-        return cls(flops, flops, device.peaks.bandwidth_bytes_s * device.mbu, STEP_S[device.is_cpu])
+        speeds = cls(flops, flops, device.peaks.bandwidth_bytes_s * device.mbu, STEP_S[device.is_cpu])
+        if device.is_cpu:
+            return speeds
+        expands = is_expanded(weight_dtype)
+        layer_s = EXPANDED_LAYER_S if expands else 0.0
+        return replace(speeds, overlap=not expands, layer_s=layer_s, recurrent_layer_s=RECURRENT_LAYER_S)
 
     def combine(self, compute_s: float, memory_s: float) -> float:
         return max(compute_s, memory_s) if self.overlap else compute_s + memory_s
@@ -81,7 +95,8 @@ class Roofline:
         flops = decode_step_flops(self.spec, share, context)
         memory = moved / self.speeds.bandwidth_bytes_s / self.split.tensor
         compute = flops / self.speeds.decode_flops_s / self.split.tensor
-        own_s = self.speeds.combine(compute, memory) + self.speeds.step_s
+        layers_s = self.spec.num_layers * self.speeds.layer_s + self._num_recurrent * self.speeds.recurrent_layer_s
+        own_s = self.speeds.combine(compute, memory) + layers_s + self.speeds.step_s
         waits = batch >= self.split.pipeline  # until then a lane finds every stage free
         return own_s / (self.stage_share if waits else 1.0) + self._exchange_s(share)
 
@@ -102,6 +117,12 @@ class Roofline:
         return inside_s + (split.pipeline * link.send_s(stream) if split.pipeline > 1 else 0.0)
 
     @cached_property
+    def _num_recurrent(self) -> int:
+        if isinstance(self.spec, ModelSpec):
+            return sum(any(isinstance(mixer, Recurrent) for mixer in layer.mixers) for layer in self.spec.layers)
+        return sum(layer.state_values > 0 for layer in self.spec.layers)
+
+    @cached_property
     def _gathered_values(self) -> int:
         """Values of a token that ranks gather in all layers; a layer's widest place has gates, ups and products."""
         layers = outline_of(self.spec).layers
@@ -110,6 +131,11 @@ class Roofline:
     def exchange_share(self, batch: int, context: int) -> float:
         """The part of a decode step that devices exchange in."""
         return self._exchange_s(ceil(batch / self.split.pipeline)) / self.decode_s(batch, context)
+
+
+def is_expanded(weight_dtype: str) -> bool:
+    """Tell whether GPUs expand such weights to 16 bits while they multiply."""
+    return weight_dtype in ("int4", "int8") or (weight_dtype in GGML_TYPE_BY_NAME and weight_dtype not in UNQUANTISED)
 
 
 def quick_flops(num_active_parameters: int, num_tokens: int) -> float:

@@ -15,7 +15,8 @@ from tokenmill.hardware.torch_build import torch_computes_on_gpus
 from tokenmill.planner.device import PlanDevice, this_machine, unmeasured_machine
 from tokenmill.planner.memory import MemoryPlan
 from tokenmill.planner.model import PlannedModel, model_at
-from tokenmill.planner.plan import UNQUANTISED, Plan, Question, make_plan, place
+from tokenmill.planner.plan import Plan, Question, make_plan, place
+from tokenmill.planner.roofline import UNQUANTISED
 from tokenmill.report.units import counted, duration
 
 TYPICAL_INPUT, TYPICAL_OUTPUT = 512, 256

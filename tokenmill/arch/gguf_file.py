@@ -115,14 +115,14 @@ class GGUFFile:
     tensors: dict[str, GGUFTensor]
 
 
-def read_floats(tensor: GGUFTensor) -> array[float]:
+def read_floats(tensor: GGUFTensor) -> list[float]:
     """Read a small F32 tensor that describes the architecture."""
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         numbers = array("f", file.read(tensor.num_bytes))
     if sys.byteorder == "big":
         numbers.byteswap()
-    return numbers
+    return numbers.tolist()
 
 
 def read_gguf(path: Path | str) -> GGUFFile:

@@ -53,7 +53,11 @@ def write_converted(
     names = gguf.get_tensor_name_map(kind, _num_blocks(config))
     for theirs, tensor in stacked(tensors).items():
         for name, part in edit(theirs, tensor, config):
-            found = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
+            found = (
+                name
+                if name.startswith(("blk.", "rope_factors"))
+                else names.get_name(name, try_suffixes=(".weight", ".bias"))
+            )
             assert found is not None, name
             writer.add_tensor(found, part.float().contiguous().numpy())
     if arch == "gemma4":
@@ -117,7 +121,7 @@ def stacked(tensors: Tensors) -> Tensors:
     return found | {name: torch.stack([each[number] for number in sorted(each)]) for name, each in groups.items()}
 
 
-def _block(name: str) -> str:
+def block_of(name: str) -> str:
     found = re.search(r"layers\.(\d+)\.", name)
     assert found is not None
     return f"blk.{found[1]}."
@@ -192,18 +196,18 @@ def _kimi_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     conv = re.search(r"self_attn\.([qkv])_conv1d\.weight", name)
     experts = re.search(r"block_sparse_moe\.experts\.(w[123])\.weight", name)
     if part is not None and part[1] in own:
-        yield f"{_block(name)}{own[part[1]]}.weight", tensor
+        yield f"{block_of(name)}{own[part[1]]}.weight", tensor
     elif conv is not None:
-        yield f"{_block(name)}ssm_conv1d_{conv[1]}.weight", tensor.reshape(1, tensor.shape[0], 1, -1)
+        yield f"{block_of(name)}ssm_conv1d_{conv[1]}.weight", tensor.reshape(1, tensor.shape[0], 1, -1)
     elif name.endswith("A_log"):
-        yield f"{_block(name)}ssm_a", -tensor.exp().reshape(1, 1, -1, 1)
+        yield f"{block_of(name)}ssm_a", -tensor.exp().reshape(1, 1, -1, 1)
     elif name.endswith("dt_bias"):
-        yield f"{_block(name)}ssm_dt.bias", tensor
+        yield f"{block_of(name)}ssm_dt.bias", tensor
     elif name.endswith("o_norm.weight"):
-        yield f"{_block(name)}ssm_norm.weight", tensor
+        yield f"{block_of(name)}ssm_norm.weight", tensor
     elif experts is not None:
         kind = {"w1": "gate", "w2": "down", "w3": "up"}[experts[1]]
-        yield f"{_block(name)}ffn_{kind}_exps.weight", tensor
+        yield f"{block_of(name)}ffn_{kind}_exps.weight", tensor
     else:
         yield from latent_tensors(name.replace("block_sparse_moe", "mlp"), tensor, config)
 
@@ -244,21 +248,21 @@ def _delta_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     if "in_proj_qkvz" in name:
         sizes = [key_dim, key_dim, values // keys * value_dim, values // keys * value_dim]
         q, k, v, z = (one.flatten(0, 1) for one in tensor.view(keys, sum(sizes), -1).split(sizes, dim=1))
-        yield f"{_block(name)}attn_qkv.weight", torch.cat((q, k, v))
-        yield f"{_block(name)}attn_gate.weight", z
+        yield f"{block_of(name)}attn_qkv.weight", torch.cat((q, k, v))
+        yield f"{block_of(name)}attn_gate.weight", z
         return
     if config["model_type"] != "qwen3_next":
         tensor = _in_turns(name, tensor, keys, values, 2 * keys * key_dim, value_dim)
     if name.endswith("A_log"):
-        yield f"{_block(name)}ssm_a", -tensor.exp()
+        yield f"{block_of(name)}ssm_a", -tensor.exp()
     elif name.endswith("dt_bias"):
-        yield f"{_block(name)}ssm_dt.bias", tensor
+        yield f"{block_of(name)}ssm_dt.bias", tensor
     elif name.endswith("conv1d.weight"):
         yield name, tensor.squeeze(1)
     elif name.endswith("experts.gate_up_proj"):
         gate, up = tensor.chunk(2, dim=1)
-        yield f"{_block(name)}ffn_gate_exps.weight", gate
-        yield f"{_block(name)}ffn_up_exps.weight", up
+        yield f"{block_of(name)}ffn_gate_exps.weight", gate
+        yield f"{block_of(name)}ffn_up_exps.weight", up
     else:
         yield name + (".weight" if name.endswith("experts.down_proj") else ""), tensor
 
@@ -294,11 +298,11 @@ def _mamba(config: Config) -> Config:
 
 def _mamba_tensors(name: str, tensor: torch.Tensor, groups: int) -> Renamed:
     if name.endswith("A_log"):
-        yield f"{_block(name)}ssm_a", -tensor.exp().unsqueeze(-1)
+        yield f"{block_of(name)}ssm_a", -tensor.exp().unsqueeze(-1)
     elif name.endswith(("mamba.D", "mixer.D")):
-        yield f"{_block(name)}ssm_d", tensor.unsqueeze(-1)
+        yield f"{block_of(name)}ssm_d", tensor.unsqueeze(-1)
     elif name.endswith("dt_bias"):
-        yield f"{_block(name)}ssm_dt.bias", tensor
+        yield f"{block_of(name)}ssm_dt.bias", tensor
     elif name.endswith("conv1d.weight"):
         yield name, tensor.squeeze(1)
     elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
@@ -327,11 +331,11 @@ def _granite_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed
     for theirs, ours in (("shared_mlp", ending), ("block_sparse_moe", "_exps")):
         if f"{theirs}.input_linear" in name:
             gate, up = tensor.chunk(2, dim=-2)
-            yield f"{_block(name)}ffn_gate{ours}.weight", gate
-            yield f"{_block(name)}ffn_up{ours}.weight", up
+            yield f"{block_of(name)}ffn_gate{ours}.weight", gate
+            yield f"{block_of(name)}ffn_up{ours}.weight", up
             return
         if f"{theirs}.output_linear" in name:
-            yield f"{_block(name)}ffn_down{ours}.weight", tensor
+            yield f"{block_of(name)}ffn_down{ours}.weight", tensor
             return
     for same, turned in of_llama(name, tensor, config):
         yield from _mamba_tensors(same, turned, config["mamba_n_groups"])
@@ -434,9 +438,9 @@ def _gemma4(config: Config) -> Config:
 
 def _gemma4_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     if name.endswith("router.scale"):
-        yield f"{_block(name)}ffn_gate_inp.scale", tensor
+        yield f"{block_of(name)}ffn_gate_inp.scale", tensor
     elif name.endswith("per_expert_scale"):
-        yield f"{_block(name)}ffn_down_exps.scale", tensor
+        yield f"{block_of(name)}ffn_down_exps.scale", tensor
     else:
         yield name + (".weight" if name.endswith(("layer_scalar", "gate_up_proj", "experts.down_proj")) else ""), tensor
 
@@ -484,10 +488,10 @@ def _llama4(config: Config) -> Config:
 def _llama4_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     if name.endswith("experts.gate_up_proj"):
         gate, up = tensor.transpose(-1, -2).chunk(2, dim=-2)
-        yield f"{_block(name)}ffn_gate_exps.weight", gate
-        yield f"{_block(name)}ffn_up_exps.weight", up
+        yield f"{block_of(name)}ffn_gate_exps.weight", gate
+        yield f"{block_of(name)}ffn_up_exps.weight", up
     elif name.endswith("experts.down_proj"):
-        yield f"{_block(name)}ffn_down_exps.weight", tensor.transpose(-1, -2)
+        yield f"{block_of(name)}ffn_down_exps.weight", tensor.transpose(-1, -2)
     else:
         yield name, tensor
 

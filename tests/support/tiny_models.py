@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.support.dense_models import DENSE
+from tests.support.tiny_expert_models import EXPERT_MODELS
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
@@ -284,6 +285,7 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
          "per_layer_config": {"2": {"head_dim": 24, "num_key_value_heads": 1}}},
     ),
     **DENSE,
+    **EXPERT_MODELS,
 }  # fmt: skip
 
 

@@ -227,3 +227,26 @@ def alternating(fields: ConfigFields, num_layers: int) -> Windows:
     key = "_sliding_window_pattern" if fields.has("_sliding_window_pattern") else "sliding_window_pattern"
     pattern = 1 if fields.has("layer_types") else fields.integer(key)
     return _windows(fields, num_layers, lambda index: (index + 1) % pattern != 0)
+
+
+# ── layers that differ from the others ─────────────────────────────────────────────────────────────
+
+
+def is_dense(fields: ConfigFields, layer_index: int) -> bool:
+    """Return whether a layer has an MLP instead of experts: by `mlp_layer_types`, else if it is one of the first
+    `first_k_dense_replace`."""
+    kinds = fields.strings("mlp_layer_types", fields.integer("num_hidden_layers"))
+    if kinds is None:
+        return layer_index < fields.integer("first_k_dense_replace", minimum=0)
+    refuse_others(fields, kinds, "dense", "sparse")
+    return kinds[layer_index] == "dense"
+
+
+def rotated_windows(windows: Callable[[ConfigFields, int], Windows]) -> Callable[[ConfigFields, int, Gqa], Gqa]:
+    """Return an adjustment of attention after which only the layers with windows rotate."""
+
+    def adjust(fields: ConfigFields, layer_index: int, attention: Gqa) -> Gqa:
+        is_global = windows(fields, fields.integer("num_hidden_layers"))[layer_index] is None
+        return replace(attention, rope=None) if is_global else attention
+
+    return adjust

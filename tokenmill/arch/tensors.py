@@ -550,6 +550,11 @@ HF_SHARED_EXPERTS: Rules = {
     for kind in ("weight", "bias")
 }
 
+HF_SHARED_EXPERT: Rules = {
+    f"layers.{{i}}.shared.{part}.weight": Rule(f"model.layers.{{i}}.mlp.shared_expert.{part}_proj.weight")
+    for part in ("gate", "up", "down")
+}
+
 HF_UNGATED_MLP: Rules = {
     f"layers.{{i}}.{ours}.{kind}": Rule(f"model.layers.{{i}}.mlp.{theirs}.{kind}")
     for ours, theirs in (("up", "c_fc"), ("down", "c_proj"))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from tokenmill.arch.families.afmoe import AFMOE
 from tokenmill.arch.families.apertus import APERTUS
 from tokenmill.arch.families.arcee import ARCEE
+from tokenmill.arch.families.aria import ARIA
 from tokenmill.arch.families.bamba import BAMBA
 from tokenmill.arch.families.cohere import COHERE
 from tokenmill.arch.families.cohere2 import COHERE2
+from tokenmill.arch.families.cohere2_moe import COHERE2_MOE
 from tokenmill.arch.families.cwm import CWM
 from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA
 from tokenmill.arch.families.deepseek_v4 import DEEPSEEK_V4
+from tokenmill.arch.families.dots1 import DOTS1, SOLAR_OPEN
 from tokenmill.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from tokenmill.arch.families.exaone4 import EXAONE4
+from tokenmill.arch.families.exaone_moe import EXAONE_MOE
 from tokenmill.arch.families.falcon import FALCON
 from tokenmill.arch.families.falcon_h1 import FALCON_H1
+from tokenmill.arch.families.flint import FLINT
 from tokenmill.arch.families.gemma import GEMMA, VAULTGEMMA
 from tokenmill.arch.families.gemma2 import GEMMA2
 from tokenmill.arch.families.gemma3 import GEMMA3
@@ -28,16 +34,19 @@ from tokenmill.arch.families.gpt_oss import GPT_OSS
 from tokenmill.arch.families.gptj import CODEGEN, GPTJ
 from tokenmill.arch.families.granite import GRANITE
 from tokenmill.arch.families.granite_swa import GRANITE_SWA
+from tokenmill.arch.families.granitemoe import GRANITE_MOE
 from tokenmill.arch.families.granitemoehybrid import GRANITE_HYBRID
 from tokenmill.arch.families.helium import HELIUM
 from tokenmill.arch.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
 from tokenmill.arch.families.hyperclovax import HYPERCLOVAX
 from tokenmill.arch.families.jais2 import JAIS2
 from tokenmill.arch.families.kimi_linear import KIMI_LINEAR
+from tokenmill.arch.families.laguna import LAGUNA
 from tokenmill.arch.families.lfm2 import LFM2
 from tokenmill.arch.families.lfm2_moe import LFM2_MOE
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.families.llama4 import LLAMA4
+from tokenmill.arch.families.mellum import MELLUM
 from tokenmill.arch.families.minicpm3 import MINICPM3
 from tokenmill.arch.families.minimax_m2 import MINIMAX_M2
 from tokenmill.arch.families.ministral3 import MINISTRAL3
@@ -47,6 +56,7 @@ from tokenmill.arch.families.nemotron import NEMOTRON
 from tokenmill.arch.families.nemotron_h import NEMOTRON_H
 from tokenmill.arch.families.olmo import OLMO2, OLMO3
 from tokenmill.arch.families.olmo1 import OLMO
+from tokenmill.arch.families.olmoe import FLEX_OLMO, OLMOE
 from tokenmill.arch.families.opt import OPT
 from tokenmill.arch.families.phi import PHI
 from tokenmill.arch.families.phi3 import PHI3
@@ -139,6 +149,18 @@ ALL: tuple[Family, ...] = (
     OPT,
     CODEGEN,
     GPTJ,
+    OLMOE,
+    FLEX_OLMO,
+    GRANITE_MOE,
+    DOTS1,
+    SOLAR_OPEN,
+    EXAONE_MOE,
+    AFMOE,
+    LAGUNA,
+    MELLUM,
+    FLINT,
+    COHERE2_MOE,
+    ARIA,
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}

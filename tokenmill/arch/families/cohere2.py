@@ -5,19 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.family import Family, GGUFTraits, alternating
+from tokenmill.arch.family import Family, GGUFTraits, alternating, rotated_windows
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_config_keys import ConfigKeys
-from tokenmill.arch.spec import Gqa, ModelSpec, NormSpec
+from tokenmill.arch.spec import ModelSpec, NormSpec
 from tokenmill.arch.tensors import GGUF_LLAMA, HF_LLAMA, interleaved_pairs
 
 
-def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
-    is_global = alternating(fields, fields.integer("num_hidden_layers"))[layer] is None
-    return replace(attention, rope=None) if is_global else attention
-
-
-def _adjust_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+def scaled_logits(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
     return replace(model, logit_scale=fields.positive("logit_scale"))
 
 
@@ -49,7 +44,7 @@ COHERE2 = Family(
     norm_eps_key="layer_norm_eps",
     is_parallel=True,
     windows=alternating,
-    adjust_attention=_adjust_attention,
-    adjust_model=_adjust_model,
+    adjust_attention=rotated_windows(alternating),
+    adjust_model=scaled_logits,
     refused_flags=("use_qk_norm",),
 )

@@ -14,14 +14,23 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits, refuse_others
+from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits, is_dense, refuse_others
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
 from tokenmill.arch.gguf_config_keys import SIGMOID, SOFTMAX, ConfigKeys, yarn_keys
 from tokenmill.arch.gguf_file import GGUFFile
 from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.spec import LayerSpec, Mla, MlpSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import GGUF, GGUF_LATENT, GGUF_LATENT_HEADS, GGUF_ROUTED, HF_LLAMA, Rule, Rules
+from tokenmill.arch.tensors import (
+    GGUF,
+    GGUF_LATENT,
+    GGUF_LATENT_HEADS,
+    GGUF_ROUTED,
+    HF_LLAMA,
+    HF_SHARED_EXPERTS,
+    Rule,
+    Rules,
+)
 
 HF_LATENT: Rules = {
     **HF_LLAMA,
@@ -34,10 +43,7 @@ HF_LATENT: Rules = {
     "layers.{i}.kv_norm.weight": Rule("model.layers.{i}.self_attn.kv_a_layernorm.weight"),
     "layers.{i}.kv_up.weight": Rule("model.layers.{i}.self_attn.kv_b_proj.weight"),
     "layers.{i}.choice_bias": Rule("model.layers.{i}.mlp.gate.e_score_correction_bias"),
-    **{
-        f"layers.{{i}}.shared.{part}.weight": Rule(f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight")
-        for part in ("gate", "up", "down")
-    },
+    **HF_SHARED_EXPERTS,
 }
 
 INDEX = "model.layers.{i}.self_attn.indexer"
@@ -61,9 +67,7 @@ HF_INTERLEAVED_INDEX: Rules = {
 def _experts(fields: ConfigFields, layer_index: int, routing: RoutingSpec) -> MoeSpec | None:
     if fields.integer("moe_layer_freq") != 1:
         fields.refuse("moe_layer_freq other than 1 is not implemented")
-    kinds = fields.strings("mlp_layer_types", fields.integer("num_hidden_layers"))
-    first = fields.integer("first_k_dense_replace", minimum=0)
-    if layer_index < first if kinds is None else kinds[layer_index] == "dense":
+    if is_dense(fields, layer_index):
         return None
     width = fields.integer("moe_intermediate_size")
     num_shared = fields.integer_or_none("n_shared_experts", minimum=0) or 0

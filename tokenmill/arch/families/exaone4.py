@@ -4,17 +4,16 @@ models with windows no rotation in the others."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from tokenmill.arch.family import Family, GGUFTraits, alternating
+from tokenmill.arch.family import Family, GGUFTraits, alternating, rotated_windows
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import Gqa
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_POST_NORMS, HF_QK_NORM
 
 
-def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def pattern_of_letters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a pattern of letters such as "LLLG" (three local layers, one global) to `layer_types`; the last layer is
     always global."""
     pattern = config.get("sliding_window_pattern")
@@ -28,10 +27,9 @@ def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "layer_types": config.get("layer_types") or [*named, "full_attention"]}
 
 
-def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
+def rotated_windows_if_any(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
     has_windows = fields.integer_or_none("sliding_window") is not None
-    is_global = alternating(fields, fields.integer("num_hidden_layers"))[layer] is None
-    return replace(attention, rope=None) if has_windows and is_global else attention
+    return rotated_windows(alternating)(fields, layer, attention) if has_windows else attention
 
 
 EXAONE4 = Family(
@@ -54,6 +52,6 @@ EXAONE4 = Family(
     qk_norm="head",
     norms="after",
     windows=alternating,
-    common_keys=_common_keys,
-    adjust_attention=_adjust_attention,
+    common_keys=pattern_of_letters,
+    adjust_attention=rotated_windows_if_any,
 )

@@ -6,17 +6,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits
+from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits, is_dense
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
 from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import GGUF, GGUF_OTHER_NORM, GGUF_ROUTED, HF_LLAMA, HF_QK_NORM, HF_SHARED_EXPERTS, Rule
+from tokenmill.arch.tensors import (
+    GGUF,
+    GGUF_OTHER_NORM,
+    GGUF_ROUTED,
+    HF_LLAMA,
+    HF_QK_NORM,
+    HF_SHARED_EXPERTS,
+    Rule,
+    Rules,
+)
 
 
 def sigmoid_experts(fields: ConfigFields, layer: int) -> MoeSpec | None:
-    """Read experts from DeepSeek V3's keys: after `first_k_dense_replace` layers, in groups, with shared experts."""
-    if layer < fields.integer("first_k_dense_replace", minimum=0):
+    """Read experts from DeepSeek V3's keys: after the dense layers, in groups, with shared experts."""
+    if is_dense(fields, layer):
         return None
     inner, shared = fields.integer("moe_intermediate_size"), fields.integer_or_none("n_shared_experts", minimum=0) or 0
     return MoeSpec(
@@ -34,6 +43,22 @@ def sigmoid_experts(fields: ConfigFields, layer: int) -> MoeSpec | None:
         ),
         shared=MlpSpec(inner * shared) if shared else None,
     )
+
+
+HF_SIGMOID_EXPERTS: Rules = {
+    **HF_ROUTED,
+    **HF_SHARED_EXPERTS,
+    "layers.{i}.choice_bias": Rule("model.layers.{i}.mlp.gate.e_score_correction_bias"),
+}
+SIGMOID_EXPERT_KEYS = {
+    **EXPERT_KEYS,
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+}
 
 
 def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
@@ -63,26 +88,12 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
-    hf_rules={
-        **HF_LLAMA,
-        **HF_QK_NORM,
-        **HF_ROUTED,
-        **HF_SHARED_EXPERTS,
-        "layers.{i}.choice_bias": Rule("model.layers.{i}.mlp.gate.e_score_correction_bias"),
-    },
+    hf_rules={**HF_LLAMA, **HF_QK_NORM, **HF_SIGMOID_EXPERTS},
     gguf=GGUFTraits(
         "glm4moe",
         {**GGUF, **GGUF_OTHER_NORM, **GGUF_ROUTED},
         config_keys=ConfigKeys(
-            {
-                **EXPERT_KEYS,
-                "n_routed_experts": "expert_count",
-                "n_shared_experts": "expert_shared_count",
-                "n_group": "expert_group_count",
-                "topk_group": "expert_group_used_count",
-                "moe_intermediate_size": "expert_feed_forward_length",
-                "first_k_dense_replace": "leading_dense_block_count",
-            },
+            SIGMOID_EXPERT_KEYS,
             {"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
         ),
     ),

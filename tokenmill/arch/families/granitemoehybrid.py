@@ -14,14 +14,18 @@ from tokenmill.arch.families.bamba import (
     mamba_sizes,
 )
 from tokenmill.arch.families.granite import GRANITE, GRANITE_KEYS, adjust_attention, adjust_layer
+from tokenmill.arch.families.granitemoe import (
+    GATE_UP,
+    GRANITE_EXPERT_KEYS,
+    HF_GRANITE_EXPERTS,
+    PLACE,
+    granite_experts,
+)
 from tokenmill.arch.family import GGUFTraits
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_config_keys import SOFTMAX, ConfigKeys
 from tokenmill.arch.spec import Gqa, LayerSpec, MlpSpec, MoeSpec
 from tokenmill.arch.tensors import GGUF_LLAMA, GGUF_MAMBA, GGUF_ROUTED, HF_LLAMA, Rule, Rules
-
-PLACE = "model.layers.{i}"
-GATE_UP = ("gate", "up")
 
 
 def _attention(fields: ConfigFields, layer_index: int, attention: Gqa) -> Gqa:
@@ -33,14 +37,7 @@ def _attention(fields: ConfigFields, layer_index: int, attention: Gqa) -> Gqa:
 
 
 def _experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
-    if fields.integer("num_local_experts", minimum=0) == 0:
-        return None
-    return MoeSpec(
-        num_experts=fields.integer("num_local_experts"),
-        num_active=fields.integer("num_experts_per_tok"),
-        expert=MlpSpec(fields.integer("intermediate_size")),
-        shared=MlpSpec(fields.integer("shared_intermediate_size")),
-    )
+    return granite_experts(fields, layer_index) if fields.integer("num_local_experts", minimum=0) else None
 
 
 def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpec:
@@ -60,13 +57,7 @@ HF_GRANITE_HYBRID: Rules = {
     **hf_mamba(f"{PLACE}.mamba"),
     **{f"layers.{{i}}.{part}.weight": Rule(f"{PLACE}.shared_mlp.input_linear.weight", GATE_UP) for part in GATE_UP},
     "layers.{i}.down.weight": Rule(f"{PLACE}.shared_mlp.output_linear.weight"),
-    **{f"layers.{{i}}.shared.{part}.weight": Rule(f"{PLACE}.shared_mlp.input_linear.weight", GATE_UP)
-       for part in GATE_UP},
-    "layers.{i}.shared.down.weight": Rule(f"{PLACE}.shared_mlp.output_linear.weight"),
-    "layers.{i}.router.weight": Rule(f"{PLACE}.block_sparse_moe.router.layer.weight"),
-    **{f"layers.{{i}}.experts.{part}.weight": Rule(f"{PLACE}.block_sparse_moe.input_linear.weight", GATE_UP)
-       for part in GATE_UP},
-    "layers.{i}.experts.down.weight": Rule(f"{PLACE}.block_sparse_moe.output_linear.weight"),
+    **HF_GRANITE_EXPERTS,
 }  # fmt: skip
 
 GRANITE_HYBRID = replace(
@@ -88,9 +79,7 @@ GRANITE_HYBRID = replace(
             {
                 **GRANITE_KEYS,
                 **MAMBA_KEYS,
-                "num_local_experts": "expert_count",
-                "num_experts_per_tok": "expert_used_count",
-                "shared_intermediate_size": "expert_shared_feed_forward_length",
+                **GRANITE_EXPERT_KEYS,
             },
             {"attention_bias": "blk.0.attn_q.bias", "mamba_conv_bias": "blk.0.ssm_conv1d.bias"},
             {"num_local_experts": 0},

@@ -10,7 +10,16 @@ from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_config_keys import SOFTMAX, ConfigKeys
 from tokenmill.arch.spec import MlpSpec, MoeSpec
-from tokenmill.arch.tensors import GGUF, GGUF_FUSED_EXPERTS, GGUF_ROUTED, GGUF_SHARED_GATE, HF_LLAMA, Rule, Rules
+from tokenmill.arch.tensors import (
+    GGUF,
+    GGUF_FUSED_EXPERTS,
+    GGUF_ROUTED,
+    GGUF_SHARED_GATE,
+    HF_LLAMA,
+    HF_SHARED_EXPERT,
+    Rule,
+    Rules,
+)
 
 
 def shared_experts(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
@@ -50,9 +59,7 @@ QWEN2_MOE = Family(
     hf_rules={
         **HF_LLAMA,
         **HF_ROUTED,
-        "layers.{i}.shared.gate.weight": Rule("model.layers.{i}.mlp.shared_expert.gate_proj.weight"),
-        "layers.{i}.shared.up.weight": Rule("model.layers.{i}.mlp.shared_expert.up_proj.weight"),
-        "layers.{i}.shared.down.weight": Rule("model.layers.{i}.mlp.shared_expert.down_proj.weight"),
+        **HF_SHARED_EXPERT,
         "layers.{i}.shared_gate.weight": Rule("model.layers.{i}.mlp.shared_expert_gate.weight"),
     },
     gguf=GGUFTraits(

@@ -1,0 +1,86 @@
+"""What llama.cpp's converter makes of checkpoints with routed experts: metadata beyond the common keys, and changes of
+tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.gguf_converted import Config, Converter, Renamed, block_of, of_llama, plain
+
+
+def _olmoe(config: Config) -> Config:
+    return {"expert_count": config["num_experts"]}
+
+
+def _granite(config: Config) -> Config:
+    return {
+        "attention.scale": config["attention_multiplier"],
+        "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"],
+        "logit_scale": config["logits_scaling"],
+        "expert_count": config["num_local_experts"],
+        "expert_shared_feed_forward_length": config.get("shared_intermediate_size") or None,
+    }
+
+
+def _granite_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    for theirs, ours in (("shared_mlp", "_shexp"), ("block_sparse_moe", "_exps")):
+        if f"{theirs}.input_linear" in name:
+            gate, up = tensor.chunk(2, dim=-2)
+            yield f"{block_of(name)}ffn_gate{ours}.weight", gate
+            yield f"{block_of(name)}ffn_up{ours}.weight", up
+            return
+        if f"{theirs}.output_linear" in name:
+            yield f"{block_of(name)}ffn_down{ours}.weight", tensor
+            return
+    yield from of_llama(name, tensor, config)
+
+
+def _sigmoid(config: Config) -> Config:
+    return {
+        "leading_dense_block_count": config.get("first_k_dense_replace"),
+        "expert_count": config.get("n_routed_experts") or config.get("num_experts"),
+        "expert_shared_count": config.get("n_shared_experts") or config.get("num_shared_experts"),
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_weights_scale": config.get("routed_scaling_factor"),
+        "expert_weights_norm": config.get("norm_topk_prob"),
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+        "expert_gating_func": 2,
+    }
+
+
+def _biased_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    for ending in ("e_score_correction_bias", "expert_bias"):
+        if name.endswith(ending):
+            yield f"{block_of(name)}exp_probs_b.bias", tensor
+            return
+    yield name, tensor
+
+
+def _windows(config: Config) -> Config:
+    pattern = [kind == "sliding_attention" for kind in config["layer_types"]]
+    return {
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": pattern,
+        "rope.scaling.type": "none",
+    }
+
+
+def _trinity(config: Config) -> Config:
+    found = {**_sigmoid(config), "leading_dense_block_count": config["num_dense_layers"]}
+    return {
+        **found,
+        "expert_weights_scale": config["route_scale"],
+        "attention.sliding_window": config["sliding_window"],
+        "rope.dimension_count": config["head_dim"],
+    }
+
+
+EXPERT_CONVERTERS: dict[str, Converter] = {
+    "olmoe": (_olmoe, plain),
+    "granitemoe": (_granite, _granite_tensors),
+    "dots1": (_sigmoid, _biased_tensors),
+    "exaone-moe": (lambda config: {**_sigmoid(config), **_windows(config)}, _biased_tensors),
+    "afmoe": (_trinity, _biased_tensors),
+}

@@ -1,0 +1,58 @@
+"""GGUF files of families with routed experts, as llama.cpp's converter writes them. Read back they are the checkpoint's
+model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.gguf_converted import Config, write_converted
+from tests.support.gguf_experts import EXPERT_CONVERTERS
+from tests.support.paged_run import PagedRun, feed_in_chunks
+from tests.support.tiny_models import VOCAB, load_ours, make_reference
+from tokenmill.arch.read import read_spec
+from tokenmill.models.decoder import Decoder
+from tokenmill.models.linear import Loader
+from tokenmill.ops.reference import REFERENCE_OPS
+from tokenmill.weights.source import open_weights
+
+EPS = {"rms_norm_eps": 2.0**-20}  # exact in float32, which is what GGUF stores
+# family: (architecture, sizes in place of the tiny model's own)
+MODELS: dict[str, tuple[str, Config]] = {
+    "olmoe": ("olmoe", EPS),
+    "granitemoe": ("granitemoe", EPS),
+    "granitemoeshared": ("granitemoe", EPS),
+    "dots1": ("dots1", {**EPS, "sliding_window": None, "routed_scaling_factor": 1.5}),
+    "exaone_moe": ("exaone-moe", {**EPS, "routed_scaling_factor": 1.5}),
+    "afmoe": ("afmoe", {**EPS, "route_scale": 1.5, "num_hidden_layers": 5, "layer_types": None}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_is_the_checkpoint_s_model(name: str, tmp_path: Path) -> None:
+    arch, sizes = MODELS[name]
+    theirs = make_reference(name, **sizes)
+    checkpoint = load_ours(theirs, tmp_path)
+    config: Config = json.loads((tmp_path / "config.json").read_text())
+    path, tensors = tmp_path / "model.gguf", load_file(tmp_path / "model.safetensors")
+    write_converted(path, arch, config, tensors, converter=EXPERT_CONVERTERS[arch])
+    spec = read_spec(path)
+    assert comparable(spec) == comparable(checkpoint.spec)
+    weights = open_weights(path, spec)
+    weights.check()
+    model = Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu")))
+    tokens = torch.randint(3, VOCAB, (21,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = feed_in_chunks(PagedRun(model, 1, 32), 0, tokens, 7)
+    with torch.inference_mode():
+        torch.testing.assert_close(found, theirs(torch.tensor([tokens])).logits[0], atol=2e-4, rtol=0)
+
+
+def comparable(spec: Any) -> Any:
+    """A spec without what only one of the two kinds of files says."""
+    return replace(spec, name="", dtype="", bos_token_id=None, eos_token_ids=())

@@ -1,16 +1,13 @@
 """Setup of speculative decoding: the proposer of draft tokens, and the draft model if one is configured.
 
-    auto, ngram     draft tokens from the request's own text and from recent answers
-    draft:MODEL     a second, smaller model with the same vocabulary
-    mtp             the model's own head that predicts one more token
-
-Answers do not depend on draft tokens, so an engine whose proposer fails continues without one.
+auto, ngram     draft tokens from the request's own text and from recent answers
+draft:MODEL     a second, smaller model with the same vocabulary
+mtp             the model's own head that predicts one more token
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,12 +28,9 @@ from tokenmill.sampling.sampler import Sampler
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, Drafting, NumAllowed, Speculation
 from tokenmill.speculate.depth import CostModelDepth, StepCost, ThresholdDepth
 from tokenmill.speculate.draft_model import DraftModel, DraftModelProposer, States
-from tokenmill.speculate.draft_state import DraftRequest, DraftState
 from tokenmill.speculate.mtp import HeadStates
 from tokenmill.speculate.ngram_proposer import NgramProposer
 from tokenmill.store import resolve_model
-
-log = logging.getLogger(__name__)
 
 LoadDraft = Callable[[EngineConfig], DraftModel]
 LoadHead = Callable[[], MtpHead]
@@ -62,7 +56,7 @@ def make_drafter(
         found: Speculation = DraftModelProposer(head_proposer(config, load_head(), target))
     else:
         found = speculation(mode, config, load_draft)
-    return Drafting(DisableOnError(found), num_allowed, config.scheduler.num_tokens)
+    return Drafting(found, num_allowed, config.scheduler.num_tokens)
 
 
 def head_proposer(config: EngineConfig, head: MtpHead, target: ModelRunner) -> DraftModel:
@@ -76,31 +70,6 @@ def head_proposer(config: EngineConfig, head: MtpHead, target: ModelRunner) -> D
     target.kept_states = KeptStates()
     states = HeadStates(head, target.kept_states)
     return draft_model(head, storage, config.scheduler, config.model.max_context, states)
-
-
-class DisableOnError:
-    """Wraps a proposer and drops it, together with its draft model, when it raises; the engine continues without
-    drafts."""
-
-    def __init__(self, speculation: Speculation) -> None:
-        self._speculation: Speculation | None = speculation
-
-    def propose(self, requests: Sequence[DraftRequest], num_rows: int, num_tokens: int) -> list[list[int]]:
-        if self._speculation is not None:
-            try:
-                return self._speculation.propose(requests, num_rows, num_tokens)
-            except Exception:
-                log.exception("speculation failed and is turned off; answers stay the same but are slower")
-                self._speculation = None
-        return [[] for _ in requests]
-
-    def note_step(self, num_tokens: int, seconds: float) -> None:
-        if self._speculation is not None:
-            self._speculation.note_step(num_tokens, seconds)
-
-    def note_end(self, draft_state: DraftState, tokens: Sequence[int], prompt_len: int) -> None:
-        if self._speculation is not None:
-            self._speculation.note_end(draft_state, tokens, prompt_len)
 
 
 def speculation(mode: str, config: EngineConfig, load_draft: LoadDraft) -> Speculation:

@@ -11,6 +11,7 @@ the tokens of a sequence are the same with and without drafts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
@@ -18,6 +19,8 @@ from typing import Protocol
 from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.speculate.draft_state import DraftRequest, DraftState
 from tokenmill.types import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
 
 NumAllowed = Callable[[int, Seq[int]], int]
 """(row, drafts) → how many of the first drafts the row's grammar allows"""
@@ -62,14 +65,20 @@ class Speculation(Protocol):
 
 
 class Drafting:
-    """Requests drafts from a proposer for the sequences that can use them, and drops those that a grammar forbids."""
+    """Requests drafts from a proposer for the sequences that can use them, and drops those that a grammar forbids.
+
+    Answers do not depend on drafts: a proposer that raises is dropped, with its draft model, and the engine continues
+    without one.
+    """
 
     def __init__(self, speculation: Speculation, num_allowed: NumAllowed, token_budget: int) -> None:
-        self._speculation = speculation
+        self._speculation: Speculation | None = speculation
         self._num_allowed = num_allowed
         self._token_budget = token_budget
 
     def propose(self, groups: Seq[SequenceGroup]) -> dict[Sequence, list[int]]:
+        if self._speculation is None:
+            return {}
         candidates = [
             (sequence, max_drafts)
             for group in groups
@@ -81,7 +90,12 @@ class Drafting:
         num_rows = sum(len(group.members) for group in groups)
         num_tokens = sum(group.wants(sequence) for group in groups for sequence in group.members)
         requests = [draft_request(sequence, max_drafts) for sequence, max_drafts in candidates]
-        found = self._speculation.propose(requests, num_rows, min(num_tokens, self._token_budget))
+        try:
+            found = self._speculation.propose(requests, num_rows, min(num_tokens, self._token_budget))
+        except Exception:
+            log.exception("speculation failed and is turned off; answers stay the same but are slower")
+            self._speculation = None
+            return {}
         pairs = zip(candidates, found, strict=True)
         return {sequence: drafts for (sequence, _), proposed in pairs if (drafts := self._allowed(sequence, proposed))}
 
@@ -93,11 +107,13 @@ class Drafting:
     def note_step(self, plan: StepPlan, result: StepResult) -> None:
         """Note the duration of a step without prompt chunks, whose tokens are not sampled and so are cheaper than
         drafts."""
-        if all(row.sample and len(row.token_ids) == 1 + row.num_drafts for row in plan.rows):
+        if self._speculation is not None and all(
+            row.sample and len(row.token_ids) == 1 + row.num_drafts for row in plan.rows
+        ):
             self._speculation.note_step(plan.num_tokens, result.step_s)
 
     def note_end(self, sequence: Sequence) -> None:
-        if sequence.draft_state is not None:
+        if self._speculation is not None and sequence.draft_state is not None:
             self._speculation.note_end(sequence.draft_state, sequence.tokens, sequence.prompt_len)
 
 

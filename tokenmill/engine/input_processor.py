@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.engine.tool_use import (
     SpeechFinder,
     answer_start,
@@ -188,7 +188,7 @@ class InputProcessor:
             params = msgspec.structs.replace(params, guided=guided)
         tokenized = self._tokenized(params, prompt_ids)
         return Request(
-            request_id=client_request.request_id or new_id(),
+            request_id=client_request.request_id or uuid4().hex,
             prompt_token_ids=prompt_ids,
             params=params,
             eos_token_ids=self._end_ids(client_request),
@@ -457,7 +457,7 @@ class InputProcessor:
                 f"the input has {len(prompt_ids)} tokens; at most {self.max_context} fit", param="input"
             )
         return Request(
-            request_id=client_request.request_id or new_id(),
+            request_id=client_request.request_id or uuid4().hex,
             prompt_token_ids=prompt_ids,
             params=SamplingParams(max_tokens=0),
             max_tokens=0,

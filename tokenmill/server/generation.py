@@ -22,7 +22,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill.engine.input_processor import ClientRequest, PreparedRequest
-from tokenmill.engine.request_ids import engine_ids
 from tokenmill.engine.results import EventFold
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, RequestAborted, RequestFailed, TokenmillError
 from tokenmill.observe.log import get_log
@@ -31,6 +30,7 @@ from tokenmill.server.errors import InternalError
 from tokenmill.server.gate import ServedEngine
 from tokenmill.server.live import LiveRequests
 from tokenmill.server.quotas import RunQuota
+from tokenmill.server.request_ids import engine_ids
 from tokenmill.server.response_cache import ResponseCache, replay
 from tokenmill.types import Event, Request, Usage
 

@@ -17,11 +17,11 @@ import httptools
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tokenmill.engine.request_ids import call_id
 from tokenmill.errors import TokenmillError
 from tokenmill.observe.log import event, get_log
 from tokenmill.server.dialect import Dialects, path_only
 from tokenmill.server.errors import HeadTooLarge, UnreadableRequest
+from tokenmill.server.request_ids import call_id
 
 log = get_log("server")
 MAX_HEAD_BYTES = 64 << 10  # checked after each piece that arrives, and once the head is complete

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokenmill.engine.request_ids import call_id
 from tokenmill.observe.log import event, get_log
 from tokenmill.server.accounting import RequestRecord
 from tokenmill.server.dialect import Dialects, head_of
 from tokenmill.server.errors import InternalError
+from tokenmill.server.request_ids import call_id
 
 log = get_log("server")
 PROBES = frozenset({"/health", "/ping", "/livez", "/readyz", "/startupz"})

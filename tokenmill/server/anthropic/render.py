@@ -21,7 +21,6 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.engine.results import merge_parts, text_parts
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import ContextLengthExceeded, TokenmillError
@@ -30,6 +29,7 @@ from tokenmill.server.anthropic.tools import wire_id
 from tokenmill.server.dialect import SSE_HEADERS, Dialect, RequestHead, json_bytes, named_sse_frame
 from tokenmill.server.generation import GenerationFacts
 from tokenmill.server.quotas import anthropic_limit_headers
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.routing import TEXT, object_of
 from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import CallArguments, CallEnd, CallStart, Event, Part, TextPart, ThoughtPart, Usage

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.errors import EngineDead, Overloaded, TokenmillError
 from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
@@ -17,6 +16,7 @@ from tokenmill.server.batches.lines import BatchLine
 from tokenmill.server.dialect import path_only
 from tokenmill.server.errors import RETRY_AFTER_S, InternalError
 from tokenmill.server.generation import GenerationJob
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.routing import MakeJob, RouteContext
 from tokenmill.types import BACKGROUND_PRIORITY, Usage
 

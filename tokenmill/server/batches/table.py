@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import orjson
 
-from tokenmill.engine.request_ids import new_id
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.state.rows import Bound, get, unknown
 from tokenmill.types import Usage
 

@@ -25,11 +25,11 @@ import msgspec
 
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.input_processor import require_plausible_length
-from tokenmill.engine.request_ids import new_id
 from tokenmill.params import INT64_MAX, NUMBERS, SamplingParams
 from tokenmill.server.body import BodyFields, kind_of, refuse, require_token_ids, shown
 from tokenmill.server.gate import ServedEngine
 from tokenmill.server.openai.params import MAX_COUNT, MAX_TOP_LOGPROBS, parse_completion_params
+from tokenmill.server.request_ids import new_id
 from tokenmill.types import PromptRequest
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}

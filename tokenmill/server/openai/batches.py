@@ -17,7 +17,6 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.server.batches import table
 from tokenmill.server.batches.answers import LineAnswer
 from tokenmill.server.batches.lines import BatchLine
@@ -28,6 +27,7 @@ from tokenmill.server.openai import schemas
 from tokenmill.server.openai.files import BATCH_FILE_LIFETIME_S, parse_expiry
 from tokenmill.server.openai.pages import page_after, query_integer
 from tokenmill.server.openai.params import parse_metadata
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response, owner_of
 from tokenmill.server.state.files import FileWriter
 

@@ -25,13 +25,13 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.engine.results import reasoning_of, text_parts, tool_calls_of
 from tokenmill.engine.status import ModelInfo
 from tokenmill.errors import RequestFailed, TokenmillError
 from tokenmill.server.dialect import SSE_HEADERS, SSE_PING, Dialect, sse_frame
 from tokenmill.server.generation import GenerationFacts
 from tokenmill.server.openai.parse import EmbeddingCall
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.routing import TEXT, json_response, object_of
 from tokenmill.types import (
     CallArguments,

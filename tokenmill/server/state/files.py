@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.errors import InvalidRequest
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.state.database import StateFailed
 from tokenmill.server.state.rows import Bound, get, unknown
 from tokenmill.server.state.server_state import ServerState

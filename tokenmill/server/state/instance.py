@@ -14,7 +14,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from tokenmill.engine.request_ids import new_id
+from tokenmill.server.request_ids import new_id
 
 
 class ServerInstance:

@@ -23,7 +23,6 @@ from typing import Any
 
 import orjson
 
-from tokenmill.engine.request_ids import call_id
 from tokenmill.errors import EngineDead, Overloaded, TokenmillError, UnknownModel
 from tokenmill.observe.log import get_log
 from tokenmill.server.accounting import RequestRecord
@@ -31,6 +30,7 @@ from tokenmill.server.dialect import SSE_PING, named_sse_frame
 from tokenmill.server.errors import RETRY_AFTER_S, InternalError
 from tokenmill.server.generation import GenerationRun
 from tokenmill.server.openai.responses.generate import ResponseGenerator, ResponseJob
+from tokenmill.server.request_ids import call_id
 from tokenmill.server.routing import RouteContext
 from tokenmill.server.state.responses import UNFINISHED, ResponseRow
 

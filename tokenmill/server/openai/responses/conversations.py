@@ -11,7 +11,6 @@ from typing import Any, TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.server.body import BodyFields, refuse, shown
 from tokenmill.server.openai.params import parse_metadata
 from tokenmill.server.openai.responses import schemas
@@ -19,6 +18,7 @@ from tokenmill.server.openai.responses.generate import ResponseGenerator
 from tokenmill.server.openai.responses.items import Item, ItemReader, input_items, stored_item
 from tokenmill.server.openai.responses.pages import item_page, list_object
 from tokenmill.server.openai.responses.tools import OfferedTools
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.routing import READING, Endpoint, RouteContext, json_response, owner_of
 from tokenmill.server.state.rows import UnknownRow
 

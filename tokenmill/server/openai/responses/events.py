@@ -27,7 +27,6 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.engine.results import text_parts
 from tokenmill.errors import ContextLengthExceeded, Overloaded, TokenmillError
 from tokenmill.server.dialect import SSE_HEADERS, SSE_PING, named_sse_frame
@@ -36,6 +35,7 @@ from tokenmill.server.openai.render import chat_logprobs
 from tokenmill.server.openai.responses.items import ID_PREFIXES, Item
 from tokenmill.server.openai.responses.parse import ResponseCall
 from tokenmill.server.openai.responses.tools import CalledTool
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.routing import json_response
 from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import CallArguments, CallEnd, CallStart, Event, FinishReason, Part, TextPart, ThoughtPart, Usage

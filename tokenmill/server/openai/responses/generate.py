@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from tokenmill.engine.input_processor import ClientRequest, text_digest
-from tokenmill.engine.request_ids import new_id
 from tokenmill.engine.text_workers import TextWorkers, text_size
 from tokenmill.errors import ContextLengthExceeded, Overloaded, TokenmillError
 from tokenmill.observe.log import get_log
@@ -34,6 +33,7 @@ from tokenmill.server.openai.responses.parse import (
     parse_references,
     parse_response,
 )
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.routing import LONG_BODY, RouteContext
 from tokenmill.server.signatures import ThoughtKeys
 from tokenmill.server.state.responses import ResponseRow, ResponseStore

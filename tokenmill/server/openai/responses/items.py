@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 import orjson
 
-from tokenmill.engine.request_ids import new_id
 from tokenmill.server.body import BodyFields, kind_of, refuse, shown
 from tokenmill.server.openai.parse import arguments_text
 from tokenmill.server.openai.responses.tools import TOOL_SEARCH, CalledTool, OfferedTools, flat_name
 from tokenmill.server.openai.tools import MAX_TOOLS
+from tokenmill.server.request_ids import new_id
 from tokenmill.server.signatures import ThoughtSigner
 from tokenmill.types import Message, ToolCall, ToolKind
 

@@ -110,11 +110,10 @@ def test_a_grammar_stays_while_its_request_is_open(vocabulary: Vocabulary) -> No
         stop_token_ids=[],
     )
     plan = StepPlan(new_rows=[new], rows=[RowPlan(row=0, start=0, token_ids=[1], sample=True)])
-    grammars.update_rows(plan)
-    assert grammars.constrain(plan)
+    assert grammars.note_plan(plan)
     masks = grammars.masks(plan)
     assert masks.bits([0]).any()
-    grammars.update_rows(StepPlan(freed_rows=[0], rows=[]))
+    assert not grammars.note_plan(StepPlan(freed_rows=[0], rows=[]))
     grammars.release(lambda request_id: False)
     grammars.prepare(request("b", choice(2)))
     assert not grammars.is_ready(request("c", choice(1)))

@@ -34,7 +34,7 @@ class AdapterStore:
         self._max_values = max_values
         self.by_digest: dict[str, Adapter] = {}
         self._names: dict[str, LoadedAdapter] = {}
-        self._retired: set[str] = set()  # digests without a name
+        self.retired: set[str] = set()  # digests without a name
         self._results: queue.SimpleQueue[tuple[LoadedAdapter, Adapter] | FailedAdapter] = queue.SimpleQueue()
         self._num_loading = 0
 
@@ -45,10 +45,6 @@ class AdapterStore:
     @property
     def is_loading(self) -> bool:
         return self._num_loading > 0
-
-    @property
-    def has_retired(self) -> bool:
-        return bool(self._retired)
 
     def require(self, digest: str) -> None:
         if digest not in self.by_digest:
@@ -99,8 +95,8 @@ class AdapterStore:
 
     def forget_unused(self, is_used: Callable[[str], bool]) -> None:
         """Free adapters that have no name and are used by no request."""
-        for digest in [one for one in self._retired if not is_used(one)]:
-            self._retired.discard(digest)
+        for digest in [one for one in self.retired if not is_used(one)]:
+            self.retired.discard(digest)
             del self.by_digest[digest]
 
     def _loaded(self, name: str, path: Path) -> tuple[LoadedAdapter, Adapter]:
@@ -141,13 +137,13 @@ class AdapterStore:
         old = self._names.get(loaded.name)
         self._names[loaded.name] = loaded
         self.by_digest[loaded.digest] = adapter
-        self._retired.discard(loaded.digest)
+        self.retired.discard(loaded.digest)
         if old is not None and old.digest != loaded.digest:
             self._retire(old.digest)
 
     def _retire(self, digest: str) -> None:
         if all(one.digest != digest for one in self._names.values()):
-            self._retired.add(digest)
+            self.retired.add(digest)
 
 
 def no_adapters() -> AdapterStore:

@@ -202,7 +202,7 @@ class EngineCore:
             self._grammars.wait(GRAMMAR_WAIT_S)
         elif self._scheduler.is_fetching:
             self._scheduler.wait_for_blocks(FETCH_WAIT_S)
-        if self.adapters.has_retired:
+        if self.adapters.retired:
             self.adapters.forget_unused(self._scheduler.uses_adapter)
         self._num_steps += 1
         self._busy_s += self._clock() - started
@@ -214,8 +214,7 @@ class EngineCore:
             plan = self._scheduler.plan()
             if plan is None:
                 return
-            self._grammars.update_rows(plan)
-            lacks_masks = self._grammars.constrain(plan)
+            lacks_masks = self._grammars.are_in_use and self._grammars.note_plan(plan)
             self._in_flight.append(InFlight(plan, attempt(self._runner.launch, plan), lacks_masks))
 
     def _can_launch_next(self) -> bool:
@@ -249,7 +248,9 @@ class EngineCore:
         num_tokens = plan.num_tokens
         self._step_counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
         self._step_tokens += num_tokens
-        return self._scheduler.apply(self._grammars.advance(plan, result))
+        if self._grammars.are_in_use:
+            result = self._grammars.advance(plan, result)
+        return self._scheduler.apply(result)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
         """Handle a failed step: end the request that caused it, or, while that is unknown, retry the step's requests

@@ -461,7 +461,8 @@ class LLM:
 
     def _processed(self, client_request: ClientRequest) -> Request:
         request = self._input_processor.process(client_request)
-        self._core.prepare(request)
+        if request.params.guided is not None:
+            self._core.prepare(request)
         return request
 
     def _submit(self, client_request: ClientRequest, receive: Receive | None = None) -> Request:
@@ -512,7 +513,7 @@ def chat_request_maker(
         tools=tools_from(tools),
         tool_choice=tool_choice_from(tool_choice, parallel=parallel_tool_calls),
         reasoning=reasoning_from(reasoning_effort),
-        template_args=template_args_from(template_args),
+        template_args=template_args,
     )
     return lambda messages, params: msgspec.structs.replace(first, messages=messages_from(messages), params=params)
 

@@ -44,7 +44,7 @@ class ChoiceState:
     """The state of one sequence's text: what was decoded, what was sent, whether it has ended."""
 
     detokenizer: IncrementalDetokenizer | None
-    stops: Stops
+    stops: Stops | None  # None: the request has none
     reader: AnswerReader | None = None
     token_ids: list[int] = field(default_factory=list)
     num_sent: int = 0  # tokens sent in events
@@ -100,7 +100,6 @@ class OutputProcessor:
         self.device_s = 0.0  # device time spent on the request, as last reported
         self._is_first = True  # the next event is the request's first
         self._stopped: list[int] = []
-        self._has_stops = bool(request.params.stop or request.params.stop_regex)
         self._choices = [self._new_choice() for _ in range(request.params.n)]
         self._num_open = len(self._choices)
         self._candidates: dict[int, EventFold] = {}  # of best_of, by sequence
@@ -158,13 +157,14 @@ class OutputProcessor:
                 skip_special_tokens=params.skip_special_tokens,
             )
         reader = self._make_reader(detokenizer) if self._make_reader and detokenizer else None
-        stops = Stops(params.stop, params.stop_regex, include_stop=params.include_stop)
+        has_stops = bool(params.stop or params.stop_regex)
+        stops = Stops(params.stop, params.stop_regex, include_stop=params.include_stop) if has_stops else None
         return ChoiceState(detokenizer, stops, reader)
 
     def _advance(self, choice: ChoiceState, output: SequenceOutput) -> Event | None:
         if choice.reader is not None:
             return self._advance_parts(choice, choice.reader, output)
-        if self._has_stops or output.logprobs is not None:
+        if choice.stops is not None or output.logprobs is not None:
             text, matched = self._decode_one_by_one(choice, output)
         else:
             text, matched = self._decode_together(choice, output), None
@@ -186,8 +186,10 @@ class OutputProcessor:
             self._stopped.append(output.index)
         if matched is None and output.finish_reason is not None:
             rest, _ = self._shown(choice, reader.finish())
-            parts += [*rest, *text_parts(choice.stops.flush())]
-            matched = choice.stops.matched
+            parts += rest
+            if choice.stops is not None:
+                parts += text_parts(choice.stops.flush())
+                matched = choice.stops.matched
         finish = "stop" if matched is not None else output.finish_reason
         if finish is not None:
             choice.is_finished = True
@@ -223,7 +225,7 @@ class OutputProcessor:
     def _shown(self, choice: ChoiceState, parts: list[Part]) -> tuple[list[Part], str | None]:
         """Return the parts up to a stop string in their text. Text that was held back is emitted before a part that is
         not text."""
-        if not self._has_stops:
+        if choice.stops is None:
             return parts, None
         shown: list[Part] = []
         is_early = len(choice.token_ids) <= self._request.params.min_tokens
@@ -265,13 +267,17 @@ class OutputProcessor:
         info = self._noted_info(choice, logprobs)
         if info is not None and not is_stop_id:
             choice.unsent_infos.append((choice.num_decoded, info))
-        if len(choice.token_ids) <= self._request.params.min_tokens and self._has_stops:
+        if choice.stops is None:
+            return decoded, None
+        if len(choice.token_ids) <= self._request.params.min_tokens:
             return choice.stops.flush() + decoded, None  # too early to stop
         return choice.stops.push(decoded)
 
     def _flush(self, choice: ChoiceState) -> tuple[str, str | None]:
         """Return the text that was held back: an incomplete character, or the possible beginning of a stop string."""
         tail = choice.detokenizer.finish() if choice.detokenizer else ""
+        if choice.stops is None:
+            return tail, None
         emitted, _ = choice.stops.push(tail)
         return emitted + choice.stops.flush(), choice.stops.matched
 

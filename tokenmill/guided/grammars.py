@@ -1,8 +1,10 @@
 """The grammars of an engine: requests that wait for a compilation, and the rows of the runner that follow a grammar.
 
     start_compiling(request) ──► pop_compiled()  a request waits for its grammar; others are not delayed
-    update_rows(plan) ──► masks(plan) ──► advance(plan, result)      one step: new and freed rows; the allowed tokens;
+    note_plan(plan) ──► masks(plan) ──► advance(plan, result)        one step: new and freed rows; the allowed tokens;
                                                                      then the sampled and the forced ones
+
+While no request uses a grammar (`are_in_use`), the engine calls none of these.
 
 Forced tokens are not sampled: if a grammar allows only one continuation, that is appended to the sampled token, and the
 next step computes all of it as a chunk. A row with logprobs (or of a beam) samples the same tokens one by one, each as
@@ -44,8 +46,8 @@ class Grammars:
 
     @property
     def are_in_use(self) -> bool:
-        """Return whether a request uses a grammar or waits for one."""
-        return bool(self._in_use or self._waiting)
+        """Return whether a request or a row of the runner has a grammar, or a request waits for one."""
+        return bool(self._in_use or self._waiting or self._rows)
 
     def load_vocabulary(self) -> None:
         """Begin to load the vocabulary in a worker, before a grammar needs it."""
@@ -108,17 +110,15 @@ class Grammars:
 
     # ── one step ───────────────────────────────────────────────────────────────────────────────────────
 
-    def update_rows(self, plan: StepPlan) -> None:
-        """Drop the rows that a plan frees and open the grammars of its new rows. Plans must be passed in order."""
+    def note_plan(self, plan: StepPlan) -> bool:
+        """Drop the rows that a plan frees and open the grammars of its new rows. Return whether a row that samples in
+        this step follows a grammar, so that the step needs masks. Plans must be passed in order."""
         for row in plan.freed_rows:
             self._rows.pop(row, None)
         for new in plan.new_rows:
             if new.params.guided is not None:
                 self._rows[new.row] = self._opened(new)
-
-    def constrain(self, plan: StepPlan) -> bool:
-        """Return whether a row that samples in this step follows a grammar, so that the step needs masks."""
-        return bool(self._rows) and any(row.sample and row.row in self._rows for row in plan.rows)
+        return any(row.sample and row.row in self._rows for row in plan.rows)
 
     def masks(self, plan: StepPlan) -> StepMasks:
         """Start computing the masks of this step's sampling rows, in parallel with the model. `advance` must have been
@@ -134,8 +134,6 @@ class Grammars:
 
     def advance(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Advance the grammars by the sampled tokens, and append the forced tokens to the result."""
-        if not self._rows:
-            return result
         plans = {row.row: row for row in plan.rows}
         return msgspec.structs.replace(result, rows=[self._advanced(plans[row.row], row) for row in result.rows])
 

@@ -207,9 +207,11 @@ class ModelRunner:
                 self.kept_states.drop(new.row)
             if new.pooling is None:
                 self.sampler.add_row(new)
-        self.storage.copy_blocks(self._own_copies(plan.copies))
+        if plan.copies:
+            self.storage.copy_blocks(self._own_copies(plan.copies))
         for row_plan in plan.rows:
-            self.rows.update_tables(row_plan.row, row_plan.table_updates)
+            if row_plan.table_updates:
+                self.rows.update_tables(row_plan.row, row_plan.table_updates)
 
     def run_rows(self, plans: Sequence[RowPlan], masks: StepMasks | None = None) -> list[RowResult]:
         direct = self.model.direct

@@ -9,7 +9,7 @@ and only where a row uses them. Taking a row replaces everything that the row he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,23 +22,21 @@ from tokenmill.sampling.history import History, history_of
 from tokenmill.sampling.rng import uniform
 from tokenmill.types import RowInit, RowPlan
 
-# Column of the parameter table -> its value. Functions like log are taken here, on the host, once: on a device the last
-# bit of a vectorised log depends on where in the batch the element lies.
-PARAM_NAMES: dict[str, Callable[[SamplingParams], float]] = {
-    "temperature": lambda p: p.temperature,
-    "top_k": lambda p: p.top_k,
-    "top_p": lambda p: p.top_p,
-    "min_p": lambda p: p.min_p,
-    "typical_p": lambda p: p.typical_p,
-    "top_n_sigma": lambda p: p.top_n_sigma,
-    "top_a": lambda p: p.top_a,
-    "epsilon_cutoff": lambda p: p.epsilon_cutoff,
-    "eta_cutoff": lambda p: p.eta_cutoff,
-    "xtc_threshold": lambda p: p.xtc_threshold,
-    "repetition_penalty": lambda p: p.repetition_penalty,
-    "presence_penalty": lambda p: p.presence_penalty,
-    "frequency_penalty": lambda p: p.frequency_penalty,
-}
+PARAM_NAMES = (  # the columns of the parameter table
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "top_a",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "xtc_threshold",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _COLUMN = {name: column for column, name in enumerate(PARAM_NAMES)}
 
 PLAIN_STEPS = frozenset({"temperature", "top_k", "top_p", "min_p"})
@@ -155,14 +153,14 @@ class SamplerRows:
         if refusal:
             steps = frozenset()
         self._param_table[new_row.row] = torch.tensor(
-            [value(params) for value in PARAM_NAMES.values()], dtype=torch.float64
+            [getattr(params, name) for name in PARAM_NAMES], dtype=torch.float64
         )
         self._states[new_row.row] = RowState(
             params=params,
             seed=new_row.seed,
             steps=steps,
             stop_token_ids=[token for token in new_row.stop_token_ids if 0 <= token < self._vocab_size],
-            history=history_of(new_row, steps, self._vocab_size),
+            history=history_of(new_row, steps, self._vocab_size) if steps else None,
             mirostat_mu=_initial_mu(new_row) if "mirostat" in steps else None,
             refusal=refusal,
         )

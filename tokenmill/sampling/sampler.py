@@ -174,9 +174,9 @@ class Sampler:
 
         `masks`: tokens that the grammars of rows with `params.guided` allow.
         """
-        self._check(logits, len(rows))
         if isinstance(logits, ModelSampled):  # rows that a model samples have no history
             return [self._model_sample(plan, token) for plan, token in zip(rows, logits.tokens, strict=True)]
+        self._check(logits, len(rows))
         with torch.inference_mode():
             drawn = self._draw(logits, rows, masks)
         for plan, one in zip(rows, drawn, strict=True):
@@ -192,7 +192,7 @@ class Sampler:
         if not any(plan.num_drafts for plan in rows):
             return [[one] for one in self.sample(logits, rows, masks)]
         if isinstance(logits, ModelSampled):  # sampled already, and these rows have no history
-            self._check(logits, sum(1 + plan.num_drafts for plan in rows))
+            assert len(logits.tokens) == sum(1 + plan.num_drafts for plan in rows), "one token for each position"
             return accepted_of(rows, logits.tokens, self._model_sample)
         verifications = [Verification(plan, self._rows.state(plan.row)) for plan in rows]
         plans = [plan for one in verifications for plan in one.position_plans]
@@ -205,9 +205,8 @@ class Sampler:
                 one.take(drawn)
         return [one.accepted for one in verifications]
 
-    def _check(self, logits: HeadOutput, num_rows: int) -> None:
-        expected = (num_rows,) if isinstance(logits, ModelSampled) else (num_rows, self._vocab_size)
-        assert logits.shape == expected, f"{tuple(logits.shape)} logits for {num_rows} rows"
+    def _check(self, logits: Tensor, num_rows: int) -> None:
+        assert logits.shape == (num_rows, self._vocab_size), f"{tuple(logits.shape)} logits for {num_rows} rows"
 
     def _draw(self, logits: Tensor, rows: list[RowPlan], masks: StepMasks | None) -> list[Sample]:
         """Sample one token per logits row, without recording it in a history."""

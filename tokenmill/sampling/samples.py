@@ -38,10 +38,6 @@ class ModelSampled:
 
     tokens: list[int]
 
-    @property
-    def shape(self) -> tuple[int]:
-        return (len(self.tokens),)
-
     def __getitem__(self, part: slice) -> ModelSampled:
         return ModelSampled(self.tokens[part])
 

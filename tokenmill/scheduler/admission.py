@@ -28,7 +28,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import takewhile
 
-from tokenmill.config.engine import SchedulerConfig
 from tokenmill.kv.cache import KVCache, PrefixMatch
 from tokenmill.scheduler.budget import Resource, Resources
 from tokenmill.scheduler.fetches import Fetches
@@ -42,6 +41,7 @@ from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import BACKGROUND_PRIORITY
 
 MAX_PASSED = 16  # groups without room that are considered in one plan
+WAIT_WEIGHT = 0.1  # of the newest queue time in their moving average
 
 
 class Backfill:
@@ -86,16 +86,18 @@ class Backfill:
 class Admission:
     def __init__(
         self,
-        config: SchedulerConfig,
+        num_tokens: int,
         cache: KVCache,
         running: RunningSet,
         waiting: WaitingQueue,
         tenants: Tenants,
-        promises: Promises,
+        promises: Promises | None,
         counters: Counters,
-        fetches: Fetches,
+        fetches: Fetches | None,
         clock: Callable[[], float],
     ) -> None:
+        """`num_tokens`: the token budget of a step. `promises`: None if steps have no time limit and requests no
+        latency objective. `fetches`: None if blocks are kept in the pool only."""
         self._cache = cache
         self._fetches = fetches
         self._running = running
@@ -103,7 +105,7 @@ class Admission:
         self._tenants = tenants
         self._counters = counters
         self._clock = clock
-        self._pools = [pool_resource(cache, running, config.num_tokens, region) for region in cache.regions]
+        self._pools = [pool_resource(cache, running, num_tokens, region) for region in cache.regions]
         self._tenant_limit = tenant_resource(running)
         self._resources = Resources(
             [
@@ -119,10 +121,10 @@ class Admission:
         self._num_passed = 0
         self._tries_blocked = True
 
-    def _step_time_resource(self, promises: Promises) -> list[Resource]:
+    def _step_time_resource(self, promises: Promises | None) -> list[Resource]:
         """Return the resource that limits how many sequences run, if there is an objective for the time per output
         token."""
-        if promises.level.tpot_s is None:
+        if promises is None or promises.level.tpot_s is None:
             return []
         time = Resource(
             "time of a step",
@@ -277,7 +279,8 @@ class Admission:
         self._waiting.start(group)
         self._backfill.note_start(group)
         self._count_admission(group)
-        self._fetches.start(group, match)
+        if self._fetches is not None:
+            self._fetches.start(group, match)
         if group.pending_fetch is None and not group.wants(group.leader):
             self._running.fork_pending(group)
 
@@ -331,7 +334,7 @@ class Admission:
             counters.prefix_hit_tokens += group.leader.computed
         if state.queue_s is None:
             state.queue_s = max(0.0, self._clock() - state.request.arrival_s)
-            counters.note_wait(state.queue_s)
+            counters.wait_s += WAIT_WEIGHT * (state.queue_s - counters.wait_s)
             state.num_cached_tokens = group.leader.computed
             counters.prompt_tokens += group.leader.prompt_len
 

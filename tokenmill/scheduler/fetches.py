@@ -56,12 +56,11 @@ class Fetches:
         self,
         cache: KVCache,
         running: RunningSet,
-        fetcher: Fetcher | None,
+        fetcher: Fetcher,
         step_time: StepTime,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
-        """`fetcher`: None if blocks are kept in the pool only."""
         self._cache = cache
         self._running = running
         self._fetcher = fetcher
@@ -75,13 +74,12 @@ class Fetches:
 
     def wait(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for the progress of a fetch."""
-        assert self._fetcher is not None
         self._fetcher.wait(timeout_s)
 
     def start(self, group: SequenceGroup, match: PrefixMatch) -> None:
         """Start fetching the blocks that a newly admitted group has not found in the pool."""
         fetcher, leader, request = self._fetcher, group.leader, group.state.request
-        if fetcher is None or not (fetcher.has_tiers or request.fetch_from):
+        if not (fetcher.has_tiers or request.fetch_from):
             return
         limit = min(group.target(leader), len(leader.window) - 1) // self._cache.block_size
         first = match.num_tokens // self._cache.block_size
@@ -101,7 +99,6 @@ class Fetches:
 
     def advance(self) -> None:
         """Process the progress that the fetching threads have made."""
-        assert self._fetcher is not None
         all_pending, self._pending = self._pending, []
         for pending in all_pending:
             if self._advance_one(pending):
@@ -129,7 +126,6 @@ class Fetches:
     def _load(self, pending: PendingFetch) -> bool:
         """Start loading the blocks that were found; return False if there are none, or computing is faster."""
         cache, fetch, fetcher = self._cache, pending.fetch, self._fetcher
-        assert fetcher is not None
         num_blocks = cache.num_with(pending.hashes, pending.limit, fetch.found)
         num_tokens = num_blocks * cache.block_size - pending.start
         if num_tokens <= 0:

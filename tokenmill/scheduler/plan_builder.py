@@ -85,7 +85,7 @@ def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int]) -> RowPlan:
     end = start + num_tokens
     num_known = len(sequence.window)
     draws = end == num_known + sequence.num_pending and sequence.is_whole and state.draws_tokens
-    is_scored = state.lacks_prompt_logprobs(end + sequence.num_dropped)
+    is_scored = state.wants_prompt_logprobs and end + sequence.num_dropped > state.num_scored
     fed = sequence.window[start:end] if end <= num_known else [PENDING]
     assert len(fed) == num_tokens, "a row computes known tokens, or the pending one of a step in flight"
     return RowPlan(

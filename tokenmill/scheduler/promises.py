@@ -49,7 +49,15 @@ class Promises:
         self._largest_chunk = FIRST_CHUNK // 2  # the most prompt tokens in a measured step that also decoded
         self._answer_steps = 0.0  # mean number of an answer's steps; 0: none has ended yet
 
-    def note_end(self, sequence: Sequence) -> None:
+    def note_output(self, sequence: Sequence, num_before: int, now_s: float) -> None:
+        """Note that a sequence, which had `num_before` outputs, has got its next ones."""
+        state = sequence.state
+        if state.expected_s is not None and not num_before and sequence.index == 0:
+            self._note_first_token(state, state.expected_s, now_s)
+        if sequence.is_finished:
+            self._note_end(sequence)
+
+    def _note_end(self, sequence: Sequence) -> None:
         """Update the mean number of steps of an answer."""
         if (num_steps := sequence.num_outputs - sequence.num_accepted) > 0:
             weight = 1.0 if not self._answer_steps else 1.0 / MEAN_LENGTH_STEPS
@@ -127,11 +135,11 @@ class Promises:
             )
         return expected_s
 
-    def note_first_token(self, state: RequestState, now_s: float) -> None:
+    def _note_first_token(self, state: RequestState, expected_s: float, now_s: float) -> None:
         """Correct the estimate with a request whose first token was expected late: those estimates decide about
         refusals."""
-        if state.expected_s is not None and state.expected_s > LATE_SHARE * (self.level.ttft_s or 0.0):
-            self._excess.note((now_s - state.request.arrival_s) / state.expected_s)
+        if expected_s > LATE_SHARE * (self.level.ttft_s or 0.0):
+            self._excess.note((now_s - state.request.arrival_s) / expected_s)
 
     def wait_s(self, num_tokens: int, account: TenantAccount) -> float:
         """Return the expected time to the first token of a new request with `num_tokens` to compute."""

@@ -94,6 +94,7 @@ class RequestState:
         self.is_shareable = request.pooling is None or request.pooling.kind == "last"
         self.output_mode: OutputMode  # set in `build_request_state`, once the sequences exist
         self.prompt_logprobs: list[TokenLogprobs] = []  # entry i belongs to prompt position i + 1
+        self.wants_prompt_logprobs = request.params.prompt_logprobs is not None and len(request.prompt_token_ids) > 1
         self.num_cached_tokens = 0
         self.queue_s: float | None = None  # None: not scheduled yet
         self.expected_s: float | None = None  # estimated time to its first token; None: there is no objective
@@ -111,22 +112,14 @@ class RequestState:
         return self.is_shareable and not self.wants_prompt_logprobs
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        is_requested = self.request.params.prompt_logprobs is not None
-        return is_requested and self.num_scored < len(self.request.prompt_token_ids) - 1
-
-    @property
     def num_scored(self) -> int:
         """The number of prompt tokens that have logprobs; the first one never gets any."""
         return len(self.prompt_logprobs)
 
-    def lacks_prompt_logprobs(self, end: int) -> bool:
-        """Tell whether tokens before sequence position `end` predict prompt tokens that have no logprobs yet."""
-        return self.wants_prompt_logprobs and end > self.num_scored
-
     def keep_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
         """Append the logprobs of positions start+1 ...; those that a recomputed chunk repeats are dropped."""
         self.prompt_logprobs.extend(logprobs[self.num_scored - start :])
+        self.wants_prompt_logprobs = self.num_scored < len(self.request.prompt_token_ids) - 1
 
     def group_of(self, sequence: Sequence) -> SequenceGroup:
         assert sequence.group is not None, "every sequence of a request belongs to a group"

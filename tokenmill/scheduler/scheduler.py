@@ -86,21 +86,25 @@ class Scheduler:
         `drafter`: proposes draft tokens. `step_limit_s`: the time limit of a step that computes a prompt while other
         sequences decode. `promised`: the latency objectives. `num_lanes`: steps that the runner computes at the same
         time (`lanes.py`). `fetcher`: fetches blocks from tiers and other cores, if any."""
-        self._config = config
         self._cache = cache
+        self._num_tokens = config.num_tokens  # of one step
         # One token of each step is reserved for every running sequence, so at most the token budget of them may run.
-        self._num_rows = min(max_rows, config.num_rows, config.num_tokens)
+        self._num_rows = min(max_rows, config.num_rows, self._num_tokens)
         self._running = RunningSet(cache, self._num_rows, num_adapter_slots)
-        self._lanes = Lanes(num_lanes, self._num_rows, config.num_tokens)
+        self._lanes = Lanes(num_lanes, self._num_rows, self._num_tokens)
         self._clock = clock
         self._tenants = Tenants()
         self._waiting = WaitingQueue(self._tenants, clock)
         self._counters = Counters()
         self.step_time = StepTime()
-        self._promises = Promises(promised, step_limit_s, self.step_time, self._running, self._waiting)
-        self._fetches = Fetches(cache, self._running, fetcher, self.step_time, self._counters, clock)
+        self._promises: Promises | None = None
+        if step_limit_s is not None or promised != ServiceLevel():
+            self._promises = Promises(promised, step_limit_s, self.step_time, self._running, self._waiting)
+        self._fetches: Fetches | None = None
+        if fetcher is not None:
+            self._fetches = Fetches(cache, self._running, fetcher, self.step_time, self._counters, clock)
         self._admission = Admission(
-            config,
+            self._num_tokens,
             cache,
             self._running,
             self._waiting,
@@ -116,7 +120,7 @@ class Scheduler:
         self._continues = continues if drafter is NO_DRAFTS else never
         self._drafter = drafter
         self._drafts: dict[Sequence, list[int]] = {}  # for the plan being built
-        self._background = BackgroundShare(config.num_tokens, clock)
+        self._background = BackgroundShare(self._num_tokens, clock)
         self._applied_s = float("-inf")  # when the last step was applied
         self._was_short = False  # the last plan lacked blocks
         self._suspects = Suspects()
@@ -126,11 +130,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         if request.request_id in self._states:
             raise InvalidRequest(f"a request {request.request_id!r} is already running", param="request_id")
-        check_feasible(request, self._cache, self._num_rows, self._config.num_tokens)
+        check_feasible(request, self._cache, self._num_rows, self._num_tokens)
         account = self._tenants.open(request.tenant)
         expected_s: float | None = None
         try:
-            if self._promises.level.ttft_s is not None:
+            if self._promises is not None and self._promises.level.ttft_s is not None:
                 expected_s = self._promises.require(request, account, self._num_cached(request), self._clock())
         except Overloaded:
             self._tenants.close(account)
@@ -205,7 +209,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Tell whether a request is waiting or running, a step is in flight, or blocks are being fetched."""
-        return bool(self._states) or bool(len(self._running.in_flight)) or bool(len(self._fetches))
+        return bool(self._states) or bool(self._running.in_flight) or self.is_fetching
 
     @property
     def retried_requests(self) -> Set[str]:
@@ -215,10 +219,11 @@ class Scheduler:
     @property
     def is_fetching(self) -> bool:
         """Tell whether blocks are being fetched."""
-        return len(self._fetches) > 0
+        return bool(self._fetches)
 
     def wait_for_blocks(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for blocks that are being fetched."""
+        assert self._fetches is not None
         self._fetches.wait(timeout_s)
 
     @property
@@ -249,11 +254,11 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the plan of the next step, treating those in flight as done; None if nothing can run before one of
         them is applied."""
-        if len(self._fetches):
+        if self._fetches:
             self._fetches.advance()
-        suspects = self._suspects.current(self._states)
+        suspects = self._suspects.current(self._states) if self._suspects.sets else None
         builder = self._plan_only(suspects) if suspects else self._plan_all()
-        if suspects and not builder.planned and not len(self._running.in_flight) and not len(self._fetches):
+        if suspects and not builder.planned and not self._running.in_flight and not self._fetches:
             self._suspects.clear()  # the running groups leave no room for them
             builder = self._plan_all()
         self._was_short = builder.is_short
@@ -265,18 +270,18 @@ class Scheduler:
         return plan
 
     def _plan_all(self) -> PlanBuilder:
-        self._admission.preempt_for_priority()
+        if self._waiting:
+            self._admission.preempt_for_priority()
         if is_contended := self._tenants.is_contended:
             self._admission.preempt_for_share()
         has_background = self._background.num_requests > 0
         end = self._running.first_background if has_background else len(self._running)
         num_sequences = self._running.count(0, end) if has_background else self._running.num_sequences
         for_prompts = None
-        if self._promises.step_limit_s is not None:
+        if self._promises is not None and self._promises.step_limit_s is not None:
             groups = self._running.groups[:end]
-            for_prompts = partial(self._promises.tokens_for_prompts, self._config.num_tokens, groups)
-        max_rows = self._num_rows
-        num_tokens = self._config.num_tokens
+            for_prompts = partial(self._promises.tokens_for_prompts, self._num_tokens, groups)
+        max_rows, num_tokens = self._num_rows, self._num_tokens
         if self._lanes.number > 1:
             max_rows = self._lanes.share(self._running.num_sequences, len(self._waiting))
             num_tokens = self._lanes.num_tokens
@@ -299,7 +304,7 @@ class Scheduler:
         """Plan a step of only the requests with these ids."""
         running = [group for group in self._running.groups if group.state.request.request_id in names]
         waiting = [group for group in self._waiting.groups if group.state.request.request_id in names]
-        budget = TokenBudget(self._config.num_tokens, sum(len(group.members) for group in running))
+        budget = TokenBudget(self._num_tokens, sum(len(group.members) for group in running))
         builder = PlanBuilder(self._running.in_flight.next_step, budget, self._num_rows)
         self._drafts = {}
         for group in running:
@@ -312,7 +317,7 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder, *, background: bool = False) -> None:
         """Start waiting groups with the tokens that are left in the step."""
-        if not len(self._waiting):
+        if not self._waiting:
             return
         self._admission.begin()
         while builder.budget.has_prompt_tokens and not builder.is_full:
@@ -394,11 +399,8 @@ class Scheduler:
         for sequence in group.members:
             if self._lanes.number > 1 and group.wants(sequence) <= 0:
                 continue  # in flight on another lane, so no token is reserved for it
-            if sequence.num_in_flight:
-                if sequence.has_outgrown_window:
-                    continue  # outgrown by forced tokens: the window moves once no step in flight uses it
-            elif sequence.update_window():
-                self._running.reopen(sequence, self._admission.match(group, sequence, group.target(sequence) - 1))
+            if group.state.request.shift is not None and not self._has_moved_window(group, sequence):
+                continue
             granted = builder.budget.grant(group.wants(sequence))
             if not granted:
                 continue
@@ -415,6 +417,15 @@ class Scheduler:
             for sequence, granted, copies, drafts in served:
                 builder.add(sequence, granted, copies, drafts)
         return not is_short
+
+    def _has_moved_window(self, group: SequenceGroup, sequence: Sequence) -> bool:
+        """Move the window of a sequence that has outgrown the context. Return False if it has to wait: the window was
+        outgrown by forced tokens, and moves once no step in flight uses it."""
+        if sequence.num_in_flight:
+            return not sequence.has_outgrown_window
+        if sequence.update_window():
+            self._running.reopen(sequence, self._admission.match(group, sequence, group.target(sequence) - 1))
+        return True
 
     def _fitting_drafts(self, sequence: Sequence, granted: int, builder: PlanBuilder) -> list[int]:
         """Return the drafts for which tokens and blocks are left over: drafts never reduce the tokens of other
@@ -481,7 +492,8 @@ class Scheduler:
         self._applied_s = now_s
         if result.step_s > 0.0 and (plan.step % MEASURED_STEP_STRIDE == 0 or num_tokens > len(plan.rows)):
             self.step_time.note(size_of(plan), seconds)
-            self._promises.note_step(plan)
+            if self._promises is not None:
+                self._promises.note_step(plan)
         return seconds
 
     def _share_time(self, step: StepInFlight, num_tokens: int, seconds: float) -> None:
@@ -547,14 +559,14 @@ class Scheduler:
     def _deliver(self, sequence: Sequence, result: RowResult, drafts: list[int]) -> list[SequenceOutput]:
         """Append the sampled tokens and return their outputs; remove the sequence or the request if it has ended."""
         state = sequence.state
-        num_accepted = self._count_drafts(sequence, drafts, result)
+        num_accepted = self._count_drafts(sequence, drafts, result) if drafts else 0
         if state.draws_tokens and not result.token_ids:
             return self._fail(state, "the runner returned no token")
         self._counters.generated_tokens += len(result.token_ids)
         num_before = len(sequence.tokens)
-        if state.expected_s is not None and not sequence.num_outputs and sequence.index == 0:
-            self._promises.note_first_token(state, self._clock())
         outputs = state.output_mode.process(sequence, result)
+        if self._promises is not None:
+            self._promises.note_output(sequence, num_before - sequence.prompt_len, self._clock())
         if len(sequence.tokens) - num_before > 1:  # forced tokens, or drafts, which have no later step in flight
             sequence.void_draws()
         if num_accepted:
@@ -563,7 +575,6 @@ class Scheduler:
         if isinstance(state.output_mode, BeamSearch) and (chosen := state.output_mode.next_beams()):
             self._running.branch(state.groups[0], chosen)
         elif sequence.is_finished:
-            self._promises.note_end(sequence)
             # Its group ends too: a sample is the only member of its group, beams end together.
             self._remove(state.group_of(sequence))
         if not state.groups:
@@ -572,8 +583,6 @@ class Scheduler:
 
     def _count_drafts(self, sequence: Sequence, drafts: list[int], result: RowResult) -> int:
         """Count and return the accepted drafts, whose KV entries stay valid."""
-        if not drafts:
-            return 0
         num_accepted = num_accepted_drafts(drafts, result.token_ids)
         sequence.num_drafted += len(drafts)
         sequence.num_accepted += num_accepted

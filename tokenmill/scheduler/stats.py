@@ -47,7 +47,7 @@ class Counters:
     )
 
     def __init__(self) -> None:
-        self.wait_s = 0.0
+        self.wait_s = 0.0  # moving average
         self.steps = 0
         self.preemptions = 0
         self.finished = 0
@@ -60,10 +60,6 @@ class Counters:
         self.accepted_tokens = 0
         self.fetched_tokens = 0
         self.block_waits = 0
-
-    def note_wait(self, seconds: float) -> None:
-        """Update the moving average of queue times; the newest one has a weight of 1/10."""
-        self.wait_s += 0.1 * (seconds - self.wait_s)
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

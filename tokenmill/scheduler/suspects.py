@@ -28,25 +28,25 @@ MAX_UNEXPLAINED = 3  # failures in which each half passed on its own
 class Suspects:
     def __init__(self) -> None:
         # Sets of suspects, each with the number of tokens that they had; the first set is being retried.
-        self._sets: list[dict[str, int]] = []
+        self.sets: list[dict[str, int]] = []
         self._num_unexplained = 0
 
     def current(self, states: Mapping[str, RequestState]) -> Mapping[str, int]:
         """Return the requests that the next step is restricted to; empty: there is no restriction."""
-        while self._sets:
-            suspects = self._sets[0]
+        while self.sets:
+            suspects = self.sets[0]
             for name in [name for name, num_before in suspects.items() if has_passed(states.get(name), num_before)]:
                 del suspects[name]
             if suspects:
                 return suspects
-            del self._sets[0]
+            del self.sets[0]
         return {}
 
     def note_failure(self, states: Sequence[RequestState]) -> Sequence[RequestState]:
         """Return which of these requests caused their step to fail; empty if that is not known yet: then halves of them
         are retried next."""
         tried = {state.request.request_id: num_tokens(state) for state in states}
-        if not self._sets:
+        if not self.sets:
             self._num_unexplained += 1
         if len(states) <= 1 or self._num_unexplained > MAX_UNEXPLAINED:
             self._num_unexplained = 0
@@ -55,16 +55,16 @@ class Suspects:
         self._remove(tried)
         names = list(tried)
         half = len(names) // 2
-        self._sets[:0] = [{name: tried[name] for name in part} for part in (names[:half], names[half:])]
+        self.sets[:0] = [{name: tried[name] for name in part} for part in (names[:half], names[half:])]
         return []
 
     def clear(self) -> None:
         """End the search: all requests continue together."""
-        self._sets.clear()
+        self.sets.clear()
 
     def _remove(self, names: Mapping[str, int]) -> None:
         """Remove requests from the sets of suspects."""
-        self._sets = [left for one in self._sets if (left := {name: one[name] for name in one if name not in names})]
+        self.sets = [left for one in self.sets if (left := {name: one[name] for name in one if name not in names})]
 
 
 def has_passed(state: RequestState | None, num_before: int) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 from tokenmill.params import Guided, SamplingParams
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
-BACKGROUND_PRIORITY = 1000  # of batch jobs: see scheduler/budget.py
+BACKGROUND_PRIORITY = 1000  # of batch jobs: see scheduler/plan_builder.py
 ToolKind = Literal["function", "custom"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tokenmill.scheduler.budget import ResidentAdapters
+from tokenmill.scheduler.running import ResidentAdapters
 
 
 def test_an_adapter_keeps_its_slot_until_the_slot_is_needed() -> None:

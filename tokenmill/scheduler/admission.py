@@ -1,10 +1,10 @@
 """Admission: which waiting groups start to run, and which running groups are preempted for them.
 
-Waiting groups start in the order of their queue (`waiting.py`) while there is room (`budget.py`): rows for all their
-sequences, a slot for their adapter, and blocks for all tokens of their leader plus one for each running sequence.
-Samples that find no row wait separately, so that a request for many samples does not keep rows idle. A group of higher
-priority preempts running groups of lower priority, from the end of the order, if that frees enough; a preempted group
-returns to its position in the queue.
+Waiting groups start in the order of their queue (`waiting.py`) while there is room: rows for all their sequences, a
+slot for their adapter, and blocks for all tokens of their leader plus one for each running sequence. Samples that find
+no row wait separately, so that a request for many samples does not keep rows idle. A group of higher priority preempts
+running groups of lower priority, from the end of the order, if that frees enough; a preempted group returns to its
+position in the queue.
 
 Backfill: a group without room does not block the others. They pass it, until it would fit if all groups that passed it
 were gone; from then on none passes, and it starts when enough of them have ended. So it waits for at most one
@@ -20,16 +20,20 @@ groups of tenants beyond their share are preempted for it. Most of their blocks 
 Steps in flight matter in two ways. Rows and blocks of a preempted group are free only when the steps that use them are
 applied, so the group that needs them is admitted in a later plan. And a group whose next block is being computed by a
 step in flight waits until that block is in the prefix cache, instead of computing it again.
+
+A feature with its own limited resource (state slots, adapter slots, encoder tokens) adds a `Resource`; admission and
+preemption treat all of them alike.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import takewhile
 
 from tokenmill.kv.cache import KVCache, PrefixMatch
-from tokenmill.scheduler.budget import Resource, Resources
 from tokenmill.scheduler.fetches import Fetches
 from tokenmill.scheduler.plan_builder import PlanBuilder
 from tokenmill.scheduler.promises import Promises
@@ -107,33 +111,16 @@ class Admission:
         self._clock = clock
         self._pools = [pool_resource(cache, running, num_tokens, region) for region in cache.regions]
         self._tenant_limit = tenant_resource(running)
-        self._resources = Resources(
-            [
-                self._tenant_limit,
-                rows_resource(running),
-                *self._step_time_resource(promises),
-                adapters_resource(running),
-                *self._pools,
-            ],
-        )
+        resources = [self._tenant_limit, rows_resource(running)]
+        if promises is not None and promises.level.tpot_s is not None:
+            resources.append(step_time_resource(promises, running))
+        if running.adapters.num_slots:
+            resources.append(adapters_resource(running))
+        self._resources = Resources([*resources, *self._pools])
         self._backfill = Backfill(self._resources, cache)
         self._hashes_in_flight: set[bytes] = set()  # of blocks that steps in flight compute
         self._num_passed = 0
         self._tries_blocked = True
-
-    def _step_time_resource(self, promises: Promises | None) -> list[Resource]:
-        """Return the resource that limits how many sequences run, if there is an objective for the time per output
-        token."""
-        if promises is None or promises.level.tpot_s is None:
-            return []
-        time = Resource(
-            "time of a step",
-            free=promises.rows_left,
-            returning=lambda: 0,
-            needed=lambda group, _: group.num_rows if len(self._running) else 0,
-            held=lambda group: group.num_rows,
-        )
-        return [time]
 
     def preempt(self, group: SequenceGroup) -> None:
         self._counters.preemptions += 1
@@ -342,6 +329,35 @@ class Admission:
 # ── resources that groups hold ─────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True)
+class Resource:
+    """A limited resource that a group holds from its admission until it ends or is preempted."""
+
+    name: str
+    free: Callable[[], int]  # how much a new group could get now
+    returning: Callable[[], int]  # how much is free once the steps in flight are applied: held for ended sequences
+    needed: Callable[[SequenceGroup, PrefixMatch | None], int]  # to admit a group; None: a lower bound, without a match
+    held: Callable[[SequenceGroup], int]  # how much preempting a running group frees
+
+
+class Resources:
+    """All resources that running groups hold."""
+
+    def __init__(self, resources: Seq[Resource]) -> None:
+        self._resources = tuple(resources)
+
+    def first_lacking(self, group: SequenceGroup, match: PrefixMatch | None) -> Resource | None:
+        """Return the first resource that is too scarce to admit a group; None if there is none."""
+        return next((one for one in self._resources if one.needed(group, match) > one.free()), None)
+
+    def would_suffice(self, group: SequenceGroup, match: PrefixMatch, victims: Seq[SequenceGroup]) -> bool:
+        """Tell whether a group could be admitted once these groups are preempted and the steps in flight applied."""
+        return all(
+            one.needed(group, match) <= one.free() + one.returning() + sum(map(one.held, victims))
+            for one in self._resources
+        )
+
+
 def rows_resource(running: RunningSet) -> Resource:
     return Resource(
         "rows",
@@ -363,6 +379,17 @@ def tenant_resource(running: RunningSet) -> Resource:
         return max(0, running.num_rows_of(group.state.account) + group.num_rows - limit)
 
     return Resource("sequences of its tenant", free=lambda: 0, returning=lambda: 0, needed=needed, held=lambda group: 0)
+
+
+def step_time_resource(promises: Promises, running: RunningSet) -> Resource:
+    """Return the resource that limits how many sequences run, for an objective for the time per output token."""
+    return Resource(
+        "time of a step",
+        free=promises.rows_left,
+        returning=lambda: 0,
+        needed=lambda group, _: group.num_rows if len(running) else 0,
+        held=lambda group: group.num_rows,
+    )
 
 
 def adapters_resource(running: RunningSet) -> Resource:

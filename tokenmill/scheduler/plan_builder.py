@@ -1,24 +1,31 @@
-"""Building a step plan, and the plans in flight: those returned to the engine and not applied yet.
+"""Building the plan of one step: its rows, and the tokens that they may have.
 
-A plan treats the steps in flight as done (`Sequence.planned`, `Sequence.num_pending`). When a step is applied, a row
-counts only if its sequence is still in the same epoch (`Sequence.epoch`): it may have ended, been aborted or been
-preempted while the device was computing. The row and the blocks of such a sequence may still be written, so they are
-freed when the last step that uses them is applied, never earlier:
+A plan treats the steps in flight as done (`Sequence.planned`, `Sequence.num_pending`).
 
-    launched:   step 7 [ A B C ]   step 8 [ A B C D ]        A ends with the token of step 7
-    releases:                      step 8: A's row, A's blocks
+Of a step's tokens, one is reserved for every running sequence; the rest is for prompt chunks and new groups:
+
+    total:  [ one each for the running sequences not planned yet | available to the sequence being planned ]
+
+So a long prompt gets the surplus and never the token that a decoding sequence needs.
+
+Background requests (`BACKGROUND_PRIORITY` and above: lines of batches) get a share of the tokens, so that they hardly
+slow interactive requests down; rows without tokens in a step keep their blocks:
+
+    a prompt of an interactive request is computed     none: its first token does not wait for background requests
+    interactive requests exist, or did recently        a small share: the next request waits only for a short step
+    no interactive requests                            all tokens
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
-from tokenmill.kv.blocks import BlockTable
-from tokenmill.scheduler.budget import TokenBudget
 from tokenmill.scheduler.request import Sequence
-from tokenmill.types import PENDING, RowInit, RowPlan, StepPlan
+from tokenmill.types import BACKGROUND_PRIORITY, PENDING, RowInit, RowPlan, StepPlan
+
+BACKGROUND_DIVISOR = 16  # background requests get 1/16 of the tokens while there are interactive requests
+INTERACTIVE_GRACE_S = 5.0  # interactive requests count as present for this long after the last one ended
 
 
 class Planned(NamedTuple):
@@ -102,57 +109,89 @@ def row_plan(sequence: Sequence, num_tokens: int, drafts: list[int]) -> RowPlan:
     )
 
 
-# ── plans in flight ────────────────────────────────────────────────────────────────────────────────────
+# ── tokens ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Holding(NamedTuple):
-    """The blocks and the row of a sequence that has ended or was preempted."""
+class TokenBudget:
+    """The tokens of one step."""
 
-    table: BlockTable
-    row: int
-    is_on_runner: bool  # the next plan must report the row as freed
+    def __init__(self, total: int, num_running: int, for_prompts: Callable[[], int] | None = None) -> None:
+        """`for_prompts`: returns the most prompt tokens of the step; called once, for the first prompt."""
+        self.left = total
+        self._reserved = num_running
+        self._for_prompts = for_prompts
+        self._prompts_left: int | None = None
 
+    def grant(self, num_wanted: int) -> int:
+        """Grant tokens to a running sequence, releasing the one reserved for it."""
+        self.unreserve(1)
+        return self.spend(num_wanted) if num_wanted <= 1 else self.spend_on_prompt(num_wanted)
 
-class StepInFlight(NamedTuple):
-    plan: StepPlan
-    planned: list[Planned]
-    releases: list[Holding]
+    def spend_on_prompt(self, num_wanted: int) -> int:
+        """Grant tokens to a sequence that computes several (usually a prompt): at least one if any is left."""
+        if self._for_prompts is None:
+            return self.spend(num_wanted)
+        granted = self.spend(min(num_wanted, max(1, self._prompts())))
+        self._prompts_left = self._prompts() - granted
+        return granted
 
-
-class StepsInFlight:
-    """The plans in flight, oldest first."""
-
-    def __init__(self) -> None:
-        self._steps: deque[StepInFlight] = deque()
-        self.next_step = 0  # the id of the next plan
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[StepInFlight]:
-        return iter(self._steps)
-
-    def add(self, plan: StepPlan, planned: list[Planned]) -> None:
-        assert plan.step == self.next_step
-        self._steps.append(StepInFlight(plan, planned, []))
-        self.next_step += 1
-
-    def pop(self, step: int) -> StepInFlight:
-        """Remove and return the oldest step, which must be this one: results arrive in the order of the plans."""
-        oldest = self._steps.popleft()
-        assert oldest.plan.step == step, f"a result of step {step} where step {oldest.plan.step} is the oldest"
-        return oldest
-
-    def holds(self, sequence: Sequence) -> bool:
-        """Tell whether a step in flight has a row of the sequence, even a void one."""
-        return sequence.last_step >= self.next_step - len(self._steps)
-
-    def release_later(self, sequence: Sequence, holding: Holding) -> None:
-        """Free a holding when the last step with a row of the sequence is applied."""
-        oldest = self.next_step - len(self._steps)
-        self._steps[sequence.last_step - oldest].releases.append(holding)
+    def _prompts(self) -> int:
+        if self._prompts_left is None:
+            assert self._for_prompts is not None
+            self._prompts_left = self._for_prompts()
+        return self._prompts_left
 
     @property
-    def releases(self) -> list[Holding]:
-        """The holdings that will be freed when the steps in flight are applied."""
-        return [holding for step in self._steps for holding in step.releases]
+    def has_prompt_tokens(self) -> bool:
+        """Tell whether tokens are left for a new group's prompt."""
+        return self.spare > 0 and (self._for_prompts is None or self._prompts() > 0)
+
+    def spend(self, num_wanted: int) -> int:
+        """Grant as many of the wanted tokens as are neither spent nor reserved."""
+        granted = max(0, min(num_wanted, self.left - self._reserved))
+        self.left -= granted
+        return granted
+
+    def refund(self, num_tokens: int) -> None:
+        """Return tokens to the budget that were granted and will not be computed."""
+        self.left += num_tokens
+        if self._prompts_left is not None and num_tokens > 1:
+            self._prompts_left += num_tokens
+
+    @property
+    def spare(self) -> int:
+        """The number of tokens that could be spent now."""
+        return max(0, self.left - self._reserved)
+
+    def unreserve(self, num_sequences: int) -> None:
+        self._reserved = max(0, self._reserved - num_sequences)
+
+
+class BackgroundShare:
+    """Counts background and interactive requests, and limits the tokens of background requests."""
+
+    def __init__(self, num_tokens: int, clock: Callable[[], float]) -> None:
+        self.num_requests = 0
+        self._num_tokens = num_tokens
+        self._clock = clock
+        self._num_interactive = 0
+        self._interactive_ended_s = float("-inf")
+
+    def note_added(self, priority: int) -> None:
+        if priority >= BACKGROUND_PRIORITY:
+            self.num_requests += 1
+        else:
+            self._num_interactive += 1
+
+    def note_closed(self, priority: int) -> None:
+        if priority >= BACKGROUND_PRIORITY:
+            self.num_requests -= 1
+        else:
+            self._num_interactive -= 1
+            self._interactive_ended_s = self._clock()
+
+    def num_tokens(self) -> int:
+        """Return the most background tokens of a step that computes no interactive prompt."""
+        if self._num_interactive or self._clock() - self._interactive_ended_s < INTERACTIVE_GRACE_S:
+            return max(1, self._num_tokens // BACKGROUND_DIVISOR)
+        return self._num_tokens

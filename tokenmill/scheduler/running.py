@@ -1,23 +1,43 @@
-"""The running groups, in the order in which they are planned, with their rows and blocks.
+"""The running groups, in the order in which they are planned, with their rows, blocks and adapter slots.
+
+Here are also the steps in flight: plans that were returned to the engine and not applied yet.
 
 The order is total (priority, arrival, index), and a sequence that is short of blocks preempts groups from its end. So
 the first group always advances: there is no deadlock and no starvation, and nothing planned in a step is revoked,
 because victims come after all groups already planned.
+
+When a step is applied, a row counts only if its sequence is still in the same epoch (`Sequence.epoch`): it may have
+ended, been aborted or been preempted while the device was computing. The row and the blocks of such a sequence may
+still be written, so they are freed when the last step that uses them is applied, never earlier:
+
+    launched:   step 7 [ A B C ]   step 8 [ A B C D ]        A ends with the token of step 7
+    releases:                      step 8: A's row, A's blocks
+
+Adapters occupy slots of the runner and stay there when their last group ends, for the next request that uses them. An
+adapter used by a running group is never evicted: a group whose adapter finds no slot waits, as for rows and blocks.
+The next plan tells the runner about new adapters.
+
+    slots:  [ unused | idle, least recently used | ... | idle, most recently used | used by running groups ]
+              ▲ a new adapter gets an unused slot, otherwise the least recently used idle one
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from tokenmill.kv.blocks import BlockTable
 from tokenmill.kv.cache import KVCache, PrefixMatch
 from tokenmill.scheduler.beam import Branch
-from tokenmill.scheduler.budget import ResidentAdapters
-from tokenmill.scheduler.plan_builder import Holding, StepInFlight, StepsInFlight
+from tokenmill.scheduler.plan_builder import Planned
 from tokenmill.scheduler.request import Sequence, SequenceGroup
 from tokenmill.scheduler.tenants import TenantAccount
-from tokenmill.types import BACKGROUND_PRIORITY
+from tokenmill.types import BACKGROUND_PRIORITY, StepPlan
+
+# ── what running groups hold ────────────────────────────────────────────────────────────────────────────
 
 
 class RowAllocator:
@@ -49,6 +69,120 @@ class RowAllocator:
         """Return the rows that were released since the last call."""
         released, self._released = self._released, []
         return released
+
+
+class ResidentAdapters:
+    """The adapters in the runner's slots, and the number of running groups that use each."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._unused = list(range(num_slots, 0, -1))  # slots are numbered from 1: 0 is no adapter
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by adapter, least recently used first
+        self._users: Counter[str] = Counter()  # running groups, by adapter
+        self._loads: dict[int, str] = {}  # adapters to load since the last plan, by slot
+
+    def num_free(self) -> int:
+        """Return how many slots are unused or could be reused."""
+        return len(self._unused) + len(self._slots) - len(self._users)
+
+    def num_needed(self, adapter: str) -> int:
+        return int(bool(adapter) and adapter not in self._slots)
+
+    def num_held(self, adapter: str) -> int:
+        """Return how many slots become free when one group less uses an adapter."""
+        return int(self._users[adapter] == 1) if adapter in self._users else 0
+
+    def acquire(self, adapter: str) -> int:
+        """Return the slot of an adapter for one more running group; a free slot must exist."""
+        if adapter not in self._slots:
+            self._slots[adapter] = slot = self._unused.pop() if self._unused else self._evict()
+            self._loads[slot] = adapter
+        self._slots.move_to_end(adapter)
+        self._users[adapter] += 1
+        return self._slots[adapter]
+
+    def release(self, adapter: str) -> None:
+        self._users[adapter] -= 1
+        if not self._users[adapter]:
+            del self._users[adapter]
+
+    def _evict(self) -> int:
+        oldest = next(adapter for adapter in self._slots if adapter not in self._users)
+        return self._slots.pop(oldest)
+
+    def pop_loads(self) -> list[tuple[int, str]]:
+        """Return (slot, adapter) of the adapters that the runner has to load."""
+        loads, self._loads = self._loads, {}
+        return list(loads.items())
+
+    def reload(self) -> None:
+        """Load the used adapters again and drop the others: the runner may not have received the last plans."""
+        for adapter, slot in list(self._slots.items()):
+            if adapter in self._users:
+                self._loads[slot] = adapter
+            else:
+                del self._slots[adapter]
+                self._loads.pop(slot, None)
+                self._unused.append(slot)
+
+
+# ── steps in flight ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Holding(NamedTuple):
+    """The blocks and the row of a sequence that has ended or was preempted."""
+
+    table: BlockTable
+    row: int
+    is_on_runner: bool  # the next plan must report the row as freed
+
+
+class StepInFlight(NamedTuple):
+    plan: StepPlan
+    planned: list[Planned]
+    releases: list[Holding]
+
+
+class StepsInFlight:
+    """The plans in flight, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepInFlight] = deque()
+        self.next_step = 0  # the id of the next plan
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[StepInFlight]:
+        return iter(self._steps)
+
+    def add(self, plan: StepPlan, planned: list[Planned]) -> None:
+        assert plan.step == self.next_step
+        self._steps.append(StepInFlight(plan, planned, []))
+        self.next_step += 1
+
+    def pop(self, step: int) -> StepInFlight:
+        """Remove and return the oldest step, which must be this one: results arrive in the order of the plans."""
+        oldest = self._steps.popleft()
+        assert oldest.plan.step == step, f"a result of step {step} where step {oldest.plan.step} is the oldest"
+        return oldest
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Tell whether a step in flight has a row of the sequence, even a void one."""
+        return sequence.last_step >= self.next_step - len(self._steps)
+
+    def release_later(self, sequence: Sequence, holding: Holding) -> None:
+        """Free a holding when the last step with a row of the sequence is applied."""
+        oldest = self.next_step - len(self._steps)
+        self._steps[sequence.last_step - oldest].releases.append(holding)
+
+    @property
+    def releases(self) -> list[Holding]:
+        """The holdings that will be freed when the steps in flight are applied."""
+        return [holding for step in self._steps for holding in step.releases]
+
+
+# ── running groups ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class RunningSet:

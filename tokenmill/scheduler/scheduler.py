@@ -4,7 +4,7 @@
             (`admission.py`: which groups start, and which are preempted)
     apply   commit computed tokens, append sampled tokens, remove finished sequences
 
-Several plans may be in flight before the first is applied (`plan_builder.py`): a plan treats the steps in flight as
+Several plans may be in flight before the first is applied (`running.py`): a plan treats the steps in flight as
 done. A sequence that needs the result of a step in flight, or finds no blocks while it is in one, is left out until
 that step is applied. The scheduler handles token ids, blocks and rows; the runner handles tensors, the output processor
 text. Time is an argument (`clock`), so that tests and simulations can use a virtual clock.
@@ -23,16 +23,15 @@ from tokenmill.kv.cache import KVCache
 from tokenmill.kv.names import Fetcher
 from tokenmill.scheduler.admission import Admission
 from tokenmill.scheduler.beam import BeamSearch
-from tokenmill.scheduler.budget import BackgroundShare, TokenBudget
 from tokenmill.scheduler.fetches import Fetches
 from tokenmill.scheduler.integrity import check_integrity
 from tokenmill.scheduler.lanes import Lanes
 from tokenmill.scheduler.outputs import failure
-from tokenmill.scheduler.plan_builder import PlanBuilder, Planned, StepInFlight
+from tokenmill.scheduler.plan_builder import BackgroundShare, PlanBuilder, Planned, TokenBudget
 from tokenmill.scheduler.promises import Promises
 from tokenmill.scheduler.request import RequestState, Sequence, SequenceGroup
 from tokenmill.scheduler.request_setup import build_request_state, check_feasible
-from tokenmill.scheduler.running import RunningSet
+from tokenmill.scheduler.running import RunningSet, StepInFlight
 from tokenmill.scheduler.speculation import NO_DRAFTS, Drafter, num_accepted_drafts
 from tokenmill.scheduler.stats import Counters, SchedulerStats
 from tokenmill.scheduler.step_time import StepSize, StepTime

@@ -270,6 +270,7 @@ struct Layer : LayerFrame {
   HeadNorm head_norm = HeadNorm::None;
   float clip = 0.0f;  // projected queries, keys and values are limited to ± this value; 0: they are not
   bool has_value_norm = false;
+  float value_scale = 1.0f;
   QueryGrowth growth;
   Linear q, k, v, o;  // empty k and v: the layer reads another layer's cache
   Linear gate;        // of the attention output

@@ -68,17 +68,20 @@ struct XieluCurve {
   float positive, negative, linear, eps;
 };
 
-enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu, Relu2, SwigluOai, SiluTo10 };
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu, Relu2, SwigluOai, SiluTo10, ClampedSilu7, ClampedSilu16 };
 
 inline constexpr int kMaxHeadDim = 512;
 
 struct PagedCache {
   void* keys = nullptr;    // [block][kv head][16-token group][head_dim][16 tokens]; for I8 see kernels/attention_int8.h
-  void* values = nullptr;  // [block][kv head][token][head_dim]
+  void* values = nullptr;  // [block][kv head][token][value_dim]
   float* key_scales = nullptr;    // [block][kv head][token], for I8 only: a key is its integers times its scale
   float* value_scales = nullptr;
   Store store = Store::F32;
-  int kv_heads = 0, head_dim = 0, block_size = 0;
+  int kv_heads = 0, head_dim = 0, block_size = 0, value_dim = 0;  // `head_dim`: of keys
+  size_t key_stride = 0, value_stride = 0, scale_stride = 0;      // numbers between blocks
+
+  int widest() const { return head_dim > value_dim ? head_dim : value_dim; }
 };
 
 // The cache of latent attention: one entry per token for all heads, its latent followed by a rotated key.
@@ -184,7 +187,7 @@ struct Kernels {
   void (*embed)(const Matrix&, int row, float scale, float* out);
   void (*rotate)(float* head, const float* cos, const float* sin, int half);
   void (*write_kv)(const PagedCache&, int64_t slot, int kv_head, const float* key, const float* value);
-  size_t (*attention_scratch_bytes)(int head_dim);
+  size_t (*attention_scratch_bytes)(int widest);  // of keys and values
   int query_tile;  // most queries per call of `attend`
   // Attends with `count` queries of one row and KV head: query i, q[i] in float32, sees keys [first[i], limit[i]). Only the
   // part [from, to) of the context is read; both are multiples of 256 unless they are the ends of the context. Calls with
@@ -193,9 +196,9 @@ struct Kernels {
   void (*attend)(const AttentionTask&, int kv_head, const int32_t* table, const float* const* q, const int* first,
                  const int* limit, int count, int from, int to, uint64_t keys_id, float* sums, Partial* partial,
                  uint8_t* scratch);
-  void (*finish)(const float* sums, const Partial&, const float* sink, int head_dim, float* out);
+  void (*finish)(const float* sums, const Partial&, const float* sink, int value_dim, float* out);
   // Merges `other`, which covers the context that follows, into `sums`.
-  void (*join)(float* sums, Partial&, const float* other_sums, const Partial& other, int head_dim);
+  void (*join)(float* sums, Partial&, const float* other_sums, const Partial& other, int value_dim);
   size_t (*entry_scratch_floats)(int rank);
   // Attends with `count` queries [count][width, padded to 16] of one token to the first `limit` entries of its context, or to
   // the `limit` entries that `chosen` names, if it is not null: weighted sums [count][rank, padded] of the entries' first

@@ -25,6 +25,9 @@ using namespace nb::literals;
 template <class T, int N>
 using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
+// Blocks along the first axis, each contiguous; they may be further apart than they are large.
+using BlockArray = nb::ndarray<nb::device::cpu>;
+using BlockScales = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
 using FloatVector = Array<const float, 1>;
 
 inline constexpr float kNever = std::numeric_limits<float>::infinity();

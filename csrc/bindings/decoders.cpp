@@ -14,10 +14,13 @@ Activation activation_named(const std::string& name) {
   if (name == "relu2") return Activation::Relu2;
   if (name == "swiglu_oai") return Activation::SwigluOai;
   if (name == "silu_to_10") return Activation::SiluTo10;
+  if (name == "clamped_silu_7") return Activation::ClampedSilu7;
+  if (name == "clamped_silu_16") return Activation::ClampedSilu16;
   throw std::invalid_argument("unknown activation " + name);
 }
 
-Store store_of(const AnyArray& array) {
+template <class AnyKind>
+Store store_of(const AnyKind& array) {
   const nb::dlpack::dtype type = array.dtype();
   if (type == nb::dtype<float>()) return Store::F32;
   if (type.bits == 16 && type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float)) return Store::F16;
@@ -87,15 +90,27 @@ void bind_conv_cache(HeldDecoder& decoder, int layer, int group, Array<float, 3>
   hold_cache(decoder, layer, std::move(held));
 }
 
-void bind_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys, AnyArray values, Scales key_scales,
+// The distance of blocks, the first axis of an array whose blocks are contiguous.
+template <class Blocks>
+size_t block_stride(const Blocks& array) {
+  size_t size = 1;
+  for (size_t axis = array.ndim(); axis-- > 1; size *= array.shape(axis))
+    if (array.stride(axis) != static_cast<int64_t>(size)) throw std::invalid_argument("the blocks of a cache must be contiguous");
+  if (array.stride(0) < static_cast<int64_t>(size)) throw std::invalid_argument("the blocks of a cache overlap");
+  return static_cast<size_t>(array.stride(0));
+}
+
+void bind_cache(HeldDecoder& decoder, int layer, int group, BlockArray keys, BlockArray values, Scales key_scales,
                 Scales value_scales) {
   const DecoderLock lock(decoder);
   if (keys.ndim() != 4 || values.ndim() != 4 || store_of(keys) != store_of(values))
     throw std::invalid_argument("keys and values must be [blocks, kv heads, block size, head dim] of one type");
-  for (size_t i = 0; i < 4; ++i)
+  for (size_t i = 0; i < 3; ++i)
     if (keys.shape(i) != values.shape(i)) throw std::invalid_argument("keys and values differ in shape");
   PagedCache cache{keys.data(), values.data()};
   cache.store = store_of(keys);
+  cache.key_stride = block_stride(keys);
+  cache.value_stride = block_stride(values);
   const bool is_scaled = cache.store == Store::I8;
   for (const Scales* scales : {&key_scales, &value_scales}) {
     if (scales->has_value() != is_scaled) throw std::invalid_argument("an int8 cache must have scales, other caches must not");
@@ -105,10 +120,13 @@ void bind_cache(HeldDecoder& decoder, int layer, int group, AnyArray keys, AnyAr
   if (is_scaled) {
     cache.key_scales = key_scales->data();
     cache.value_scales = value_scales->data();
+    cache.scale_stride = block_stride(*key_scales);
+    if (block_stride(*value_scales) != cache.scale_stride) throw std::invalid_argument("scales of keys and values are apart");
   }
   cache.kv_heads = static_cast<int>(keys.shape(1));
   cache.block_size = static_cast<int>(keys.shape(2));
   cache.head_dim = static_cast<int>(keys.shape(3));
+  cache.value_dim = static_cast<int>(values.shape(3));
   decoder.set_cache(layer, group, cache, static_cast<int>(keys.shape(0)));
   hold_cache(decoder, layer,
              {std::move(keys), std::move(values), std::move(key_scales), std::move(value_scales), std::nullopt, {}});
@@ -304,8 +322,9 @@ HeadNorm head_norm_named(const std::string& name) {
 void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std::optional<Linear> k,
                std::optional<Linear> v, const Linear& o, std::optional<Linear> gate, bool is_gate_per_head,
                bool is_softplus_gate, const std::string& head_norm, MaybeVector q_norm, MaybeVector k_norm,
-               float clip, bool has_value_norm, MaybeVector sinks, int heads, int kv_heads, int head_dim, float scale, int window,
-               bool is_chunked, float softcap, int rope, float growth, int growth_length, int growth_first,
+               float clip, bool has_value_norm, float value_scale, MaybeVector sinks, int heads, int kv_heads, int head_dim,
+               int value_dim, float scale, int window, bool is_chunked, float softcap, int rope, float growth,
+               int growth_length, int growth_first,
                const std::vector<int>& head_borders) {
   Layer layer(frame);
   layer.head_borders = head_borders;
@@ -314,6 +333,7 @@ void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std:
   layer.k_norm = copied(k_norm);
   layer.clip = clip;
   layer.has_value_norm = has_value_norm;
+  layer.value_scale = value_scale;
   layer.sinks = vector_of(sinks, static_cast<size_t>(heads), "sinks");
   layer.growth = {growth, growth_length, growth_first};
   layer.q = q;
@@ -328,6 +348,7 @@ void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std:
   layer.attention.heads = heads;
   layer.attention.cache.kv_heads = kv_heads;
   layer.attention.cache.head_dim = head_dim;
+  layer.attention.cache.value_dim = value_dim;
   layer.attention.scale = scale;
   layer.attention.window = window;
   layer.attention.is_chunked = is_chunked;
@@ -486,8 +507,9 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       }, "cos"_a, "sin"_a)
       .def("add_layer", &add_layer, "frame"_a, "q"_a, "k"_a.none(), "v"_a.none(), "o"_a, "gate"_a.none() = nb::none(),
            "is_gate_per_head"_a = false, "is_softplus_gate"_a = false, "head_norm"_a = "", "q_norm"_a.none() = nb::none(),
-           "k_norm"_a.none() = nb::none(), "clip"_a = 0.0f, "has_value_norm"_a = false, "sinks"_a.none() = nb::none(), "heads"_a,
-           "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a = 0, "is_chunked"_a = false, "softcap"_a = 0.0f, "rope"_a = -1,
+           "k_norm"_a.none() = nb::none(), "clip"_a = 0.0f, "has_value_norm"_a = false, "value_scale"_a = 1.0f,
+           "sinks"_a.none() = nb::none(), "heads"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a, "scale"_a, "window"_a = 0,
+           "is_chunked"_a = false, "softcap"_a = 0.0f, "rope"_a = -1,
            "growth"_a = 0.0f, "growth_length"_a = 1, "growth_first"_a = 0, "head_borders"_a = std::vector<int>())
       .def("add_conv_layer", &add_conv_layer, "frame"_a, "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none())
       .def("set_window", &HeldDecoder::set_window, "window"_a)

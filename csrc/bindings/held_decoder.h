@@ -13,11 +13,11 @@ namespace tokenmill {
 using Numbers = std::vector<int64_t>;
 using Tables = Array<const int32_t, 3>;
 
-using Scales = std::optional<Array<float, 3>>;
+using Scales = std::optional<BlockScales>;
 
 // The cache of a layer, which lives as long as the decoder may use it.
 struct HeldCache {
-  AnyArray keys, values;
+  BlockArray keys, values;
   Scales key_scales, value_scales;
   std::optional<Array<float, 3>> inputs;  // of a convolution
   std::vector<AnyArray> recurrent;        // cells and states

@@ -85,12 +85,12 @@ void Decoder::attention(const Layer& layer, const BatchView& batch) {
   keep_own(projected_, projected_width(layer));
   prepare_heads(layer, owned_.view.tokens);
   if (owned_.view.tokens > 0) attend_all(layer, owned_.view);
-  share_heads(layer, static_cast<size_t>(layer.attention.heads) * layer.attention.cache.head_dim);
+  share_heads(layer, static_cast<size_t>(layer.attention.heads) * layer.attention.cache.value_dim);
 }
 
 void Decoder::project(const Layer& layer, const BatchView& batch) {
   const int q_size = layer.attention.heads * layer.attention.cache.head_dim;
-  const int kv_size = layer.attention.cache.kv_heads * layer.attention.cache.head_dim;
+  const PagedCache& cache = layer.attention.cache;
   const size_t stride = projected_width(layer);
   Form form = layer.has_own_kv() ? form_for({&layer.q, &layer.k, &layer.v}, outlier_threshold(layer))
                                  : form_for({&layer.q}, outlier_threshold(layer));
@@ -109,7 +109,7 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
     at += size;
   };
   add(layer.q, q_size);
-  if (layer.has_own_kv()) add(layer.k, kv_size), add(layer.v, kv_size);
+  if (layer.has_own_kv()) add(layer.k, cache.kv_heads * cache.head_dim), add(layer.v, cache.kv_heads * cache.value_dim);
   if (layer.output_gate != OutputGate::None) add(layer.gate, layer.gate.rows());
   run(gemms, count);
   if (layer.clip > 0.0f) clip_projected(layer, batch.tokens);
@@ -136,7 +136,7 @@ void Decoder::norm_joint_heads(const Layer& layer, int tokens) {
 }
 
 void Decoder::prepare_heads(const Layer& layer, int tokens) {
-  const int dim = layer.attention.cache.head_dim;
+  const int dim = layer.attention.cache.value_dim;
   Form form = form_for({&layer.o}, outlier_threshold(layer));
   form.plain |= dim % kBlock != 0;
   const bool are_parts = !layer.head_borders.empty() || is_owned_;
@@ -147,7 +147,7 @@ void Decoder::prepare_heads(const Layer& layer, int tokens) {
 // Quantises the outputs of heads whose size is not a multiple of a block, which can't be quantised head by head.
 void Decoder::finish_heads(const Layer& layer, int tokens) {
   if (!layer.head_borders.empty()) return gather_heads(layer, tokens);
-  if (heads_.is_quantised() && layer.attention.cache.head_dim % kBlock != 0)
+  if (heads_.is_quantised() && layer.attention.cache.value_dim % kBlock != 0)
     for_rows(pool_, tokens, 2 * heads_.cols(), [&](int t) { heads_.quantise_rows(t, 1, heads_.row(t), *kernels_); });
   mark_outliers(heads_);
 }
@@ -176,19 +176,20 @@ void Decoder::prepare_query(const Layer& layer, int64_t position, float* head) c
 // attends with them.)
 void Decoder::place_token(const Layer& layer, const BatchView& batch, int token, int kv_head) {
   const AttentionTask& task = layer.attention;
-  const int dim = task.cache.head_dim;
+  const int dim = task.cache.head_dim, value_dim = task.cache.value_dim;
   float* row = projected_.data() + static_cast<size_t>(token) * projected_width(layer);
   float* key = row + static_cast<size_t>(task.heads + kv_head) * dim;
-  float* value = key + static_cast<size_t>(task.cache.kv_heads) * dim;
+  float* value = row + static_cast<size_t>(task.heads + task.cache.kv_heads) * dim + static_cast<size_t>(kv_head) * value_dim;
   norm_rope_head(layer, layer.k_norm, batch.positions[token], key);
-  if (layer.has_value_norm) kernels_->rms_norm(value, kOnes, eps_, dim, value);
+  if (layer.has_value_norm) kernels_->rms_norm(value, kOnes, eps_, value_dim, value);
+  if (layer.value_scale != 1.0f) kernels_->scale(value, layer.value_scale, value_dim);
   kernels_->write_kv(task.cache, batch.groups[static_cast<size_t>(layer.group)].slots[token], kv_head, key, value);
 }
 
 // Writes all keys and values, in pieces of 16 tokens, whose keys share cache lines.
 void Decoder::place_all(const Layer& layer, const BatchView& batch) {
   const int kv_heads = layer.attention.cache.kv_heads;
-  for_tiles(pool_, batch.tokens, 4 * kv_heads * layer.attention.cache.head_dim, 16, [&](int first, int end, int) {
+  for_tiles(pool_, batch.tokens, 4 * kv_heads * layer.attention.cache.widest(), 16, [&](int first, int end, int) {
     for (int h = 0; h < kv_heads; ++h)
       for (int t = first; t < end; ++t) place_token(layer, batch, t, h);
   });
@@ -236,7 +237,7 @@ void Decoder::attend_split(const Layer& layer, const BatchView& batch, int segme
   const int kv_heads = task.cache.kv_heads;
   const size_t parts = static_cast<size_t>(batch.rows) * task.heads * segments;
   grow(split_partials_, parts);
-  grow(split_sums_, parts * padded16(task.cache.head_dim));
+  grow(split_sums_, parts * padded16(task.cache.value_dim));
   pool_.run(batch.rows * kv_heads * segments, [&](int piece, int thread) {
     split_decode(layer, batch, piece / segments / kv_heads, piece / segments % kv_heads, piece % segments, thread);
   });
@@ -270,7 +271,7 @@ void Decoder::attend_chunks(const Layer& layer, const BatchView& batch) {
 
 // Multiplies a head's output by the sigmoid or softplus of its gate.
 void Decoder::gate_outputs(const Layer& layer, int token, int head, float* out) const {
-  const int dim = layer.attention.cache.head_dim;
+  const int dim = layer.attention.cache.value_dim;
   const bool is_per_head = layer.output_gate == OutputGate::PerHead;
   const float* row = projected_.data() + static_cast<size_t>(token) * projected_width(layer);
   const float* gate = row + projected_width(layer) - layer.gate.rows() + static_cast<size_t>(head) * (is_per_head ? 1 : dim);
@@ -288,7 +289,7 @@ void Decoder::gate_outputs(const Layer& layer, int token, int head, float* out) 
 // Turns the sums of one head of some tokens, `stride` apart, into that head's outputs.
 void Decoder::take_outputs(const Layer& layer, int token, int tokens, int head, float* sums, size_t stride,
                            const Partial* partial, int partial_stride) {
-  const int dim = layer.attention.cache.head_dim;
+  const int dim = layer.attention.cache.value_dim;
   const float* sink = layer.attention.sinks != nullptr ? layer.attention.sinks + head : nullptr;
   for (int t = 0; t < tokens; ++t) {
     float* out = sums + t * stride;
@@ -305,7 +306,7 @@ void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, i
                           uint64_t keys_id, int thread) {
   QueryTile tile(layer, batch, projected_.data(), projected_width(layer), row, kv_head, first, count);
   for (int i = 0; i < count; ++i) prepare_query(layer, batch.positions[tile.token[i]], tile.q[i]);
-  const int wide = padded16(layer.attention.cache.head_dim);
+  const int wide = padded16(layer.attention.cache.value_dim);
   float sums[kMaxQueryTile * kMaxHeadDim];
   Partial partial[kMaxQueryTile];
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, count, 0,
@@ -328,13 +329,13 @@ void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, 
   const size_t at = ((static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments + segment) * per_kv;
   kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, per_kv,
                    segment * kSegment, (segment + 1) * kSegment, 0,
-                   split_sums_.data() + at * padded16(layer.attention.cache.head_dim), split_partials_.data() + at,
+                   split_sums_.data() + at * padded16(layer.attention.cache.value_dim), split_partials_.data() + at,
                    aligned(attention_scratch_[static_cast<size_t>(thread)]));
 }
 
 void Decoder::merge_splits(const Layer& layer, const BatchView& batch, int row, int kv_head) {
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
-  const int wide = padded16(layer.attention.cache.head_dim);
+  const int wide = padded16(layer.attention.cache.value_dim);
   const int segments = most_segments(batch);
   const size_t at = (static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments * per_kv;
   for (int g = 0; g < per_kv; ++g) {

@@ -48,18 +48,21 @@ int Decoder::add_rope(RopeTable table) {
 
 bool Decoder::attention_fits(const Layer& layer) const {
   const AttentionTask& task = layer.attention;
-  const int dim = task.cache.head_dim;
+  const int dim = task.cache.head_dim, value_dim = task.cache.value_dim;
   const int64_t width = static_cast<int64_t>(task.heads) * dim, kv_width = static_cast<int64_t>(task.cache.kv_heads) * dim;
-  const bool keys_fit = layer.has_own_kv() ? fits(layer.k, kv_width, hidden_) && fits(layer.v, kv_width, hidden_)
+  const int64_t v_width = static_cast<int64_t>(task.cache.kv_heads) * value_dim;
+  const int64_t own_width = static_cast<int64_t>(task.heads) * value_dim;
+  const bool keys_fit = layer.has_own_kv() ? fits(layer.k, kv_width, hidden_) && fits(layer.v, v_width, hidden_)
                                            : layer.v.w.data == nullptr;
-  const int64_t out_width = layer.head_borders.empty() ? width : layer.head_borders.back();  // width of all ranks' heads
-  const int64_t gates = layer.output_gate == OutputGate::PerHead ? task.heads : width;
+  const int64_t out_width = layer.head_borders.empty() ? own_width : layer.head_borders.back();  // of all ranks' heads
+  const int64_t gates = layer.output_gate == OutputGate::PerHead ? task.heads : own_width;
   const bool gate_fits = layer.output_gate == OutputGate::None ? layer.gate.w.data == nullptr : fits(layer.gate, gates, hidden_);
   const bool is_joint = layer.head_norm == HeadNorm::Joint, has_norms = layer.head_norm != HeadNorm::None;
   const auto norm_fits = [&](const Vector& norm, int64_t all) {
     return norm.size() == static_cast<size_t>(!has_norms ? 0 : is_joint ? all : dim);
   };
   return task.heads > 0 && task.cache.kv_heads > 0 && task.heads % task.cache.kv_heads == 0 && dim > 0 && dim <= kMaxHeadDim &&
+         value_dim > 0 && value_dim <= kMaxHeadDim &&
          fits(layer.q, width, hidden_) && keys_fit && gate_fits && fits(layer.o, hidden_, out_width) &&
          norm_fits(layer.q_norm, width) && (layer.has_own_kv() ? norm_fits(layer.k_norm, kv_width) : layer.k_norm.empty()) &&
          layer.growth.length > 0 && layer.rope < static_cast<int>(ropes_.size()) &&
@@ -297,7 +300,7 @@ void Decoder::add_layer(Layer layer) {
   layer.attention.sinks = nullptr;
   for (auto& scratch : attention_scratch_)
     if (!layer.conv && !layer.recurrent && !layer.latent && !layer.compressed)
-      grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.head_dim) + 64);
+      grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.widest()) + 64);
   if (layer.moe) layer.moe->layer = layers_.size();
   if (layer.compressed) ones_.assign(std::max(ones_.size(), static_cast<size_t>(layer.compressed->head_dim())), 1.0f);
   expert_counts_.emplace_back(layer.moe ? layer.moe->experts.size() : 0, 0);
@@ -438,11 +441,11 @@ void Decoder::set_cache(int layer, int group, const PagedCache& cache, int num_b
   if (to.conv || to.latent || to.compressed) throw std::invalid_argument("the layer has no keys and values");
   if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
   const PagedCache& own = to.attention.cache;
-  if (own.kv_heads != cache.kv_heads || own.head_dim != cache.head_dim)
+  if (own.kv_heads != cache.kv_heads || own.head_dim != cache.head_dim || own.value_dim != cache.value_dim)
     throw std::invalid_argument("the cache has other heads than the layer");
   if (cache.block_size <= 0 || cache.block_size % 16 != 0)
     throw std::invalid_argument("KV blocks must hold a multiple of 16 tokens");
-  if (cache.store == Store::I8 && cache.head_dim % 4 != 0)
+  if (cache.store == Store::I8 && (cache.head_dim % 4 != 0 || cache.value_dim % 4 != 0))
     throw std::invalid_argument("heads in an int8 KV cache must be a multiple of 4 numbers");
   to.attention.cache = cache;
   to.group = group;

@@ -64,8 +64,9 @@ size_t Decoder::projected_width(const Layer& layer) const {
     const auto& index = layer.latent->index;
     return index ? width + static_cast<size_t>(index->k.rows() + index->weights.rows()) : width;
   }
-  const int heads = layer.attention.heads + (layer.has_own_kv() ? 2 * layer.attention.cache.kv_heads : 0);
-  return static_cast<size_t>(heads) * layer.attention.cache.head_dim + static_cast<size_t>(layer.gate.rows());
+  const PagedCache& cache = layer.attention.cache;
+  const int kv_width = layer.has_own_kv() ? cache.kv_heads * (cache.head_dim + cache.value_dim) : 0;
+  return static_cast<size_t>(layer.attention.heads * cache.head_dim + kv_width) + static_cast<size_t>(layer.gate.rows());
 }
 
 // Multiplies the normed stream by several matrices, whose results are concatenated in `projected_`.

@@ -2,7 +2,7 @@
 //
 //   scores [queries][256] = q . k        a register holds 16 tokens' keys, so a score needs no sum across lanes
 //   weights = e^(score - largest)        masked keys get exactly 0
-//   sums [queries][head_dim] = weights . v, then merged with the earlier segments (online softmax)
+//   sums [queries][value_dim] = weights . v, then merged with the earlier segments (online softmax)
 //
 // Segments begin at absolute positions and keys are processed in order, so a query's result does not depend on the other
 // queries of the tile, on how the prompt was chunked, or on which thread computed which segment. One-byte keys and values
@@ -60,20 +60,21 @@ inline void with_store(Store store, Body body) {
   }
 }
 
-inline int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
+inline int padded(int dim) { return (dim + 15) / 16 * 16; }
 
 struct HeadCache {  // one KV head of the cache, addressed through a block table
   const PagedCache& cache;
   const int32_t* table;
   int kv_head;
 
-  size_t token(int position) const {  // index among all tokens and heads of the cache
-    const size_t block = static_cast<size_t>(table[position / cache.block_size]);
-    return (block * cache.kv_heads + kv_head) * cache.block_size + position % cache.block_size;
+  size_t block(int position) const { return static_cast<size_t>(table[position / cache.block_size]); }
+  size_t token(int position) const {  // index among the tokens and heads of its block
+    return static_cast<size_t>(kv_head) * cache.block_size + position % cache.block_size;
   }
-  // Offset of a token's value; for multiples of 16 also of the keys of its group of 16 tokens.
-  size_t group16(int position) const { return token(position) * cache.head_dim; }
-  size_t value(int position) const { return group16(position); }
+  // Offset of the keys of a group of 16 tokens, which begins at this position.
+  size_t group16(int position) const { return block(position) * cache.key_stride + token(position) * cache.head_dim; }
+  size_t value(int position) const { return block(position) * cache.value_stride + token(position) * cache.value_dim; }
+  size_t scale(int position) const { return block(position) * cache.scale_stride + token(position); }
 };
 
 struct Rounded {  // a quantised vector: its scale, and -128 * the sum of its integers
@@ -94,11 +95,11 @@ struct KeptHead {
   int num_keys[kKeptSegments];
 };
 
-struct Workspace {
+struct Workspace {  // "widest": the larger of the dimensions of a key and a value
   float* q;       // [kQueryTile][kQueryStride]
   float* scores;  // [kQueryTile][kSegment]
-  float* sums;    // [kQueryTile][padded head_dim]
-  float* widened;  // keys [2][head_dim][16] or values [kWidened][padded head_dim]; or values of one byte [kSegment][...]
+  float* sums;    // [kQueryTile][padded value_dim]
+  float* widened;  // keys [2][head_dim][16] or values [kWidened][padded value_dim]; or values of one byte [kSegment][...]
   // ── for one-byte keys and values ──
   float* scales;         // [kSegment]
   Rounded* rounded_q;    // [kQueryTile]
@@ -107,10 +108,10 @@ struct Workspace {
   // ── for two-byte keys and values ──
   KeptHead* kept;
   float* kept_keys;    // [kKeptSegments][kSegment / 16][head_dim][16]
-  float* kept_values;  // [kKeptSegments][kSegment][padded head_dim]
+  float* kept_values;  // [kKeptSegments][kSegment][padded value_dim]
 
-  Workspace(uint8_t* scratch, int head_dim) {
-    const size_t wide = static_cast<size_t>(padded(head_dim));
+  Workspace(uint8_t* scratch, int widest) {
+    const size_t wide = static_cast<size_t>(padded(widest));
     q = reinterpret_cast<float*>(scratch);
     scores = q + kQueryTile * kQueryStride;
     sums = scores + kQueryTile * kSegment;
@@ -126,8 +127,8 @@ struct Workspace {
   static constexpr size_t kKeptHeadFloats = 16;
   static_assert(sizeof(KeptHead) <= 4 * kKeptHeadFloats);
   int8_t* q_bytes() const { return reinterpret_cast<int8_t*>(q); }  // two per value, instead of `q`
-  static size_t bytes(int head_dim) {
-    const size_t wide = static_cast<size_t>(padded(head_dim));
+  static size_t bytes(int widest) {
+    const size_t wide = static_cast<size_t>(padded(widest));
     const size_t rounded = 4 * kSegment + kQueryTile * (2 * sizeof(Rounded) + 2 * kSegment);
     const size_t kept = 4 * (kKeptHeadFloats + 2 * kKeptSegments * kSegment * wide);
     return 4 * (kQueryTile * (kQueryStride + kSegment + wide) + kSegment / 4 * wide) + rounded + kept + 64;
@@ -175,12 +176,13 @@ template <Store S>
 KeyPair<typename Stored<S>::Type> key_pair(const HeadCache& head, int at, int lo, int hi, int ahead = 32) {
   const auto* keys = static_cast<const typename Stored<S>::Type*>(head.cache.keys);
   const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
-  const auto group = [&](int position) {  // groups outside [lo, hi) are replaced by a neighbour; their lanes are masked
-    return head.group16(std::clamp(position, lo / 16 * 16, (hi - 1) / 16 * 16));
+  const auto within = [&](int position) {  // groups outside [lo, hi) are replaced by a neighbour; their lanes are masked
+    return std::clamp(position, lo / 16 * 16, (hi - 1) / 16 * 16);
   };
-  return {{keys + group(at), keys + group(at + 16)},
-          {keys + group(at + ahead), keys + group(at + ahead + 16)},
-          {values + group(at), values + group(at + 16)}};
+  const auto group = [&](int position) { return keys + head.group16(within(position)); };
+  return {{group(at), group(at + 16)},
+          {group(at + ahead), group(at + ahead + 16)},
+          {values + head.value(within(at)), values + head.value(within(at + 16))}};
 }
 
 // Converts values of the cache to floats; `count` is a multiple of 16.
@@ -214,24 +216,24 @@ void score_queries(const KeyPair<typename Stored<S>::Type>& pair, const float* q
 }
 
 template <Store S>
-void widen_value(const typename Stored<S>::Type* v, int head_dim, float* to) {
-  const int whole = head_dim / 16 * 16;
+void widen_value(const typename Stored<S>::Type* v, int value_dim, float* to) {
+  const int whole = value_dim / 16 * 16;
   widen<S>(v, whole, to);
-  for (int d = whole; d < padded(head_dim); ++d) to[d] = d < head_dim ? Stored<S>::get(v[d]) : 0.0f;
+  for (int d = whole; d < padded(value_dim); ++d) to[d] = d < value_dim ? Stored<S>::get(v[d]) : 0.0f;
 }
 
 // Converts the keys and values of a segment up to `hi` that are not converted yet. (Groups of 16 keys are converted whole;
 // readers mask keys from `hi` on.)
 template <Store S>
 void keep_segment(const HeadCache& head, const Workspace& work, int segment, int hi) {
-  const int head_dim = head.cache.head_dim, number = segment / kSegment;
+  const int head_dim = head.cache.head_dim, value_dim = head.cache.value_dim, number = segment / kSegment;
   const auto* keys = static_cast<const typename Stored<S>::Type*>(head.cache.keys);
   const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
   int& there = work.kept->num_keys[number];
   for (int at = there / 16 * 16; at < hi - segment; at += 16)
     widen<S>(keys + head.group16(segment + at), 16 * head_dim, work.kept_keys + (segment + at) * head_dim);
   for (int at = there; at < hi - segment; ++at)
-    widen_value<S>(values + head.value(segment + at), head_dim, work.kept_values + (segment + at) * padded(head_dim));
+    widen_value<S>(values + head.value(segment + at), value_dim, work.kept_values + (segment + at) * padded(value_dim));
   there = std::max(there, hi - segment);
 }
 
@@ -373,9 +375,9 @@ void sum_keys(MakeRows rows, const Workspace& work, int count, int wide, int lo,
 
 template <Store S>
 void sum_values(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi, bool is_kept) {
-  const int head_dim = head.cache.head_dim, wide = padded(head_dim);
-  if (head_dim == wide && (S == Store::F32 || count <= kValueQueries)) {
-    const auto rows = [&](int column) { return PagedRows<S>{head, segment, column, static_cast<size_t>(head_dim)}; };
+  const int value_dim = head.cache.value_dim, wide = padded(value_dim);
+  if (value_dim == wide && (S == Store::F32 || count <= kValueQueries)) {
+    const auto rows = [&](int column) { return PagedRows<S>{head, segment, column, static_cast<size_t>(value_dim)}; };
     return sum_keys<S>(rows, work, count, wide, lo, hi, false);
   }
   const auto* values = static_cast<const typename Stored<S>::Type*>(head.cache.values);
@@ -383,7 +385,7 @@ void sum_values(const HeadCache& head, const Workspace& work, int count, int seg
   for (int from = lo; from < hi; from += step) {
     const int to = std::min(hi, from + step);
     for (int key = from; key < to && !is_kept; ++key)
-      widen_value<S>(values + head.value(segment + key), head_dim, work.widened + static_cast<size_t>(key - from) * wide);
+      widen_value<S>(values + head.value(segment + key), value_dim, work.widened + static_cast<size_t>(key - from) * wide);
     const float* widened = is_kept ? work.kept_values + static_cast<size_t>(segment + from) * wide : work.widened;
     const auto rows = [&](int column) { return WidenedRows{widened + column, from, static_cast<size_t>(wide)}; };
     sum_keys<Store::F32>(rows, work, count, wide, from, to, from > lo);
@@ -417,8 +419,8 @@ inline void join_some(float* sums, Partial* partial, const float* other_sums, co
   for (int i = 0; i < count; ++i)
     join_as(sums + i * wide, partial[i], other_sums + i * wide, other[i], keep[i], take[i], wide);
 }
-inline void join(float* sums, Partial& partial, const float* other_sums, const Partial& other, int head_dim) {
-  join_some(sums, &partial, other_sums, &other, 1, padded(head_dim));
+inline void join(float* sums, Partial& partial, const float* other_sums, const Partial& other, int value_dim) {
+  join_some(sums, &partial, other_sums, &other, 1, padded(value_dim));
 }
 
 inline void gather_queries(const Workspace& work, const float* const* q, int count, int head_dim, float scale) {
@@ -442,7 +444,7 @@ void attend_segment(const AttentionTask& task, const HeadCache& head, const Work
   weigh_queries(work, first, limit, count, segment, lo, hi, task.softcap, fresh);
   if constexpr (S == Store::I8) sum_rounded(head, work, count, segment, lo - segment, hi - segment);
   else sum_values<S>(head, work, count, segment, lo - segment, hi - segment, is_kept);
-  const int wide = padded(head.cache.head_dim);
+  const int wide = padded(head.cache.value_dim);
   for (int i = 0; i < count; i += 16)
     join_some(sums + i * wide, partial + i, work.sums + i * wide, fresh + i, std::min(16, count - i), wide);
 }
@@ -450,8 +452,8 @@ void attend_segment(const AttentionTask& task, const HeadCache& head, const Work
 inline void attend(const AttentionTask& task, int kv_head, const int32_t* table, const float* const* q,
                    const int* first, const int* limit, int count, int from, int to, uint64_t keys_id, float* sums,
                    Partial* partial, uint8_t* scratch) {
-  const int head_dim = task.cache.head_dim, wide = padded(head_dim);
-  const Workspace work(scratch, head_dim);
+  const int head_dim = task.cache.head_dim, wide = padded(task.cache.value_dim);
+  const Workspace work(scratch, task.cache.widest());
   const HeadCache head{task.cache, table, kv_head};
   from = std::max(from, *std::min_element(first, first + count));
   to = std::min(to, *std::max_element(limit, limit + count));
@@ -473,7 +475,7 @@ inline void attend(const AttentionTask& task, int kv_head, const int32_t* table,
   }
 }
 
-inline void finish(const float* sums, const Partial& partial, const float* sink, int head_dim, float* out) {
+inline void finish(const float* sums, const Partial& partial, const float* sink, int value_dim, float* out) {
   float keep = 1.0f, total = partial.total;
   if (sink != nullptr) {
     const float largest = std::max(partial.largest, *sink);
@@ -481,28 +483,30 @@ inline void finish(const float* sums, const Partial& partial, const float* sink,
     total = partial.total * keep + exp_one(*sink - largest);
   }
   const float factor = keep / total;
-  for (int d = 0; d < head_dim; ++d) out[d] = sums[d] * factor;
+  for (int d = 0; d < value_dim; ++d) out[d] = sums[d] * factor;
 }
 
 inline void write_kv(const PagedCache& cache, int64_t slot, int kv_head, const float* key, const float* value) {
-  const int offset = static_cast<int>(slot % cache.block_size), head_dim = cache.head_dim;
-  const size_t head = (static_cast<size_t>(slot / cache.block_size) * cache.kv_heads + kv_head) *
-                      static_cast<size_t>(cache.block_size) * head_dim;
+  const int offset = static_cast<int>(slot % cache.block_size), head_dim = cache.head_dim, value_dim = cache.value_dim;
+  const size_t block = static_cast<size_t>(slot / cache.block_size);
+  const size_t first = static_cast<size_t>(kv_head) * cache.block_size;
   with_store(cache.store, [&](auto s) {
     using Cell = Stored<decltype(s)::value>;
     if constexpr (decltype(s)::value == Store::I8) {
       write_rounded(cache, slot, kv_head, key, value);
     } else {
-      auto* k = static_cast<typename Cell::Type*>(cache.keys) + head + static_cast<size_t>(offset / 16 * 16) * head_dim;
-      auto* v = static_cast<typename Cell::Type*>(cache.values) + head + static_cast<size_t>(offset) * head_dim;
+      auto* k = static_cast<typename Cell::Type*>(cache.keys) + block * cache.key_stride +
+                (first + static_cast<size_t>(offset / 16 * 16)) * head_dim;
+      auto* v = static_cast<typename Cell::Type*>(cache.values) + block * cache.value_stride +
+                (first + static_cast<size_t>(offset)) * value_dim;
       typename Cell::Type narrowed[kMaxHeadDim];
       narrow<decltype(s)::value>(key, head_dim, narrowed);
-      narrow<decltype(s)::value>(value, head_dim, v);
+      narrow<decltype(s)::value>(value, value_dim, v);
       for (int d = 0; d < head_dim; ++d) k[16 * d + offset % 16] = narrowed[d];
     }
   });
 }
 
-inline size_t attention_scratch_bytes(int head_dim) { return Workspace::bytes(head_dim); }
+inline size_t attention_scratch_bytes(int widest) { return Workspace::bytes(widest); }
 
 }  // namespace tokenmill::TM_ISA

@@ -4,7 +4,7 @@
 //   sum   = (w . v) * scale of w, where                  the error is that of the cache; and a sum of integers is the same
 //           w = weight * scale of v                      in any order, so results don't depend on tiles and chunks
 //
-//   keys   [16-token group][head_dim / 4][16 tokens][4]            values   [4-token group][head_dim][4 tokens]
+//   keys   [16-token group][head_dim / 4][16 tokens][4]            values   [4-token group][value_dim][4 tokens]
 //
 // Values are stored with an offset of 128, because dot4 takes unsigned bytes; sums start at -128 * the sum of the other
 // factor.
@@ -56,15 +56,17 @@ inline float round_vector(const float* x, int size, int8_t* to) {
 }
 
 inline void write_rounded(const PagedCache& cache, int64_t slot, int kv_head, const float* key, const float* value) {
-  const int offset = static_cast<int>(slot % cache.block_size), head_dim = cache.head_dim;
-  const size_t head = (static_cast<size_t>(slot / cache.block_size) * cache.kv_heads + kv_head) * cache.block_size;
+  const int offset = static_cast<int>(slot % cache.block_size), head_dim = cache.head_dim, value_dim = cache.value_dim;
+  const size_t block = static_cast<size_t>(slot / cache.block_size);
+  const size_t first = static_cast<size_t>(kv_head) * cache.block_size;
+  const size_t scale = block * cache.scale_stride + first + offset;
   int8_t numbers[kMaxHeadDim];
-  cache.key_scales[head + offset] = round_vector(key, head_dim, numbers);
-  auto* k = static_cast<uint8_t*>(cache.keys) + (head + offset / 16 * 16) * head_dim + offset % 16 * 4;
+  cache.key_scales[scale] = round_vector(key, head_dim, numbers);
+  auto* k = static_cast<uint8_t*>(cache.keys) + block * cache.key_stride + (first + offset / 16 * 16) * head_dim + offset % 16 * 4;
   for (int d = 0; d < head_dim; ++d) k[d / 4 * 64 + d % 4] = static_cast<uint8_t>(numbers[d] + 128);
-  cache.value_scales[head + offset] = round_vector(value, head_dim, numbers);
-  auto* v = static_cast<uint8_t*>(cache.values) + (head + offset / 4 * 4) * head_dim + offset % 4;
-  for (int d = 0; d < head_dim; ++d) v[4 * d] = static_cast<uint8_t>(numbers[d] + 128);
+  cache.value_scales[scale] = round_vector(value, value_dim, numbers);
+  auto* v = static_cast<uint8_t*>(cache.values) + block * cache.value_stride + (first + offset / 4 * 4) * value_dim + offset % 4;
+  for (int d = 0; d < value_dim; ++d) v[4 * d] = static_cast<uint8_t>(numbers[d] + 128);
 }
 
 // ── preparation of a tile of queries and of a segment ──
@@ -93,7 +95,7 @@ inline void gather_scales(const HeadCache& head, const float* scales, int segmen
   for (int at = lo / 32 * 32; at < (hi + 31) / 32 * 32; at += 16) {
     const bool is_inside = at + 16 > lo && at < hi;
     store(to + at - segment,
-          is_inside ? keep_lanes(load(scales + head.token(at)), lo - at, hi - at, zeros()) : zeros());
+          is_inside ? keep_lanes(load(scales + head.scale(at)), lo - at, hi - at, zeros()) : zeros());
   }
 }
 // Memory latency exceeds the time of a pair of groups: each pair prefetches keys this far ahead, and the start of a segment
@@ -104,8 +106,8 @@ inline void prefetch_rounded(const HeadCache& head, int from, int to) {
   const auto* keys = static_cast<const uint8_t*>(head.cache.keys);
   from = from / 16 * 16;
   for (int at = from; at < std::min(to, from + kSegment); at += 16) {
-    prefetch(head.cache.key_scales + head.token(at));
-    prefetch(head.cache.value_scales + head.token(at));
+    prefetch(head.cache.key_scales + head.scale(at));
+    prefetch(head.cache.value_scales + head.scale(at));
     if (at >= from + kKeysAhead) continue;
     for (int byte = 0; byte < 16 * head.cache.head_dim; byte += 64) prefetch_far(keys + head.group16(at) + byte);
   }
@@ -205,23 +207,23 @@ inline void round_weights(const Workspace& work, int count, int lo, int hi) {
 
 // Returns the values of a segment; heads whose size is not a multiple of 16 are copied and zero-padded.
 inline ValueGroups value_groups(const HeadCache& head, const Workspace& work, int segment, int lo, int hi) {
-  const int head_dim = head.cache.head_dim, wide = padded(head_dim);
+  const int value_dim = head.cache.value_dim, wide = padded(value_dim);
   const auto* values = static_cast<const uint8_t*>(head.cache.values);
   ValueGroups found{{}, 4 * static_cast<size_t>(wide)};
   for (int group = lo / 16; group * 16 < hi; ++group) {
-    const uint8_t* at = values + head.token(segment + 16 * group) * head_dim;
+    const uint8_t* at = values + head.value(segment + 16 * group);
     found.at[group] = at;
-    if (head_dim == wide) continue;
+    if (value_dim == wide) continue;
     uint8_t* to = reinterpret_cast<uint8_t*>(work.widened) + static_cast<size_t>(16 * group) * wide;
     found.at[group] = to;
-    for (int quad = 0; quad < 4; ++quad, at += 4 * head_dim, to += 4 * wide)
-      std::fill(std::copy_n(at, 4 * head_dim, to), to + 4 * wide, uint8_t{0});
+    for (int quad = 0; quad < 4; ++quad, at += 4 * value_dim, to += 4 * wide)
+      std::fill(std::copy_n(at, 4 * value_dim, to), to + 4 * wide, uint8_t{0});
   }
   return found;
 }
 
 inline void sum_rounded(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi) {
-  const int wide = padded(head.cache.head_dim);
+  const int wide = padded(head.cache.value_dim);
   gather_scales(head, head.cache.value_scales, segment, lo + segment, hi + segment, work.scales);
   round_weights(work, count, lo, hi);
   const ValueGroups values = value_groups(head, work, segment, lo, hi);

@@ -51,6 +51,10 @@ inline Floats gated(Floats g, Floats up, Activation kind) {
     const Floats limit = splat(10.0f);
     return mul(activate(min(g, limit), Activation::Silu), max(min(up, limit), splat(-10.0f)));
   }
+  if (kind == Activation::ClampedSilu7 || kind == Activation::ClampedSilu16) {
+    const Floats limit = splat(kind == Activation::ClampedSilu7 ? 7.0f : 16.0f);
+    return mul(min(activate(g, Activation::Silu), limit), max(min(up, limit), sub(zeros(), limit)));
+  }
   if (kind != Activation::SwigluOai) return mul(activate(g, kind), up);
   const Floats limit = splat(7.0f), low = min(g, limit), between = max(min(up, limit), splat(-7.0f));
   return mul(mul(low, sigmoid(mul(low, splat(1.702f)))), add(between, splat(1.0f)));

@@ -132,22 +132,23 @@ bool check_products(const Format& format, int outputs, int columns) {
 
 // ── attention over an int8 cache ──
 
-Floats attend(const Kernels& kernels, int head_dim, int context, int count, uint32_t seed) {
+Floats attend(const Kernels& kernels, int head_dim, int value_dim, int context, int count, uint32_t seed) {
   generator.seed(seed);
   constexpr int block_size = 16;
   const int blocks = context / block_size + 2;
   const size_t cells = static_cast<size_t>(blocks) * block_size;
-  std::vector<uint8_t> keys(cells * head_dim), values(cells * head_dim);
+  std::vector<uint8_t> keys(cells * head_dim), values(cells * value_dim);
   Floats key_scales(cells), value_scales(cells);
   AttentionTask task;
-  task.cache = {keys.data(), values.data(), key_scales.data(), value_scales.data(), Store::I8, 1, head_dim, block_size};
+  task.cache = {keys.data(), values.data(), key_scales.data(), value_scales.data(), Store::I8, 1, head_dim, block_size,
+                value_dim, size_t{block_size} * head_dim, size_t{block_size} * value_dim, block_size};
   task.heads = count;
   task.scale = 0.2f;
   std::vector<int32_t> table;
   for (int b = 0; b < blocks; ++b) table.push_back(blocks - 1 - b);
   const Floats q = random_floats(static_cast<size_t>(count) * head_dim);
   for (int t = 0; t < context; ++t) {
-    const Floats k = random_floats(static_cast<size_t>(head_dim)), v = random_floats(k.size());
+    const Floats k = random_floats(static_cast<size_t>(head_dim)), v = random_floats(static_cast<size_t>(value_dim));
     kernels.write_kv(task.cache, static_cast<int64_t>(table[t / block_size]) * block_size + t % block_size, 0, k.data(),
                      v.data());
   }
@@ -158,29 +159,30 @@ Floats attend(const Kernels& kernels, int head_dim, int context, int count, uint
     limit.push_back(context - i);
     first.push_back(std::max(0, i % 2 ? context - 40 : 0));
   }
-  const int wide = (head_dim + 15) / 16 * 16;
-  Floats sums(static_cast<size_t>(count) * wide), out(static_cast<size_t>(count) * head_dim);
+  const int wide = (value_dim + 15) / 16 * 16;
+  Floats sums(static_cast<size_t>(count) * wide), out(static_cast<size_t>(count) * value_dim);
   std::vector<Partial> partial(static_cast<size_t>(count));
-  std::vector<uint8_t> scratch(kernels.attention_scratch_bytes(head_dim) + 64);
+  std::vector<uint8_t> scratch(kernels.attention_scratch_bytes(task.cache.widest()) + 64);
   auto* room = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
   kernels.attend(task, 0, table.data(), queries.data(), first.data(), limit.data(), count, 0, context, 0, sums.data(),
                  partial.data(), room);
   for (int i = 0; i < count; ++i)
-    kernels.finish(sums.data() + i * wide, partial[static_cast<size_t>(i)], nullptr, head_dim,
-                   out.data() + i * head_dim);
+    kernels.finish(sums.data() + i * wide, partial[static_cast<size_t>(i)], nullptr, value_dim,
+                   out.data() + i * value_dim);
   return out;
 }
 
-bool check_attention(int head_dim) {
+bool check_attention(int head_dim, int value_dim) {
   bool good = true;
   for (const int context : {41, 255, 300, 600})
     for (const int count : {1, 3, 8, 24}) {
       Floats expected;
       for (const std::string& set : runnable_kernels()) {
-        const Floats out = attend(*kernels_named(set), head_dim, context, count, 7);
+        const Floats out = attend(*kernels_named(set), head_dim, value_dim, context, count, 7);
         if (expected.empty()) expected = out;
         if (distance(out, expected) < 1e-5f) continue;
-        std::printf("DIFFERS: %s, attention %d, context %d, %d queries\n", set.c_str(), head_dim, context, count);
+        std::printf("DIFFERS: %s, attention %d and %d, context %d, %d queries\n", set.c_str(), head_dim, value_dim, context,
+                    count);
         good = false;
       }
     }
@@ -238,7 +240,9 @@ int main(int count, char** arguments) {
   for (const Format& format : kFormats)
     for (const int outputs : {16, 40, 96})
       for (const int columns : {256, 1024}) good &= check_products(format, outputs, columns);
-  for (const int head_dim : {8, 64, 80, 128, 256, 512}) good &= check_attention(head_dim);
+  for (const int head_dim : {8, 64, 80, 128, 256, 512}) good &= check_attention(head_dim, head_dim);
+  for (const auto& [head_dim, value_dim] : {std::pair{192, 128}, {24, 40}, {32, 20}})
+    good &= check_attention(head_dim, value_dim);
   std::printf("%s\n", good ? "all sets agree" : "sets differ");
   if (count > 1 && std::string(arguments[1]) == "time") time_all(count > 2 ? std::atoi(arguments[2]) : 1);
   return good ? 0 : 1;

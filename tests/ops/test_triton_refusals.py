@@ -44,6 +44,11 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
             {"spec": replace(SPEC, layers=(replace(LAYER, mixer=Gqa(64, 2, 64, 1.0, None)),))},
             "query heads",
         ),
+        (
+            {"spec": replace(SPEC, layers=(replace(LAYER, mixer=Gqa(4, 2, 64, 1.0, None, value_dim=32)),))},
+            "another width",
+        ),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mlp=MlpSpec(8, "clamped_silu_7")),))}, "limited after"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=MAMBA),))}, "keys of 24 dimensions"),
         (
             {"spec": replace(SPEC, layers=(replace(LAYER, side_mixer=replace(MAMBA, key_dim=256)),))},

@@ -101,6 +101,8 @@ VARIANTS = {
     "l2_after_rope": with_attention(qk_norm="l2_after_rope", window=24, is_chunked=True),
     "gate": with_attention(gate=AttentionGate(), qkv_bias=True),
     "gate_per_head": with_attention(gate=AttentionGate("softplus", is_per_head=True)),
+    "narrow_values": with_attention(value_dim=20, value_scale=0.7, has_sinks=True, window=24),
+    "wide_values": with_attention(value_dim=48, gate=AttentionGate(), qk_norm="head"),
     "value_is_key": with_attention(value_is_key=True, has_value_norm=True, qk_norm="head"),
     "shared_keys": replace(
         LLAMA, layers=(LAYER, replace(LAYER, mixer=replace(ATTENTION, shares_kv_of=0)), LAYER)
@@ -114,6 +116,8 @@ VARIANTS = {
         LLAMA, layers=(replace(LAYER, residual_scale=0.4), replace(LAYER, has_scale=True)), tied_head=False,
         has_head_bias=True,
     ),
+    "clamped": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(96, "clamped_silu_16")), replace(LAYER, mlp=MoeSpec(
+        5, 2, MlpSpec(48, "clamped_silu_7"), shared=MlpSpec(48, "clamped_silu_16"))))),
     "ungated": replace(LLAMA, layers=(replace(LAYER, mlp=MlpSpec(72, "relu2", is_gated=False, bias=True)), LAYER)),
     "layer_inputs": replace(LLAMA, layers=(replace(LAYER, input_width=24), replace(LAYER, input_width=24))),
     "shared_gate": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(

@@ -24,10 +24,14 @@ from tokenmill.arch.indexer import Indexer
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.streams import Streams
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai", "silu_to_10"]
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai", "silu_to_10", "clamped_silu_7",
+    "clamped_silu_16",
+]  # fmt: skip
 """The activation of an MLP, act(gate) * up if gated. "relu2" is max(x, 0)²; "xielu", of Apertus, has learned numbers in
 every layer (`ops/xielu.py`); "swiglu_oai", of gpt-oss, is g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and
-u = up between -7 and 7; "silu_to_10", of DeepSeek V4, is silu(min(gate, 10)) * u with u = up between -10 and 10."""
+u = up between -7 and 7; "silu_to_10", of DeepSeek V4, is silu(min(gate, 10)) * u with u = up between -10 and 10;
+"clamped_silu_7" and "clamped_silu_16", of Step-3.5, are min(silu(gate), n) * u with u = up between -n and n."""
 
 
 @dataclass(frozen=True)
@@ -428,6 +432,7 @@ class ModelSpec:
     layer_numbers: tuple[tuple[int, int], ...] = ()
     num_extra_layers: int = 0  # further layers of the checkpoint: MTP heads (see `arch/mtp.py`)
     joins_states: bool = False  # its input is the token's embedding joined with another model's previous state
+    text_part_of: str = ""  # `model_type` of the multimodal checkpoint that contains it, see `text_parts.py`
     dtype: str = "float32"  # what the checkpoint stores, or "quantised"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -454,6 +459,13 @@ class ModelSpec:
         """The distinct sets of experts of its layers."""
         feeds = (feed for layer in self.layers for feed in (layer.mlp, layer.side_experts))
         return tuple(dict.fromkeys(feed for feed in feeds if isinstance(feed, MoeSpec)))
+
+    @property
+    def activations(self) -> frozenset[Activation]:
+        """The activations of its MLPs and experts."""
+        dense = (layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpSpec))
+        routed = (mlp for moe in self.experts for mlp in (moe.expert, moe.shared) if mlp is not None)
+        return frozenset(mlp.activation for mlp in (*dense, *routed))
 
     @property
     def input_width(self) -> int:

@@ -153,7 +153,8 @@ class KVLayout:
     @cached_property
     def rows_per_block(self) -> tuple[int, ...]:
         """How many rows of its tensors a block spans, per group; block ids are multiplied by it for kernels. It is 1 if
-        every field is a separate tensor; otherwise fields of several sizes share memory (see `KVStorage`)."""
+        every field is a separate tensor; otherwise fields of several sizes share memory (see `KVStorage`): a row is a
+        field of a layer, or all fields of a layer if their sizes differ."""
         if self.is_uniform:
             return (1,) * len(self.groups)
         rows = (self.shared_bytes // _unit_bytes(group.fields) for group in self.paged)
@@ -182,7 +183,10 @@ class KVLayout:
         """Return the bytes of one block of `block_size` tokens, including the scales of 8-bit values."""
         if self.is_uniform:
             return block_size * self.layers_per_group * sum(map(field_bytes, self.groups[0].fields))
-        scales = (self.shared_bytes // _unit_bytes(kind) * scale_bytes(kind[0]) for kind in self.scaled_kinds)
+        scales = (
+            self.shared_bytes // _unit_bytes(kind) * fields_per_row(kind) * scale_bytes(kind[0])
+            for kind in self.scaled_kinds
+        )
         return block_size * (self.shared_bytes + sum(scales))
 
     def cells_bytes(self, block_size: int) -> int:
@@ -218,17 +222,22 @@ def field_bytes(field: CacheField) -> int:
 
 def _layer_bytes(fields: Sequence[CacheField]) -> int:
     """Return the bytes of one token in one layer, without scales."""
-    return sum(field_bytes(field) - scale_bytes(field) for field in fields)
+    return sum(map(value_bytes, fields))
+
+
+def value_bytes(field: CacheField) -> int:
+    """Return the bytes of one token in one field, without scales."""
+    return field_bytes(field) - scale_bytes(field)
+
+
+def fields_per_row(fields: Sequence[CacheField]) -> int:
+    """Return how many of a layer's fields are one row of memory that groups share: all, if their sizes differ."""
+    return 1 if len({value_bytes(field) for field in fields}) == 1 else len(fields)
 
 
 def _unit_bytes(fields: Sequence[CacheField]) -> int:
-    """Return the bytes of one token in one field, for groups with different fields that share memory."""
-    sizes = {_layer_bytes([field]) for field in fields}
-    if len(sizes) != 1:
-        names = ", ".join(f"{field.name} {field.shape}" for field in fields)
-        problem = f"fields of different sizes ({names}) in a model with layers of another kind"
-        raise UnsupportedModel(f"{problem} are not implemented")
-    return sizes.pop()
+    """Return the bytes of one token in one row, for groups with different fields that share memory."""
+    return _layer_bytes(fields[: fields_per_row(fields)])
 
 
 # ── cutting layers into groups ─────────────────────────────────────────────────────────────────────────

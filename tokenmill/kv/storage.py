@@ -17,6 +17,8 @@ tables are block * rows_per_block (`BlockTable.updates`), and kernels need no sp
     block 7 of 6 rows in group 0   [ K row | V row | K row | V row | K row | V row ]   id 42 in views from row 0, 1 ...
     block 9 of 2 rows in group 1   [ inputs row            | inputs row            ]   id 18 in views from row 0, 1
 
+If the fields of a layer differ in size, they are one row together, and each is a view of its part of the rows.
+
 Cells and states of recurrent layers have separate tensors, [layers, num_cells, ...] and [layers, num_states, ...];
 a state has no axis of tokens.
 """
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 
 from tokenmill.arch.cache_parts import CacheField
-from tokenmill.kv.layout import CacheGroup, KVLayout, has_scale
+from tokenmill.kv.layout import CacheGroup, KVLayout, fields_per_row, has_scale, value_bytes
 from tokenmill.kv.pool_memory import PoolMemory
 from tokenmill.ops.batch import LayerCache
 
@@ -150,7 +152,7 @@ class KVStorage:
         scales: dict[tuple[CacheField, ...], torch.Tensor] = {}
         for group, rows in zip(layout.paged, layout.rows_per_block[: len(layout.paged)], strict=True):
             if has_scale(group.fields[0]) and group.fields not in scales:
-                scales[group.fields] = self._scales(group.fields[0], 1, rows)
+                scales[group.fields] = self._scales(group.fields[0], 1, rows * fields_per_row(group.fields))
             self._share(group, rows, shared, scales.get(group.fields))
 
     def _allocate_recurrent(self, layout: KVLayout) -> None:
@@ -166,12 +168,18 @@ class KVStorage:
     def _share(self, group: CacheGroup, rows: int, shared: torch.Tensor, scales: torch.Tensor | None) -> None:
         """Make views of the rows of a group's fields: the first layer's fields, then the second's ..."""
         length = (self.num_blocks - 1) * rows + 1  # rows of each view: up to the first row of the last block
+        together = fields_per_row(group.fields)
         for index, layer in enumerate(group.layers):
-            for number, field in enumerate(group.fields, start=index * len(group.fields)):
-                own_rows = slice(number, number + length)
-                values = shared.view(self.num_blocks * rows, -1)[own_rows].view(DTYPES[field.dtype])
-                own = None if scales is None else scales.view(-1, *scales.shape[3:])[own_rows]
-                self._keep(layer, field, values.view(-1, *self._block_shape(field)), own)
+            start = 0  # bytes of a row before the field
+            for number, field in enumerate(group.fields):
+                first = index if together > 1 else index * len(group.fields) + number
+                own_rows, end = slice(first, first + length), start + value_bytes(field) * self.block_size
+                values = shared.view(self.num_blocks * rows, -1)[own_rows, start:end].view(DTYPES[field.dtype])
+                own = None
+                if scales is not None:
+                    own = scales.view(-1, together, *scales.shape[3:])[own_rows, number % together]
+                self._keep(layer, field, values.view(length, *self._block_shape(field)), own)
+                start = end if together > 1 else 0
 
     def _keep(self, layer: int, field: CacheField, values: torch.Tensor, scales: torch.Tensor | None) -> None:
         fields = self._fields.setdefault(layer, {})

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import Gqa, MixerSpec, ShortConv
+from tokenmill.arch.spec import MixerSpec, ShortConv
 from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEAD_DIM = 512
@@ -39,7 +39,7 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return reason
     if request.block_size % 16:
         return f"KV blocks of {request.block_size} tokens; the native kernels need a multiple of 16"
-    sizes = {attention.head_dim for attention in request.spec.attentions}
+    sizes = {size for one in request.spec.attentions for size in (one.head_dim, one.value_dim or one.head_dim)}
     if max(sizes, default=0) > MAX_HEAD_DIM:
         return f"heads of {max(sizes)} dimensions; the native kernels take up to {MAX_HEAD_DIM}"
     if request.kv_dtype == "int8" and any(size % 4 for size in sizes):
@@ -56,8 +56,6 @@ def _mixer_reason(mixer: MixerSpec) -> str | None:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't support"
     if isinstance(mixer, Recurrent) and (mixer.key_dim % 16 or mixer.value_dim % 16):
         return "recurrent heads whose dimensions are not multiples of 16, which the native kernels don't support"
-    if isinstance(mixer, Gqa) and (mixer.value_dim not in (None, mixer.head_dim) or mixer.value_scale != 1.0):
-        return "values of another width or scale than keys, which the native kernels don't support"
     return None
 
 

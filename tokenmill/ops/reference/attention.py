@@ -154,8 +154,7 @@ def attention(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, arg
 def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args: AttentionArgs) -> torch.Tensor:
     """queries [B * Q, heads, D] → [B * Q, heads, D of the values]"""
     rows, (_, kv_heads, _, dim), num_heads = task.num_rows, cache.keys.shape, queries.shape[1]
-    head_blocks = _head_blocks(task, kv_heads)
-    keys = _gather(cache.keys, cache.key_scales, head_blocks)
+    keys = _gather(cache.keys, cache.key_scales, task)
     # [B, Q, kv_heads, G, D] → [B, kv_heads, G, Q, D]
     grouped = queries.view(rows, -1, kv_heads, num_heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)) * args.scale
@@ -163,7 +162,7 @@ def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args:
     if args.softcap is not None:
         scores = softcap(scores, args.softcap)
     scores = scores.masked_fill_(~task.visible[:, None, None], float("-inf"))
-    values = _gather(cache.values, cache.value_scales, head_blocks)
+    values = _gather(cache.values, cache.value_scales, task)
     mixed = mix_values(_softmax(scores, args.sinks).flatten(2, 3), values, task)
     width = mixed.shape[-1]
     return mixed.view(*grouped.shape[:4], width).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, width)
@@ -175,13 +174,22 @@ def _head_blocks(task: AttentionTask, kv_heads: int) -> torch.Tensor:
     return task.blocks.view(task.num_rows, 1, -1) * kv_heads + heads
 
 
-def _gather(cache: torch.Tensor, scales: torch.Tensor | None, head_blocks: torch.Tensor) -> torch.Tensor:
+def _gather(cache: torch.Tensor, scales: torch.Tensor | None, task: AttentionTask) -> torch.Tensor:
     """Copy the task's blocks as float32, [B, kv_heads, N * block_size, D]."""
+    if not cache.is_contiguous():  # blocks of keys and values alternate, see `KVStorage`
+        vectors = _per_head(cache[task.blocks].float(), task)
+        return vectors if scales is None else vectors * _per_head(scales[task.blocks].unsqueeze(-1), task)
+    head_blocks = _head_blocks(task, cache.shape[1])
     found = torch.index_select(cache.view(-1, cache.shape[2] * cache.shape[3]), 0, head_blocks.flatten())
     vectors = found.float().view(*head_blocks.shape[:2], -1, cache.shape[3])
     if scales is None:
         return vectors
     return vectors * scales.view(-1, cache.shape[2])[head_blocks.flatten()].view(*vectors.shape[:3], 1)
+
+
+def _per_head(blocks: torch.Tensor, task: AttentionTask) -> torch.Tensor:
+    """[B * N, kv_heads, block_size, D] → [B, kv_heads, N * block_size, D]"""
+    return blocks.view(task.num_rows, -1, *blocks.shape[1:]).transpose(1, 2).flatten(2, 3)
 
 
 def mix_values(weights: torch.Tensor, values: torch.Tensor, task: AttentionTask) -> torch.Tensor:

@@ -13,6 +13,7 @@ from tokenmill.arch.spec import Activation
 
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of "swiglu_oai"
 SILU_LIMIT = 10.0  # of "silu_to_10"
+CLAMPS = {"clamped_silu_7": 7.0, "clamped_silu_16": 16.0}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -50,6 +51,9 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return gate * torch.sigmoid(gate * OAI_ALPHA) * (up + 1)
     if activation == "silu_to_10":
         return functional.silu(gate.clamp(max=SILU_LIMIT)) * up.clamp(-SILU_LIMIT, SILU_LIMIT)
+    if activation in CLAMPS:
+        limit = CLAMPS[activation]
+        return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     return activate(gate, activation) * up
 
 
@@ -74,7 +78,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
             return functional.relu(x)
         case "relu2":
             return functional.relu(x).square()
-        case "swiglu_oai" | "silu_to_10" | "xielu":
+        case _:
             raise ValueError(f"{activation} is not computed from a single number")
 
 

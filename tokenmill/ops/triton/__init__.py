@@ -14,6 +14,7 @@ MAX_HEADS_PER_KV_HEAD = 16
 MAX_HEAD_DIM = 512
 RECURRENT_DIMS = (16, 32, 64, 128, 256)
 MAX_RECURRENT_STATE = 128 * 128
+CLAMPED = {"clamped_silu_7", "clamped_silu_16"}
 
 
 def unsupported_reason(request: ComputeRequest) -> str | None:
@@ -38,6 +39,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
             return f"heads of {attention.head_dim} dimensions"
         if attention.value_dim not in (None, attention.head_dim):
             return "values of another width than keys"
+    if request.spec.activations & CLAMPED:
+        return "gates that are limited after their activation"
     if request.quantization == "fp8" and not has_fp8(request.device):
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or higher; int8 and int4 do without"
     return None

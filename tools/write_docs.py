@@ -31,6 +31,7 @@ from tokenmill.arch import families, outlines
 from tokenmill.arch.family import Family
 from tokenmill.arch.gguf_file import GGML_TYPES, GGMLType
 from tokenmill.arch.packed_formats import StoredFormat, packed_int_format
+from tokenmill.arch.text_parts import MULTIMODAL
 from tokenmill.cli import VERBS
 from tokenmill.cli.dispatch import SECTIONS, build_app
 from tokenmill.cli.flags import flag_name
@@ -70,17 +71,11 @@ ENVIRONMENT = {
 
 # Models that only the planner knows, by the `model_type` of their configs.
 PLANNED = {
-    "kimi_k25": "Kimi K2.5 (text part): latent attention, routed experts",
     "kimi_k3": "Kimi K3: recurrent layers with a decay per channel, gated latent attention, experts in a latent",
-    "mimo_v2_flash": "MiMo-V2-Flash: keys wider than values beside windows of other shapes",
     "minimax_m3": "MiniMax-M3: attention over chosen blocks of keys",
     "minimax_m3_vl": "MiniMax-M3: attention over chosen blocks of keys",
     "nemotron-nas": "Llama-Nemotron Super 49B: layers that differ in their sizes, or lack attention",
     "phi-msft": "Phi-1.5, Phi-2",
-    "phi3_v": "Phi-3.5-vision (text part)",
-    "step3p7": "Step-3.7: gates per head, limits that differ between layers",
-    "qwen3_vl": "Qwen3-VL (text part)",
-    "qwen3_vl_moe": "Qwen3-VL (text part)",
 }
 
 
@@ -276,6 +271,12 @@ NAMES_HEAD = """## Short names
 
 `tokenmill pull NAME`, or any command that takes a MODEL. Any other model: the path of a GGUF file, a model directory,
 or a Hugging Face id."""
+TEXT_PARTS_HEAD = """## Text parts of multimodal models
+
+The engine reads the text part of these checkpoints, if `text_config` has the `model_type` of a family above; parts that
+see or hear stay in the file, and images and audio in requests are refused. Families whose `model_type` is that of a
+multimodal model (`gemma3`, `llama4`, `qwen3_vl` …) are read in the same way."""
+
 PLANNED_HEAD = """## Models that can only be planned for
 
 `tokenmill plan` reads their `config.json` and computes the memory they need; the engine does not run them."""
@@ -325,6 +326,8 @@ def models() -> str:
         table(["family", "what", "`model_type`", "GGUF", "traits"], family_rows()),
         NAMES_HEAD,
         table(["name", "about", "licence"], names),
+        TEXT_PARTS_HEAD,
+        table(["`model_type`", "text part, if the file does not say"], text_part_rows()),
         PLANNED_HEAD,
         table(["models", "`model_type`"], outline_rows()),
         "## Weight formats",
@@ -372,8 +375,16 @@ def traits(family: Family) -> Iterable[str]:
     ]
 
 
+def text_part_rows() -> Iterator[list[str]]:
+    by_text: dict[str, list[str]] = {}
+    for model_type, text in MULTIMODAL.items():
+        by_text.setdefault(text, []).append(f"`{model_type}`")
+    for text, types in by_text.items():
+        yield [", ".join(types), f"`{text}`"]
+
+
 def outline_rows() -> Iterator[list[str]]:
-    planned = [name for name in [*outlines.LAYERS, *outlines.SAME_TEXT_MODEL] if name not in families.BY_MODEL_TYPE]
+    planned = [name for name in outlines.LAYERS if name not in families.BY_MODEL_TYPE]
     by_words: dict[str, list[str]] = {}
     for model_type in planned:
         by_words.setdefault(PLANNED[model_type], []).append(f"`{model_type}`")

@@ -4,7 +4,6 @@ against golden answers that were computed in float64."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tokenmill.ops.cpu.decoder import NativeDecoder
 from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.source import open_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINED = (
     "deepseek_v4", "exaone4", "gemma3n", "gemma4", "gemma4_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4",
     "minimax_m2", "ministral3", "mixtral", "olmo3", "qwen3_moe", "smollm3",
@@ -42,15 +42,6 @@ NATIVE_SIZES: dict[str, dict[str, Any]] = {
 }
 """Recurrent heads whose sizes the native kernels take, and the largest heads of attention that there are"""
 CLOSE_CALL = 1e-3  # a smaller margin in the reference may fall either way
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small take longer with two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", [*CURRENT, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)])

@@ -248,6 +248,13 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": (
         "MiniMaxM2Config", {**MOE, "head_dim": 12, "num_local_experts": 5, "rope_parameters": HALF_ROPE}
     ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {**MOE, "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 12, "sliding_window": 9,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+         "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 20,
+         "routed_scaling_factor": 1.3},
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         {**MOE, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 5, "num_dense_layers": 1,
@@ -295,14 +302,19 @@ def make_reference(name: str, seed: int = 0, **others: Any) -> transformers.PreT
     config = getattr(transformers, kind)(**{**SIZES, **changes, **others})
     config._attn_implementation = "eager"
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit, in GPT-BigCode's module
-        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        return randomised(transformers.AutoModelForCausalLM.from_config(config), seed)
+
+
+def randomised(model: transformers.PreTrainedModel, seed: int = 0) -> transformers.PreTrainedModel:
+    """The model in float32 with every tensor, norms included, far from trivial"""
+    model, config = model.float().eval(), model.config
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in parameter_name
             # A large tied embedding would make every token predict itself.
-            scale = 0.03 if "embed" in parameter_name and config.tie_word_embeddings else 0.2
+            scale = 0.03 if "embed" in parameter_name and getattr(config, "tie_word_embeddings", False) else 0.2
             parameter.copy_(parameter * is_norm + scale * noise)
         for buffer_name, buffer in model.named_buffers():  # biases of the choice of experts, scalars of layers
             if buffer_name.endswith(("_bias", "layer_scalar")):

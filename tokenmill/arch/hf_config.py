@@ -34,6 +34,7 @@ from tokenmill.arch.spec import (
     RopeSpec,
     YarnScaling,
 )
+from tokenmill.arch.text_parts import MULTIMODAL, text_type, with_text
 from tokenmill.errors import UnsupportedModel
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -59,25 +60,26 @@ def spec_from_hf(config: Mapping[str, Any], *, generation: Mapping[str, Any] | N
     whole = ConfigFields(config, str(config["model_type"]))
     _check_quantization(whole)
     _check_task(whole)
-    text = whole.section("text_config")
-    merged = family.common_keys({**config, **text} if text else config)
+    whole.section("text_config")  # an object, if there is one
+    merged = family.common_keys(with_text(config))
     fields = ConfigFields(merged, str(config["model_type"]), family.defaults)
     for key in family.refused_flags:
         if fields.get(key) not in (None, False):
             fields.refuse(f"{key} is set, which is not implemented")
-    return _spec(fields, family, ConfigFields(generation or {}, "generation_config.json"))
+    spec = _spec(fields, family, ConfigFields(generation or {}, "generation_config.json"))
+    return spec if text_type(config) is None else replace(spec, text_part_of=whole.source)
 
 
 def _family(config: Mapping[str, Any]) -> Family:
-    model_type, text = config.get("model_type"), config.get("text_config")
+    model_type, text = config.get("model_type"), text_type(config)
     if not isinstance(model_type, str):
         raise UnsupportedModel("config.json has no model_type", hint="is this a model's config.json?")
-    if model_type not in BY_MODEL_TYPE and isinstance(text, dict) and text.get("model_type") in BY_MODEL_TYPE:
-        return BY_MODEL_TYPE[text["model_type"]]  # the text part of a multimodal model
-    if model_type not in BY_MODEL_TYPE:
-        known = ", ".join(sorted(BY_MODEL_TYPE))
+    if text is not None and text not in BY_MODEL_TYPE:
+        raise UnsupportedModel(f"{model_type}: a text part of model_type {text!r} is not implemented")
+    if text is None and model_type not in BY_MODEL_TYPE:
+        known = ", ".join(sorted([*BY_MODEL_TYPE, *MULTIMODAL]))
         raise UnsupportedModel(f"model_type {model_type!r} is not implemented", hint=f"these are: {known}")
-    return BY_MODEL_TYPE[model_type]
+    return BY_MODEL_TYPE[model_type if text is None else text]
 
 
 def _check_quantization(fields: ConfigFields) -> None:
@@ -166,9 +168,11 @@ def _with_activation(experts: MoeSpec | None, mlp: MlpSpec) -> MoeSpec | None:
     if experts is None:
         return None
     check_experts(experts)
-    activation = experts.expert.activation if experts.expert.activation == "swiglu_oai" else mlp.activation
-    expert = replace(experts.expert, activation=activation)
-    shared = experts.shared and replace(experts.shared, activation=mlp.activation)
+    expert, shared = (
+        part if part is None or part.activation == "swiglu_oai" else replace(part, activation=mlp.activation)
+        for part in (experts.expert, experts.shared)
+    )
+    assert expert is not None
     return replace(experts, expert=expert, shared=shared)
 
 
@@ -297,7 +301,7 @@ def _older_style(fields: ConfigFields, family: Family, is_windowed: bool) -> dic
 
 def _scaling(rope: ConfigFields, family: Family, fields: ConfigFields, rotary_dim: int) -> RopeScaling | None:
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if rope.has("mrope_section") and not family.has_rope_sections:
+    if (kind == "mrope" or rope.has("mrope_section")) and not family.has_rope_sections:
         fields.refuse("rope type 'mrope' is not implemented")
     if kind not in _SCALINGS:
         fields.refuse(f"rope type {kind!r} is not implemented")
@@ -395,6 +399,7 @@ _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields, int], RopeScaling | N
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "mrope": _none,
     "su": _longrope,
     "yarn": _yarn,
     "proportional": _proportional,

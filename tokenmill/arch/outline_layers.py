@@ -37,16 +37,6 @@ def phi_layers(fields: ConfigFields) -> Layers:
 # ── latent attention ───────────────────────────────────────────────────────────────────────────────
 
 
-def latent_layers(fields: ConfigFields) -> tuple[LayerOutline, ...]:
-    hidden, dense = fields.integer("hidden_size"), fields.integer("first_k_dense_replace", minimum=0)
-    if fields.integer("moe_layer_freq") != 1:
-        fields.refuse("moe_layer_freq other than 1 is not known")
-    attention = latent_attention(fields, hidden)
-    early = layer(attention, gated(hidden, fields.integer("intermediate_size")), 2 * hidden)
-    late = layer(attention, deepseek_experts(fields), 2 * hidden)
-    return tuple(early if index < dense else late for index in range(fields.integer("num_hidden_layers")))
-
-
 def latent_attention(fields: ConfigFields, hidden: int) -> MixerOutline:
     heads, rank = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
     nope, rope, value = (fields.integer(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -74,14 +64,6 @@ def _indexer(fields: ConfigFields, hidden: int, query_rank: int) -> tuple[int, i
     return query_rank * heads * width + hidden * (width + heads), 2 * width, width
 
 
-def deepseek_experts(fields: ConfigFields) -> FeedOutline:
-    hidden, inner = fields.integer("hidden_size"), fields.integer("moe_intermediate_size")
-    shared = inner * (fields.integer_or_none("n_shared_experts", minimum=0) or 0)
-    return routed(
-        hidden, inner, fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok"), shared=shared
-    )
-
-
 # ── layers of several shapes ───────────────────────────────────────────────────────────────────────
 
 
@@ -91,75 +73,6 @@ def _kinds(fields: ConfigFields, key: str, count: int, default: Sequence[int]) -
     if len(kinds) < count:
         fields.refuse(f"{key} has {len(kinds)} entries for {count} layers")
     return kinds[:count]
-
-
-def mimo_layers(fields: ConfigFields) -> Layers:
-    """MiMo-V2: keys wider than values; windowed layers have their own numbers of heads, and sinks."""
-    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
-    default = [int(bool(index) and (index + 1) % 6 > 0) for index in range(count)]
-    windows = _kinds(fields, "hybrid_layer_pattern", count, default)
-    sparse = _kinds(fields, "moe_layer_freq", count, [0] + [1] * (count - 1))
-    mixers = _mimo_attention(fields, hidden, is_windowed=False), _mimo_attention(fields, hidden, is_windowed=True)
-    feeds = gated(hidden, fields.integer("intermediate_size")), _experts_with_bias(fields, hidden)
-    return tuple(layer(mixers[a > 0], feeds[b > 0], 2 * hidden) for a, b in zip(windows, sparse, strict=True))
-
-
-def _mimo_attention(fields: ConfigFields, hidden: int, *, is_windowed: bool) -> MixerOutline:
-    def size(name: str) -> int:
-        own = fields.integer_or_none(f"swa_{name}") if is_windowed else None
-        return own or fields.integer(name)
-
-    heads, kv_heads, dim, value = (
-        size(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
-    )
-    kept = kv_heads * (dim + value)
-    return MixerOutline(
-        linear=hidden * (heads * (dim + value) + kept),
-        vectors=heads if is_windowed else 0,
-        kv_values=kept,
-        pair_values=heads * (dim + value),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        width=heads * (dim + value) + kept,
-        window=fields.integer("sliding_window") if is_windowed else None,
-    )
-
-
-def _experts_with_bias(fields: ConfigFields, hidden: int, *, shared: int = 0) -> FeedOutline:
-    return routed(
-        hidden,
-        fields.integer("moe_intermediate_size"),
-        fields.integer("n_routed_experts" if fields.has("n_routed_experts") else "num_experts"),
-        fields.integer("num_experts_per_tok"),
-        shared=shared,
-        has_router_bias=True,
-    )
-
-
-def step_layers(fields: ConfigFields) -> Layers:
-    """Step-3.7: a gate per head; windowed layers may have more heads."""
-    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
-    kinds = fields.strings("layer_types", count) or ("full_attention",) * count
-    heads, others = fields.integer("num_attention_heads"), fields.section("attention_other_setting") or {}
-    more = ConfigFields({"num_attention_heads": heads, **others}, "attention_other_setting")
-    dense = fields.integer("first_k_dense_replace", minimum=0)
-    shared = fields.integer_or_none("share_expert_dim", minimum=0) or 0
-    feeds = gated(hidden, fields.integer("intermediate_size")), _experts_with_bias(fields, hidden, shared=shared)
-    mixers = {
-        "full_attention": _gated_heads(fields, hidden, heads, None),
-        "sliding_attention": _gated_heads(
-            fields, hidden, more.integer("num_attention_heads"), fields.integer_or_none("sliding_window")
-        ),
-    }
-    if not mixers.keys() >= set(kinds):
-        fields.refuse(f"layer_types other than {', '.join(mixers)} are not known")
-    return tuple(layer(mixers[kind], feeds[index >= dense], 2 * hidden) for index, kind in enumerate(kinds))
-
-
-def _gated_heads(fields: ConfigFields, hidden: int, heads: int, window: int | None) -> MixerOutline:
-    dim = fields.integer("head_dim")
-    mixer = grouped_attention(hidden, heads, fields.integer("num_key_value_heads"), dim, norms=2 * dim, window=window)
-    return replace(mixer, linear=mixer.linear + hidden * heads)
 
 
 def block_sparse_layers(fields: ConfigFields) -> Layers:
@@ -272,12 +185,9 @@ def _latent_experts(fields: ConfigFields, hidden: int) -> FeedOutline:
 
 
 LAYERS: dict[str, Reader] = {
-    "kimi_k25": latent_layers,
     "kimi_k3": kimi_k3_layers,
-    "mimo_v2_flash": mimo_layers,
     "minimax_m3": block_sparse_layers,
     "minimax_m3_vl": block_sparse_layers,
     "nemotron-nas": nemotron_nas_layers,
     "phi-msft": phi_layers,
-    "step3p7": step_layers,
 }

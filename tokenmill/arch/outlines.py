@@ -18,24 +18,21 @@ from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.hf_config import MAX_LAYERS, spec_from_hf
 from tokenmill.arch.outline import Model, ModelOutline
 from tokenmill.arch.outline_layers import LAYERS, phi_layers
+from tokenmill.arch.text_parts import MULTIMODAL, text_type
 from tokenmill.errors import UnsupportedModel
 
 # ── the table ──────────────────────────────────────────────────────────────────────────────────────
 
 
-SAME_TEXT_MODEL = {"phi3_v": "phi3", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 # model_type → the features that the engine lacks to run it.
 MISSING = {
     "bailing_hybrid": "linear attention together with latent attention",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
     "mamba": "recurrent layers without attention",
-    "mimo_v2_flash": "keys and values of different widths, with other head counts in windowed layers",
     "minimax_m3": "attention over selected blocks of keys",
     "minimax_m3_vl": "attention over selected blocks of keys",
     "nemotron-nas": "layers of different sizes, or without attention",
     "phi-msft": "GPT-2's tensor names (the same model is supported as `phi`)",
-    "phi3_v": "a vision part with unknown tensor names",
-    "step3p7": "gates per head, activation limits that differ between layers",
 }
 DEFAULTS = {
     "first_k_dense_replace": 0,
@@ -47,22 +44,14 @@ DEFAULTS = {
 def outline_from_hf(config: Mapping[str, Any]) -> Model:
     """Read a config for the planner: as a spec if the engine runs the model, else as an outline."""
     model_type = str(config.get("model_type"))
-    if model_type in BY_MODEL_TYPE:
+    if model_type in BY_MODEL_TYPE or text_type(config) is not None:
         return spec_from_hf(config)
+    if model_type not in LAYERS:
+        known = ", ".join(sorted([*BY_MODEL_TYPE, *MULTIMODAL, *LAYERS]))
+        raise UnsupportedModel(f"model_type {model_type!r} is not known", hint=f"these are: {known}")
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, dict) else dict(config)
-    if model_type in SAME_TEXT_MODEL:
-        return spec_from_hf({**_without_parts(merged), "model_type": SAME_TEXT_MODEL[model_type]})
-    if model_type not in LAYERS:
-        known = ", ".join(sorted([*BY_MODEL_TYPE, *SAME_TEXT_MODEL, *LAYERS]))
-        raise UnsupportedModel(f"model_type {model_type!r} is not known", hint=f"these are: {known}")
     return _outline(ConfigFields(merged, model_type, DEFAULTS), model_type)
-
-
-def _without_parts(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config without keys that do not affect sizes, such as the rotation of image positions."""
-    dropped = ("text_config", "architectures", "rope_scaling", "rope_parameters")
-    return {"rope_theta": 10000.0, **{key: value for key, value in config.items() if key not in dropped}}
 
 
 def _outline(fields: ConfigFields, family: str) -> ModelOutline:

@@ -21,7 +21,7 @@ from tokenmill.arch.families import BY_NAME
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import Rules, TensorSource, sources_of, tensors_of
 from tokenmill.ops.raw import RawTensor
-from tokenmill.weights.source import prefixed_rules, transformed
+from tokenmill.weights.source import hf_prefixes, prefixed_rules, transformed
 
 EXPERTS = ".experts."
 Found = TypeVar("Found")
@@ -73,7 +73,7 @@ def peft_targets(spec: ModelSpec) -> Targets:
     family = BY_NAME[spec.family]
     modules: dict[str, tuple[AdapterTarget, ...]] = {}
     experts: dict[str, tuple[ExpertsTarget, ...]] = {}
-    for prefix in family.hf_prefixes:
+    for prefix in hf_prefixes(spec):
         for rules in (family.hf_rules, {**family.hf_rules, **family.hf_variant}):
             found = targets_by(spec, prefixed_rules(rules, prefix))
             modules |= found.modules

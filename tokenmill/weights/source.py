@@ -20,6 +20,7 @@ from tokenmill.arch.mtp import first_extra_layer, mtp_head, mtp_names
 from tokenmill.arch.read import quantization_config
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.tensors import GGUF_FACTS, Rules, TensorSource, sources_of
+from tokenmill.arch.text_parts import WRAPPED_PREFIXES, text_tensors
 from tokenmill.errors import DamagedFile, UnsupportedModel
 from tokenmill.ops.raw import Ordered, RawTensor
 from tokenmill.weights.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
@@ -48,11 +49,22 @@ def open_weights(path: Path | str, spec: ModelSpec) -> WeightSource:
         rules = family.gguf_traits.rules_for(gguf.shapes)
         return CheckpointWeights(gguf, sources_of(spec, rules), (*GGUF_FACTS, *_extra_layers(spec, rules)))
     checkpoint = _safetensors(location.files)
-    rules = _hf_rules(family, checkpoint)
+    prefix = _prefix(spec, checkpoint)
+    rules = _hf_rules(family, checkpoint, prefix)
     tied = ("lm_head.weight", "language_model.lm_head.weight") if spec.tied_head else ()
-    further = _extra_layers(spec, rules)
-    ignored = (*family.ignored_prefixes, *tied, *further)
-    return CheckpointWeights(checkpoint, sources_of(spec, rules), ignored, family.ignored_suffixes)
+    ignored = (*family.ignored_prefixes, *tied, *_extra_layers(spec, rules))
+    parts = text_tensors(prefix) if spec.text_part_of else ()
+    sources = {name: _as_stored(one, checkpoint) for name, one in sources_of(spec, rules).items()}
+    return CheckpointWeights(checkpoint, sources, ignored, family.ignored_suffixes, parts)
+
+
+def _as_stored(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
+    """Return the source of matrices that are usually transposed; transformers 5 writes some as they are."""
+    *others, rows, columns = source.shape if source.transposed else (0, 0)
+    plain = (*others, columns, rows)
+    if not source.transposed or plain == source.shape or checkpoint.shapes.get(source.names[0]) != plain:
+        return source
+    return replace(source, transposed=False, shape=plain)
 
 
 def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
@@ -66,7 +78,7 @@ def open_mtp_head(path: Path | str, spec: ModelSpec) -> CheckpointWeights:
         rules = names.head_rules(family.gguf_traits.rules_for(checkpoint.shapes))
     else:
         checkpoint = _safetensors(location.files)
-        rules = _hf_rules(family, checkpoint, names)
+        rules = _hf_rules(family, checkpoint, _prefix(spec, checkpoint), names)
     number = first_extra_layer(spec) if names.number is None else names.number
     sources = sources_of(replace(head, layer_numbers=((number, number),)), rules)
     weights = CheckpointWeights(checkpoint, sources)
@@ -100,13 +112,21 @@ def _family(spec: ModelSpec) -> Family:
     return BY_NAME[spec.family]
 
 
-def _hf_rules(family: Family, checkpoint: Checkpoint, head: MtpNames | None = None) -> Rules:
-    """Return the rules with the prefix that this checkpoint has before "layers."; in multimodal checkpoints it is
-    longer. `head`: return the rules of the MTP head instead."""
+def _prefix(spec: ModelSpec, checkpoint: Checkpoint) -> str:
+    """Return the prefix that this checkpoint has before "layers."; in multimodal checkpoints it is longer."""
+    embedding = _family(spec).hf_rules["embed.weight"].pattern.removeprefix("model.")
+    found = (prefix for prefix in hf_prefixes(spec) if prefix + embedding in checkpoint.shapes)
+    return next(found, "model.")
+
+
+def hf_prefixes(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the prefixes that a checkpoint of the model may have before "layers.", most likely first."""
+    return WRAPPED_PREFIXES if spec.text_part_of else _family(spec).hf_prefixes
+
+
+def _hf_rules(family: Family, checkpoint: Checkpoint, prefix: str, head: MtpNames | None = None) -> Rules:
+    """Return the rules with this prefix. `head`: return the rules of the MTP head instead."""
     shapes = checkpoint.shapes
-    embedding = family.hf_rules["embed.weight"].pattern.removeprefix("model.")
-    found = (prefix for prefix in family.hf_prefixes if prefix + embedding in shapes)
-    prefix = next(found, "model.")
     rules: Rules = {**family.hf_rules, **_variant(family, prefix, shapes)}
     rules = prefixed_rules(rules if head is None else head.head_rules(rules), prefix)
     if isinstance(checkpoint, QuantizedCheckpoint) and checkpoint.has_rows_of_outputs:
@@ -143,6 +163,7 @@ class CheckpointWeights:
     sources: Mapping[str, TensorSource]
     ignored: tuple[str, ...] = ()  # name prefixes of tensors that the model does not use
     ignored_suffixes: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()  # name prefixes of the only tensors that it may use; empty: any
 
     def names(self) -> list[str]:
         return list(self.sources)
@@ -230,6 +251,8 @@ class CheckpointWeights:
             )
 
     def _is_ignored(self, name: str) -> bool:
+        if self.parts and not name.startswith(self.parts):
+            return True
         return name.startswith(self.ignored) or name.endswith((*_COMPUTED_SUFFIXES, *self.ignored_suffixes))
 
 

@@ -24,9 +24,9 @@ from tokenmill.arch.families.gemma import GEMMA, VAULTGEMMA
 from tokenmill.arch.families.gemma2 import GEMMA2
 from tokenmill.arch.families.gemma3 import GEMMA3
 from tokenmill.arch.families.gemma3n import GEMMA3N
-from tokenmill.arch.families.gemma4 import GEMMA4
+from tokenmill.arch.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tokenmill.arch.families.glm import GLM, GLM4
-from tokenmill.arch.families.glm4_moe import GLM4_MOE
+from tokenmill.arch.families.glm4_moe import GLM4_MOE, GLM4V_MOE
 from tokenmill.arch.families.gpt2 import GPT2, GPT_BIGCODE
 from tokenmill.arch.families.gpt_neo import GPT_NEO
 from tokenmill.arch.families.gpt_neox import GPT_NEOX
@@ -47,6 +47,7 @@ from tokenmill.arch.families.lfm2_moe import LFM2_MOE
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.families.llama4 import LLAMA4
 from tokenmill.arch.families.mellum import MELLUM
+from tokenmill.arch.families.mimo_v2 import MIMO_V2
 from tokenmill.arch.families.minicpm3 import MINICPM3
 from tokenmill.arch.families.minimax_m2 import MINIMAX_M2
 from tokenmill.arch.families.ministral3 import MINISTRAL3
@@ -59,7 +60,7 @@ from tokenmill.arch.families.olmo1 import OLMO
 from tokenmill.arch.families.olmoe import FLEX_OLMO, OLMOE
 from tokenmill.arch.families.opt import OPT
 from tokenmill.arch.families.phi import PHI
-from tokenmill.arch.families.phi3 import PHI3
+from tokenmill.arch.families.phi3 import PHI3, PHI4_MULTIMODAL
 from tokenmill.arch.families.qwen2 import MIMO, QWEN2
 from tokenmill.arch.families.qwen2_moe import QWEN2_MOE
 from tokenmill.arch.families.qwen3 import QWEN3
@@ -71,6 +72,7 @@ from tokenmill.arch.families.seed_oss import SEED_OSS
 from tokenmill.arch.families.smollm3 import SMOLLM3
 from tokenmill.arch.families.stablelm import STABLELM
 from tokenmill.arch.families.starcoder2 import STARCODER2
+from tokenmill.arch.families.step3p5 import STEP3P5
 from tokenmill.arch.families.youtu import YOUTU
 from tokenmill.arch.family import Family
 
@@ -87,6 +89,7 @@ ALL: tuple[Family, ...] = (
     GEMMA2,
     GEMMA3,
     PHI3,
+    PHI4_MULTIMODAL,
     LFM2,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -100,7 +103,9 @@ ALL: tuple[Family, ...] = (
     EXAONE4,
     GEMMA3N,
     GEMMA4,
+    GEMMA4_UNIFIED,
     GLM4_MOE,
+    GLM4V_MOE,
     GPT_OSS,
     GRANITE,
     HUNYUAN_DENSE,
@@ -108,6 +113,7 @@ ALL: tuple[Family, ...] = (
     HY3,
     LFM2_MOE,
     LLAMA4,
+    MIMO_V2,
     MINIMAX_M2,
     MINISTRAL3,
     OLMO2,
@@ -117,6 +123,7 @@ ALL: tuple[Family, ...] = (
     SMOLLM3,
     STABLELM,
     STARCODER2,
+    STEP3P5,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,

@@ -91,7 +91,7 @@ def _experts_by_softmax(fields: ConfigFields, layer_index: int) -> MoeSpec | Non
     return _experts(fields, layer_index, routing)
 
 
-def _experts_by_sigmoid(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
+def experts_by_sigmoid(fields: ConfigFields, layer_index: int) -> MoeSpec | None:
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if fields.get(key) not in (None, expected):
             fields.refuse(f"{key} {fields.get(key)!r} is not implemented")
@@ -263,7 +263,7 @@ DEEPSEEK_V3 = Family(
     hf_rules=HF_LATENT,
     gguf=GGUFTraits("deepseek2", GGUF_DEEPSEEK, config_keys=DEEPSEEK_KEYS, variant=GGUF_LATENT_HEADS),
     is_latent=True,
-    experts=_experts_by_sigmoid,
+    experts=experts_by_sigmoid,
     refused_flags=("attention_bias", "mlp_bias", "index_n_heads"),
     mtp=HF_NEXTN,
 )

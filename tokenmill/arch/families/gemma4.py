@@ -237,3 +237,17 @@ GEMMA4 = Family(
     hf_prefixes=TEXT_PREFIXES,
     ignored_prefixes=(*VISION_PREFIXES, "model.audio_tower.", "model.embed_audio.", "model.embed_vision."),
 )
+
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    name="gemma4_unified",
+    model_types=("gemma4_unified", "gemma4_unified_text"),
+    defaults={
+        **GEMMA4.defaults,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+    gguf=None,
+    ignored_prefixes=(*GEMMA4.ignored_prefixes, "model.vision_embedder."),
+)

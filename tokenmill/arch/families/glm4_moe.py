@@ -1,12 +1,13 @@
-"""GLM-4.5, 4.6 and 4.7: dense layers first, then routed experts with sigmoid scores and a choice bias, and a shared
-expert; rotation of half of each head. The layer after the last one is an MTP head (`arch/mtp.py`)."""
+"""GLM-4.5, 4.6 and 4.7, and the text part of GLM-4.5V: dense layers first, then routed experts with sigmoid scores and
+a choice bias, and a shared expert; rotation of half of each head. The layer after the last one is an MTP head
+(`arch/mtp.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import HF_NEXTN, Family, GGUFTraits, is_dense
+from tokenmill.arch.family import HF_NEXTN, TEXT_PREFIXES, VISION_PREFIXES, Family, GGUFTraits, is_dense
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
 from tokenmill.arch.gguf_config_keys import ConfigKeys
@@ -102,4 +103,16 @@ GLM4_MOE = Family(
     experts=sigmoid_experts,
     adjust_attention=_adjust_attention,
     mtp=HF_NEXTN,
+)
+
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    name="glm4v_moe",
+    model_types=("glm4v_moe", "glm4v_moe_text"),
+    defaults={**GLM4_MOE.defaults, "max_position_embeddings": 65536, "attention_bias": True},
+    gguf=None,
+    has_rope_sections=True,
+    hf_prefixes=TEXT_PREFIXES,
+    ignored_prefixes=VISION_PREFIXES,
+    mtp=None,
 )

@@ -1,7 +1,9 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: q, k, v in one tensor, gate and up in another; rope over part of a head, scaled by a
-factor per frequency (longrope)."""
+"""Phi-3, Phi-3.5, Phi-4-mini, and the text parts of Phi-3.5-vision and Phi-4-multimodal: q, k, v in one tensor, gate
+and up in another; rope over part of a head, scaled by a factor per frequency (longrope)."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tokenmill.arch.family import Family, GGUFTraits, every_layer
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, Rule, Rules
@@ -16,7 +18,7 @@ def _fused(qkv: str, gate_up: str) -> Rules:
 
 PHI3 = Family(
     name="phi3",
-    model_types=("phi3",),
+    model_types=("phi3", "phi3_v"),
     defaults={
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
@@ -36,4 +38,20 @@ PHI3 = Family(
     has_partial_rotary=True,
     windows=every_layer,
     refused_flags=("attention_bias", "mlp_bias", "lm_head_bias"),
+    ignored_prefixes=("model.vision_embed_tokens.",),
+)
+
+PHI4_MULTIMODAL = replace(
+    PHI3,
+    name="phi4_multimodal",
+    model_types=("phi4_multimodal",),
+    defaults={
+        **PHI3.defaults,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "bos_token_id": 199999,
+        "eos_token_id": [199999, 200020],
+    },
+    gguf=None,
+    ignored_prefixes=("model.embed_tokens_extend.",),
 )

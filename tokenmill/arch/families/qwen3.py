@@ -8,10 +8,10 @@ from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM
 
 QWEN3 = Family(
     name="qwen3",
-    model_types=("qwen3", "qwen3_vl_text"),
+    model_types=("qwen3", "qwen3_vl", "qwen3_vl_text"),
     defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     hf_rules={**HF_LLAMA, **HF_QK_NORM},
-    gguf=GGUFTraits("qwen3", GGUF),
+    gguf=GGUFTraits("qwen3", GGUF, other_archs=("qwen3vl",)),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     qk_norm="head",

@@ -57,7 +57,7 @@ QWEN3_MOE = Family(
         **HF_QK_NORM,
         **HF_ROUTED,
     },
-    gguf=GGUFTraits("qwen3moe", GGUF),
+    gguf=GGUFTraits("qwen3moe", GGUF, other_archs=("qwen3vlmoe",)),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     qk_norm="head",
@@ -68,7 +68,7 @@ QWEN3_MOE = Family(
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     name="qwen3_vl_moe",
-    model_types=("qwen3_vl_moe_text",),
+    model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
     hf_rules={
         **HF_LLAMA,
         **HF_QK_NORM,

@@ -102,7 +102,7 @@ def test_without_keys_nothing_is_kept(tmp_path: Path) -> None:
 def test_rows_that_come_while_others_are_written_wait_for_no_request() -> None:
     async def run() -> None:
         database = SlowDatabase(None)
-        ledger = Ledger(database, is_on=True)
+        ledger = Ledger(database)
         ledger.add(RequestRecord("first", "POST", "/", is_generation=True))
         await until(lambda: database.is_busy)
         ledger.add(RequestRecord("second", "POST", "/", is_generation=True))
@@ -117,7 +117,7 @@ def test_a_full_disk_delays_rows_and_a_stopping_server_loses_none() -> None:
     async def run() -> None:
         database = SlowDatabase(None)
         database.fails = True
-        ledger = Ledger(database, is_on=True)
+        ledger = Ledger(database)
         ledger.add(RequestRecord("first", "POST", "/", is_generation=True))
         await until(lambda: database.num_failed >= 1)
         database.fails = False
@@ -135,7 +135,7 @@ def test_a_full_disk_delays_rows_and_a_stopping_server_loses_none() -> None:
 
 def test_a_clock_that_jumps_ages_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> list[dict[str, Any]]:
-        ledger = Ledger(Database(None), is_on=True)
+        ledger = Ledger(Database(None))
         ledger.add(RequestRecord("before", "POST", "/", is_generation=True))
         await ledger.write()
         now_s = time.time()

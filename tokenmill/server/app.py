@@ -61,7 +61,7 @@ from tokenmill.server.state.server_state import ServerState
 from tokenmill.server.tgi.render import TGI
 from tokenmill.server.tgi.routes import tgi_endpoints
 from tokenmill.server.tokens import token_endpoints
-from tokenmill.server.tracing import RequestTracing, tracer_of
+from tokenmill.server.tracing import RequestTracing, tracing_of
 from tokenmill.server.ui.feed import feed_endpoints
 from tokenmill.server.ui.model_lists import MakeFinder, model_list_endpoints
 from tokenmill.server.ui.pages import PAGE_PATHS, page_endpoints, page_routes
@@ -106,9 +106,8 @@ def create_app(
     registry = ModelRegistry(*_gates(models), any_name=config.any_model_name)
     accounting = Accounting(metrics, registry)
     state = ServerState.of(config)
-    ledger = Ledger(state.database, is_on=config.ledger if config.ledger is not None else bool(known_keys))
-
-    tracing = RequestTracing(tracer_of(config))
+    ledger = Ledger(state.database)
+    tracing = tracing_of(config)
     request_log = RequestLog(config)
     audit = AuditTrail(audit_file(config, known_keys, state.folder), registry, known_keys)
 
@@ -118,11 +117,17 @@ def create_app(
 
     loader.on_load, loader.on_failure, loader.on_unload = audit.note_load, audit.note_failed_load, unloaded
 
+    finishers = [accounting.finish]  # what is done with the record of a request that has ended
+    if tracing is not None:
+        finishers.append(tracing.finish)
+    if config.request_log is not None:
+        finishers.append(request_log.finish)
+    if config.ledger if config.ledger is not None else known_keys:
+        finishers.append(ledger.add)
+
     def count(record: RequestRecord) -> None:
-        accounting.finish(record)
-        tracing.finish(record)
-        request_log.finish(record)
-        ledger.add(record)
+        for finish in finishers:
+            finish(record)
 
     bodies, live, workers = BodyReader(config), LiveRequests(), TextWorkers()
     context = RouteContext(
@@ -133,7 +138,7 @@ def create_app(
         workers,
         live,
         accounting.gaps_of,
-        request_log.begin,
+        None if config.request_log is None else request_log.begin,
         count,
         state,
         loader,
@@ -141,7 +146,9 @@ def create_app(
         response_cache(config),
     )
     endpoints = [endpoint for endpoints_of in ENDPOINTS for endpoint in endpoints_of(context)]
-    context.services.extend([ledger, audit, tracing, request_log, LoopLag(metrics.process.note_lag)])
+    context.services.extend([ledger, audit, request_log, LoopLag(metrics.process.note_lag)])
+    if tracing is not None:
+        context.services.append(tracing)
     endpoints += [*admin_endpoints(context, accounting.render), *usage_endpoints(ledger)]
     endpoints += [*page_endpoints(), *feed_endpoints(context, accounting.values), *model_list_endpoints(context, fits)]
     jobs = {endpoint.path: endpoint.job for endpoint in endpoints if endpoint.job is not None}
@@ -200,9 +207,10 @@ def _layers(
     count: Callable[[RequestRecord], None],
     dialects: Dialects,
     audit: AuditTrail,
-    tracing: RequestTracing,
+    tracing: RequestTracing | None,
 ) -> list[Middleware]:
-    layers = [Middleware(RequestMiddleware, on_begin=tracing.begin, on_done=count, dialects=dialects)]
+    on_begin = None if tracing is None else tracing.begin
+    layers = [Middleware(RequestMiddleware, on_begin=on_begin, on_done=count, dialects=dialects)]
     if config.cors_origin:
         layers.append(
             Middleware(

@@ -50,7 +50,8 @@ class BodyReader:
             raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s") from None
 
     async def _read_bounded(self, request: Request) -> bytes:
-        unpacker = unpacker_of(request.headers.get("content-encoding", ""))
+        encoding = request.headers.get("content-encoding")
+        unpacker = None if encoding is None else unpacker_of(encoding)
         announced = request.headers.get("content-length", "")
         refusal = self._refusal(int(announced)) if announced.isdigit() else None
         if refusal is not None:  # before reading anything: the connection discards the rest (`http_protocol.py`)

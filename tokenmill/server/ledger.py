@@ -44,9 +44,8 @@ _SPAN = re.compile(r"(\d{1,6})([mhdw])")
 class Ledger:
     """Writes rows and sums them up."""
 
-    def __init__(self, database: Database, *, is_on: bool) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._is_on = is_on
         self._rows: list[tuple[Any, ...]] = []
         self._writing: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -55,7 +54,7 @@ class Ledger:
 
     def add(self, record: RequestRecord) -> None:
         """Add the row of a generation that has ended. Called once for each."""
-        if not self._is_on or not record.is_generation:
+        if not record.is_generation:
             return
         if len(self._rows) < MAX_UNWRITTEN:
             self._rows.append(row_of(record))

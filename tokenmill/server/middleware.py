@@ -30,7 +30,7 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         *,
-        on_begin: Callable[[RequestRecord, Headers], None],
+        on_begin: Callable[[RequestRecord, Headers], None] | None,
         on_done: Callable[[RequestRecord], None],
         dialects: Dialects,
     ) -> None:
@@ -45,7 +45,8 @@ class RequestMiddleware:
             return
         headers = Headers(scope=scope)
         record = RequestRecord(call_id(headers.get("x-request-id", "")), scope["method"], scope["path"])
-        self._on_begin(record, headers)
+        if self._on_begin is not None:
+            self._on_begin(record, headers)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -84,7 +84,7 @@ class RouteContext:
     workers: TextWorkers
     live: LiveRequests
     gaps_of: Callable[[str], LiveHistogram]  # model name ─► its histogram of times between outputs
-    log_texts: Callable[[Sequence[ClientRequest]], LoggedTexts | None]  # collects the texts for the request log
+    log_texts: Callable[[Sequence[ClientRequest]], LoggedTexts | None] | None  # collects texts for the request log
     count: Callable[[RequestRecord], None]  # counts a finished generation that belongs to no HTTP request
     state: ServerState
     loader: ModelLoader
@@ -155,16 +155,18 @@ class RouteContext:
         listed among the live requests while it runs."""
         if record.key_id and self.keys:
             record.key = self.keys.require(record.key_id)
-        require_allowed(job.engine.info.name, record.key)
+        if record.key is not None:
+            require_allowed(job.engine.info.name, record.key)
+            record.limits = self.quotas.of(record.key)
         if job.keep_model is not None and (record.key is None or record.key.sees_all):
             job.keep_model()  # affects all users of the model
         if record.key_id:
             job = as_tenant(job, record.key_id, record.key, shares_cache=self.config.share_cache)
         record.is_stream, record.first_request = job.is_stream, job.requests[0] if job.requests else None
-        record.texts = self.log_texts(job.requests)
+        record.texts = None if self.log_texts is None else self.log_texts(job.requests)
         record.gaps = self.gaps_of(job.engine.info.name)
-        limits = record.limits = self.quotas.of(record.key)
-        return GenerationRun(job, record, self.live, None if limits is None else RunQuota(limits), self.cache)
+        quota = None if record.limits is None else RunQuota(record.limits)
+        return GenerationRun(job, record, self.live, quota, self.cache)
 
 
 def owner_of(request: Request) -> str:

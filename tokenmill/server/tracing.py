@@ -19,29 +19,30 @@ from tokenmill.types import ChatRequest, EmbedRequest
 PROVIDER = "tokenmill"
 
 
-def tracer_of(config: ServerConfig) -> Tracer | None:
-    return None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, config.trace_share)
+def tracing_of(config: ServerConfig) -> RequestTracing | None:
+    """Return the tracing of a server; None without an endpoint to export spans to."""
+    if config.otlp_endpoint is None:
+        return None
+    return RequestTracing(Tracer(config.otlp_endpoint, config.trace_share))
 
 
 class RequestTracing:
-    """Starts a trace for each request and exports its spans at the end; does nothing without a tracer."""
+    """Starts a trace for each request and exports its spans at the end."""
 
-    def __init__(self, tracer: Tracer | None) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def begin(self, record: RequestRecord, headers: Headers) -> None:
-        if self._tracer is not None:
-            record.trace = self._tracer.begin(headers)
+        record.trace = self._tracer.begin(headers)
 
     def finish(self, record: RequestRecord) -> None:
-        if self._tracer is not None and record.trace is not None and record.is_generation:
+        if record.trace is not None and record.is_generation:
             self._tracer.finish(record.trace, server_span(record))
 
     async def start(self) -> None: ...
 
     async def close(self) -> None:
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close)
+        await asyncio.to_thread(self._tracer.close)
 
 
 def server_span(record: RequestRecord) -> SpanDraft:

@@ -67,9 +67,7 @@ class Steps:
         rows = list(range(num_rows))
         tokens = [(5 + TOKEN_STRIDE * row) % self.vocab_size for row in rows]
         for _ in range(RING_SIZE):  # whose turn it may be when graphs are replayed by hand
-            self.graphs.start(
-                DecodeInputs(rows, [self.context - 1] * num_rows, tokens, [0] * num_rows), "greedy"
-            )
+            self.graphs.start(DecodeInputs(rows, [self.context - 1] * num_rows, tokens, [0] * num_rows), "greedy")
         (captured,) = self.graphs._captured.values()
         graph = captured.graph
         times = []

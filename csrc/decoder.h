@@ -161,15 +161,25 @@ struct ShortConv {
 
 inline constexpr int kMaxConvKernel = 16;
 
-// Gated DeltaNet, Kimi's delta rule or Mamba-2, see decoder/recurrent.cpp.
+// The inner projections of Mamba-1: `inner` has rows of a, then k, then q; `step` projects a to a step of each channel.
+struct ScanInputs {
+  Linear inner, step;
+  Vector step_norm, key_norm, query_norm;  // of a, k and q; empty: they are not normed
+  float eps = 0.0f;
+};
+
+// Gated DeltaNet, Kimi's delta rule, Mamba-2 or Mamba-1, see decoder/recurrent.cpp.
 struct Recurrent {
-  std::vector<Linear> in;  // rows of q, k, v, z, (b,) a: one matrix each
+  std::vector<Linear> in;  // rows of q, k, v, z, (b,) a: one matrix each; of Mamba-1 v and z
+  std::optional<ScanInputs> scan;  // of Mamba-1
   RecurrentShape shape;
   Vector conv, conv_bias;  // [kernel][channels], the oldest tap first; [channels]
   Vector ones;             // [channels]
   int kernel = 0;
-  Vector rates, step_bias, skip;  // [value heads], step_bias [decays]; `skip` of Mamba-2 only
+  Vector rates, step_bias, skip;  // [value heads], step_bias [decays]; of Mamba-1 rates [key dim][values], skip [values]
   float min_step = 0.0f, max_step = 0.0f, step_scale = 1.0f, gate_scale = 1.0f, out_scale = 1.0f;
+  float strength_scale = 1.0f;
+  float lowest_decay = 0.0f;  // of one token, below zero; 0: there is no limit
   Vector norm;  // [value dim] or [values]; 0 groups: no norm
   int norm_groups = 0;
   bool is_norm_shared = false, gates_first = false, gates_by_sigmoid = false;
@@ -179,7 +189,8 @@ struct Recurrent {
   float* conv_inputs = nullptr;  // [block][token][channels]
   float* keys = nullptr;         // [block][key head][token][key dim]
   float* updates = nullptr;      // [block][value head][token][value dim]
-  float* decays = nullptr;       // [block][token][value head], or per channel [block][value head][token][key dim]
+  float* decays = nullptr;       // [block][token][value head], or per channel [block][value head][token][key dim]; of
+                                 // Mamba-1 the steps [block][token][channel]
   float* states = nullptr;       // [slot][value head][key dim][value dim]
   float* tails = nullptr;        // [slot][kernel - 1][channels]
   int block_size = 0, state_group = 0, num_states = 0;
@@ -216,6 +227,7 @@ struct LatentAttention {
   std::optional<Linear> q_up;
   Vector q_norm, kv_norm;
   std::vector<Linear> absorb, expand;  // per head, not quantised: [rank][nope_dim] and [value_dim][rank]
+  std::optional<Linear> gate;          // of the output: a row per head, or per value of a head
   int heads = 0, nope_dim = 0, rope_dim = 0, value_dim = 0;
   float scale = 1.0f, eps = 0.0f;
   EntryCache cache;
@@ -367,6 +379,7 @@ class Decoder {
   bool attention_fits(const Layer& layer) const;
   bool conv_fits(const Layer& layer) const;
   bool recurrent_fits(const Layer& layer) const;
+  bool scan_fits(const Recurrent& mixer) const;
   void check_recurrent(const Layer& layer, const BatchView& batch) const;
   struct RecurrentRow;
   RecurrentRow recurrent_row(const Layer& layer, const BatchView& batch, int row) const;
@@ -377,7 +390,11 @@ class Decoder {
   void keep_conv_tails(const Layer& layer, const RecurrentRow& row);
   void recur_head(const Layer& layer, const RecurrentRow& row, int head, int thread);
   void recurrent_outputs(const Layer& layer, int tokens);
+  void project_scan(const Layer& layer, int tokens);
+  void scan_rows(const Layer& layer, const BatchView& batch);
+  void scan_channels(const Layer& layer, const RecurrentRow& row, int first, int count, int thread);
   bool latent_fits(const Layer& layer) const;
+  void gate_latent(const Layer& layer, int token, float* out);
   const CompressedAttention& compressed_at(int layer) const;
   bool compressed_fits(const Layer& layer) const;
   bool streams_fit(const Layer& layer) const;
@@ -558,6 +575,8 @@ class Decoder {
   PageVector<float> cut_gates_;          // [T][2][inter]
   PageVector<float> projected_;  // [T][q + 2 kv], or [T][3 hidden] of a convolution
   PageVector<float> convolved_, recurred_;  // of a recurrent mixer: [T][channels], [T][values]
+  PageVector<float> scan_inner_, scan_steps_;  // of Mamba-1: [T][rank and two states], [T][channels]
+  Activations scan_rows_, scan_latents_;
   PageVector<float> queries_, absorbed_, mixtures_, latent_values_;  // of latent attention: [T][heads][…] each
   Activations query_latents_;
   // ── of an indexer ──

@@ -16,6 +16,8 @@
 //
 #include "kernels/recurrent.h"
 //
+#include "kernels/selective_scan.h"
+//
 #include "kernels/latent_attention.h"
 //
 #include "kernels/draws.h"

@@ -184,6 +184,9 @@ struct Kernels {
   void (*recur_token)(const RecurrentShape&, const ChunkCells&, int at, const float* state, const RecurrentToken&,
                       float* update, float* out);
   void (*next_state)(const RecurrentShape&, const ChunkCells&, const float* state, float* next);
+  // See kernels/selective_scan.h.
+  void (*scan_token)(const ScanTile&, const float* step, const float* key, const float* update, const float* query,
+                     float* state, float* out);
   void (*embed)(const Matrix&, int row, float scale, float* out);
   void (*rotate)(float* head, const float* cos, const float* sin, int half);
   void (*write_kv)(const PagedCache&, int64_t slot, int kv_head, const float* key, const float* value);

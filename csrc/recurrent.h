@@ -1,5 +1,5 @@
-// A recurrent mixer: gated DeltaNet or Mamba-2 (formulas in tokenmill/arch/recurrent.py). A head caches a state at multiples
-// of 64 tokens, and for each later token a cell: key, update, cumulative decay.
+// A recurrent mixer: gated DeltaNet, Mamba-2 or Mamba-1 (formulas in tokenmill/arch/recurrent.py). A head caches a state at
+// multiples of 64 tokens, and for each later token a cell: key, update, cumulative decay (of Mamba-1: its steps).
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -16,6 +16,7 @@ struct RecurrentShape {
   int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0, kernel = 0;
 
   bool is_tiled = false;  // value head h uses key head h % key_heads, instead of consecutive value heads sharing one
+  bool is_scan = false;   // Mamba-1: one head; keys, queries and decays are projected from the convolved values
 
   int key_head_of(int value_head) const {
     return is_tiled ? value_head % key_heads : value_head / (value_heads / key_heads);
@@ -26,8 +27,15 @@ struct RecurrentShape {
   }
   int keys() const { return key_heads * key_dim; }
   int values() const { return value_heads * value_dim; }
-  int channels() const { return 2 * keys() + values(); }
-  int decays() const { return has_channel_decays ? value_heads * key_dim : value_heads; }
+  int channels() const { return is_scan ? values() : 2 * keys() + values(); }
+  int decays() const { return is_scan ? values() : has_channel_decays ? value_heads * key_dim : value_heads; }
+};
+
+// Some channels of a recurrence with a decay rate per channel and state (Mamba-1).
+struct ScanTile {
+  const float* rates;  // [size][stride], those of the tile's channels first
+  size_t stride;
+  int size, channels;  // states of a channel; channels of the tile
 };
 
 // The cells of a chunk that a head reads, oldest first; those of this step are in scratch memory.

@@ -141,7 +141,8 @@ Vector copied(const MaybeVector& array) {
 void add_latent_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, const Linear& kv_down,
                       std::optional<Linear> q_up, const Linear& o, std::optional<FloatVector> q_norm, FloatVector kv_norm,
                       std::vector<Linear> absorb, std::vector<Linear> expand, int nope_dim, int rope_dim, float scale,
-                      float eps, int rope, std::optional<EntryIndexer> index, bool shares_index) {
+                      float eps, int rope, std::optional<EntryIndexer> index, bool shares_index,
+                      std::optional<Linear> gate) {
   Layer layer(frame);
   LatentAttention latent;
   if (absorb.empty() || expand.size() != absorb.size()) throw std::invalid_argument("absorb and expand need a matrix per head");
@@ -162,6 +163,7 @@ void add_latent_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& 
   latent.eps = eps;
   latent.index = std::move(index);
   latent.shares_index = shares_index;
+  latent.gate = std::move(gate);
   layer.latent = std::move(latent);
   layer.o = o;
   layer.rope = rope;
@@ -222,12 +224,15 @@ void add_recurrent_layer(HeldDecoder& self, const LayerFrame& frame, std::vector
                          Array<const float, 2> conv, MaybeVector conv_bias, FloatVector rates, FloatVector step_bias,
                          MaybeVector skip, MaybeVector norm, int norm_groups, bool is_norm_shared, bool gates_first,
                          float eps, float min_step, float max_step, float step_scale, float gate_scale,
-                         float out_scale, bool has_channel_decays, bool gates_by_sigmoid, bool is_tiled) {
+                         float out_scale, bool has_channel_decays, bool gates_by_sigmoid, bool is_tiled,
+                         float strength_scale, float lowest_decay, std::optional<ScanInputs> scan) {
   Layer layer(frame);
   Recurrent mixer;
   mixer.in = std::move(in);
   mixer.kernel = static_cast<int>(conv.shape(0));
-  mixer.shape = {is_delta, has_channel_decays, key_heads, value_heads, key_dim, value_dim, mixer.kernel, is_tiled};
+  mixer.shape = {is_delta, has_channel_decays, key_heads, value_heads, key_dim, value_dim, mixer.kernel, is_tiled,
+                 scan.has_value()};
+  mixer.scan = std::move(scan);
   mixer.conv.assign(conv.data(), conv.data() + conv.size());
   mixer.conv_bias = copied(conv_bias);
   mixer.ones.assign(conv.shape(1), 1.0f);
@@ -245,6 +250,8 @@ void add_recurrent_layer(HeldDecoder& self, const LayerFrame& frame, std::vector
   mixer.step_scale = step_scale;
   mixer.gate_scale = gate_scale;
   mixer.out_scale = out_scale;
+  mixer.strength_scale = strength_scale;
+  mixer.lowest_decay = lowest_decay;
   layer.recurrent = std::move(mixer);
   layer.o = out;
   self.add_layer(std::move(layer));
@@ -264,8 +271,9 @@ void bind_recurrent_cache(HeldDecoder& decoder, int layer, int group, int state_
   const auto at = [](int size) { return static_cast<size_t>(size); };
   const size_t blocks = conv_inputs.shape(0), size = conv_inputs.shape(1), slots = states.shape(0);
   const std::vector<size_t> decay_dims =
-      shape.has_channel_decays ? std::vector<size_t>{blocks, at(shape.value_heads), size, at(shape.key_dim)}
-                               : std::vector<size_t>{blocks, size, at(shape.value_heads)};
+      shape.is_scan              ? std::vector<size_t>{blocks, size, at(shape.values())}
+      : shape.has_channel_decays ? std::vector<size_t>{blocks, at(shape.value_heads), size, at(shape.key_dim)}
+                                 : std::vector<size_t>{blocks, size, at(shape.value_heads)};
   if (!is(conv_inputs, {blocks, size, at(shape.channels())}) ||
       !is(keys, {blocks, at(shape.key_heads), size, at(shape.key_dim)}) ||
       !is(updates, {blocks, at(shape.value_heads), size, at(shape.value_dim)}) ||
@@ -427,6 +435,11 @@ void bind_parts(nb::module_& m) {
     new (self) EntryIndexer(std::move(index));
   }, "q"_a, "k"_a, "weights"_a, "norm"_a, "norm_bias"_a, "heads"_a, "top_k"_a, "scale"_a, "eps"_a);
 
+  nb::class_<ScanInputs>(m, "ScanInputs").def("__init__", [](ScanInputs* self, const Linear& inner, const Linear& step,
+      MaybeVector step_norm, MaybeVector key_norm, MaybeVector query_norm, float eps) {
+    new (self) ScanInputs{inner, step, copied(step_norm), copied(key_norm), copied(query_norm), eps};
+  }, "inner"_a, "step"_a, "step_norm"_a.none(), "key_norm"_a.none(), "query_norm"_a.none(), "eps"_a);
+
   nb::class_<CompressedEntries>(m, "CompressedEntries")
       .def("__init__", [](CompressedEntries* self, Array<const float, 2> bias, FloatVector norm) {
         new (self) CompressedEntries(compressed_entries(bias, norm));
@@ -526,13 +539,14 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
            "value_heads"_a, "key_dim"_a, "value_dim"_a, "conv"_a, "conv_bias"_a.none(), "rates"_a, "step_bias"_a,
            "skip"_a.none(), "norm"_a.none(), "norm_groups"_a, "is_norm_shared"_a, "gates_first"_a, "eps"_a, "min_step"_a,
            "max_step"_a, "step_scale"_a, "gate_scale"_a, "out_scale"_a, "has_channel_decays"_a = false,
-           "gates_by_sigmoid"_a = false, "is_tiled"_a = false)
+           "gates_by_sigmoid"_a = false, "is_tiled"_a = false, "strength_scale"_a = 1.0f, "lowest_decay"_a = 0.0f,
+           "scan"_a.none() = nb::none())
       .def("bind_recurrent_cache", &bind_recurrent_cache, "layer"_a, "group"_a, "state_group"_a,
            "conv_inputs"_a.noconvert(), "keys"_a.noconvert(), "updates"_a.noconvert(), "decays"_a.noconvert(),
            "states"_a.noconvert(), "tails"_a.noconvert())
       .def("add_latent_layer", &add_latent_layer, "frame"_a, "q"_a, "kv_down"_a, "q_up"_a.none(), "o"_a, "q_norm"_a.none(),
            "kv_norm"_a, "absorb"_a, "expand"_a, "nope_dim"_a, "rope_dim"_a, "scale"_a, "eps"_a, "rope"_a,
-           "index"_a.none() = nb::none(), "shares_index"_a = false)
+           "index"_a.none() = nb::none(), "shares_index"_a = false, "gate"_a.none() = nb::none())
       .def("add_compressed_layer", &add_compressed_layer, "frame"_a, "inputs"_a, "q_up"_a, "out"_a, "o"_a, "q_norm"_a,
            "kv_norm"_a, "sinks"_a, "window"_a, "scale"_a, "eps"_a, "rope"_a, "rate"_a = 0, "overlaps"_a = false,
            "entries"_a.none() = nb::none(), "index"_a.none() = nb::none())

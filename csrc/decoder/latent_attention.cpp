@@ -49,11 +49,16 @@ void Decoder::project_latent(const Layer& layer, const BatchView& batch) {
   const LatentAttention& latent = *layer.latent;
   const size_t stride = projected_width(layer);
   const float threshold = outlier_threshold(layer);
-  const Form form = latent.index ? form_for({&latent.q, &latent.kv_down, &latent.index->k, &latent.index->weights}, threshold)
-                                 : form_for({&latent.q, &latent.kv_down}, threshold);
+  Form form = latent.index ? form_for({&latent.q, &latent.kv_down, &latent.index->k, &latent.index->weights}, threshold)
+                           : form_for({&latent.q, &latent.kv_down}, threshold);
+  if (latent.gate) {
+    const Form gate = form_for({&*latent.gate}, threshold);
+    form.quantised |= gate.quantised;
+    form.plain |= gate.plain;
+  }
   norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, form);
   grow(projected_, static_cast<size_t>(batch.tokens) * stride);
-  Gemm gemms[4];
+  Gemm gemms[5];
   int count = 0, at = 0;
   const auto add = [&](const Linear& linear) {
     gemms[count++] = {&linear, nullptr, normed_.view(), Gemm::Mode::Store, projected_.data() + at, stride};
@@ -62,6 +67,7 @@ void Decoder::project_latent(const Layer& layer, const BatchView& batch) {
   add(latent.q);
   add(latent.kv_down);
   if (latent.index) add(latent.index->k), add(latent.index->weights);
+  if (latent.gate) add(*latent.gate);
   run(gemms, count);
 }
 
@@ -103,7 +109,18 @@ void Decoder::latent_outputs(const Layer& layer, const BatchView& batch) {
   if (is_owned_) form = {false, true, form.outlier_threshold};  // quantised after all rows are gathered
   fill_rows(tokens, value_width, 2 * value_width, heads_, form, [&](int t, float* out) {
     std::copy_n(latent_values_.data() + static_cast<size_t>(t) * value_width, value_width, out);
+    if (latent.gate) gate_latent(layer, t, out);
   });
+}
+
+// Multiplies a token's output by the sigmoid of its gates, one per head or per value; the gates are overwritten.
+void Decoder::gate_latent(const Layer& layer, int token, float* out) {
+  const LatentAttention& latent = *layer.latent;
+  const int count = latent.gate->rows();
+  float* gates = projected_.data() + static_cast<size_t>(token + 1) * projected_width(layer) - count;
+  kernels_->sigmoid(gates, count, gates);
+  if (count > latent.heads) return kernels_->multiply(out, gates, count, out);
+  for (int h = 0; h < count; ++h) kernels_->scale(out + static_cast<size_t>(h) * latent.value_dim, gates[h], latent.value_dim);
 }
 
 // Computes the queries of all heads from their latents: [T][heads][nope and rope dims].

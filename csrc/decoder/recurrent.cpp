@@ -1,4 +1,5 @@
-// A recurrent mixer (gated DeltaNet, Mamba-2). Its phases, each of which the pool runs as a whole:
+// A recurrent mixer (gated DeltaNet, Mamba-2; of Mamba-1 see selective_scan.cpp). Its phases, each of which the pool runs as
+// a whole:
 //
 //   norm → q, k, v, z, b, a → convolution, silu (tokens) → recurrence (rows × heads) → norm, gate (tokens) → o
 //
@@ -8,21 +9,9 @@
 #include <cmath>
 
 #include "decoder/phases.h"
+#include "decoder/recurrent_row.h"
 
 namespace tokenmill {
-namespace {
-
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
-}  // namespace
-
-// The tokens of one row in a step, and its tables.
-struct Decoder::RecurrentRow {
-  int first, end;  // the row's tokens [first, end) of the step
-  int start;       // position of the first one
-  const int32_t* cells;
-  const int32_t* states;
-};
 
 Decoder::RecurrentRow Decoder::recurrent_row(const Layer& layer, const BatchView& batch, int row) const {
   const GroupView& cells = batch.groups[static_cast<size_t>(layer.group)];
@@ -42,6 +31,10 @@ void Decoder::recur(const Layer& layer, const BatchView& batch) {
     convolve_token(layer, recurrent_row(layer, batch, static_cast<int>(next - batch.query_starts - 1)), t);
   });
   for (int r = 0; r < rows; ++r) keep_conv_tails(layer, recurrent_row(layer, batch, r));
+  if (mixer.scan) {
+    project_scan(layer, batch.tokens);
+    return scan_rows(layer, batch);
+  }
   const int heads = mixer.shape.value_heads;
   grow(recurred_, static_cast<size_t>(batch.tokens) * mixer.shape.values());
   pool_.run(rows * heads, [&](int task, int thread) {
@@ -149,6 +142,10 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
       const float dt = softplus(a[i] * mixer.step_scale + mixer.step_bias[i]);
       return std::min(std::max(dt, mixer.min_step), mixer.max_step);
     };
+    const auto decay = [&](size_t i) {
+      if (mixer.lowest_decay == 0.0f) return mixer.rates[own] * step(i);
+      return mixer.lowest_decay / (1.0f + std::exp(mixer.rates[own] * (a[i] * mixer.step_scale + mixer.step_bias[i])));
+    };
     float* key = fresh_keys + at * key_dim;
     const float* in_key = in + shape.keys() + key_head * key_dim;
     RecurrentToken token{in + key_head * key_dim, in + 2 * static_cast<size_t>(shape.keys()) + own * value_dim, 0.0f, room};
@@ -156,7 +153,7 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
       kernels_->unit_vector(token.q, 1.0f / std::sqrt(static_cast<float>(shape.key_dim)), shape.key_dim, query);
       kernels_->unit_vector(in_key, 1.0f, shape.key_dim, key);
       token.q = query;
-      token.strength = 1.0f / (1.0f + std::exp(-steps[own]));
+      token.strength = mixer.strength_scale / (1.0f + std::exp(-steps[own]));
     } else {
       std::copy_n(in_key, key_dim, key);
     }
@@ -166,12 +163,11 @@ void Decoder::recur_head(const Layer& layer, const RecurrentRow& row, int head, 
     if (shape.has_channel_decays) {
       float* decays = fresh_decays + at * key_dim;
       for (size_t c = 0; c < key_dim; ++c)
-        decays[c] = (at == 0 ? 0.0f : cells.channel_decays[at - 1][c]) + mixer.rates[own] * step(own * key_dim + c);
+        decays[c] = (at == 0 ? 0.0f : cells.channel_decays[at - 1][c]) + decay(own * key_dim + c);
       cells.channel_decays[at] = decays;
     } else {
-      const float dt = step(own);
-      cells.decays[at] = (at == 0 ? 0.0f : cells.decays[at - 1]) + mixer.rates[own] * dt;
-      if (!shape.is_delta) token.strength = dt;
+      cells.decays[at] = (at == 0 ? 0.0f : cells.decays[at - 1]) + decay(own);
+      if (!shape.is_delta) token.strength = step(own);
     }
     float* out = recurred_.data() + static_cast<size_t>(t) * shape.values() + own * value_dim;
     kernels_->recur_token(shape, cells, at, state, token, update, out);

@@ -83,7 +83,9 @@ bool Decoder::latent_fits(const Layer& layer) const {
       latent.q_up ? fits(*latent.q_up, q_size, latent.q.rows()) &&
                         static_cast<int64_t>(latent.q_norm.size()) == latent.q.rows()
                   : latent.q.rows() == q_size;
-  return heads > 0 && rank > 0 && width == rank + latent.rope_dim && queries_fit && index_fits(latent) && latent.q.w.cols == hidden_ &&
+  const bool gate_fits = !latent.gate || fits(*latent.gate, heads, hidden_) ||
+                         fits(*latent.gate, int64_t{heads} * latent.value_dim, hidden_);
+  return heads > 0 && rank > 0 && width == rank + latent.rope_dim && queries_fit && gate_fits && index_fits(latent) && latent.q.w.cols == hidden_ &&
          fits(latent.kv_down, width, hidden_) && static_cast<int>(latent.kv_norm.size()) == rank &&
          all(latent.absorb, rank, latent.nope_dim) && all(latent.expand, latent.value_dim, rank) &&
          fits(layer.o, hidden_, int64_t{heads} * latent.value_dim) && layer.rope < static_cast<int>(ropes_.size()) &&
@@ -191,23 +193,42 @@ bool Decoder::recurrent_fits(const Layer& layer) const {
   const RecurrentShape& shape = mixer.shape;
   const size_t heads = static_cast<size_t>(shape.value_heads), channels = static_cast<size_t>(shape.channels());
   if (shape.key_heads <= 0 || shape.value_heads <= 0 || shape.value_heads % shape.key_heads != 0 || shape.key_dim <= 0 ||
-      shape.key_dim % 16 != 0 || shape.value_dim <= 0 || shape.value_dim % 16 != 0 || mixer.kernel < 2 ||
+      (shape.key_dim % 16 != 0 && !shape.is_scan) || shape.value_dim <= 0 || shape.value_dim % 16 != 0 || mixer.kernel < 2 ||
       mixer.kernel > kMaxConvKernel || shape.kernel != mixer.kernel ||
-      (shape.has_channel_decays && !shape.is_delta) || (mixer.gates_by_sigmoid && mixer.gates_first))
+      (shape.has_channel_decays && !shape.is_delta) || (mixer.gates_by_sigmoid && mixer.gates_first) ||
+      shape.is_scan != mixer.scan.has_value() || (shape.is_scan && !scan_fits(mixer)))
     return false;
-  std::vector<int> rows{shape.keys(), shape.keys(), shape.values(), shape.values()};
-  if (shape.is_delta) rows.push_back(shape.value_heads);
-  rows.push_back(shape.decays());
+  std::vector<int> rows{shape.values(), shape.values()};
+  if (!shape.is_scan) {
+    rows.insert(rows.begin(), {shape.keys(), shape.keys()});
+    if (shape.is_delta) rows.push_back(shape.value_heads);
+    rows.push_back(shape.decays());
+  }
   bool good = mixer.in.size() == rows.size();
   for (size_t i = 0; good && i < rows.size(); ++i) good = fits(mixer.in[i], rows[i], hidden_);
   const size_t norm = mixer.norm_groups == 0      ? 0
                       : mixer.is_norm_shared      ? static_cast<size_t>(shape.values() / mixer.norm_groups)
                                                   : static_cast<size_t>(shape.values());
   return good && mixer.conv.size() == channels * static_cast<size_t>(mixer.kernel) && mixer.ones.size() == channels &&
-         (mixer.conv_bias.empty() || mixer.conv_bias.size() == channels) && mixer.rates.size() == heads &&
-         mixer.step_bias.size() == static_cast<size_t>(shape.decays()) && (mixer.skip.empty() || mixer.skip.size() == heads) &&
+         (mixer.conv_bias.empty() || mixer.conv_bias.size() == channels) &&
+         (shape.is_scan || mixer.rates.size() == heads) &&
+         mixer.step_bias.size() == static_cast<size_t>(shape.decays()) &&
+         (shape.is_scan || mixer.skip.empty() || mixer.skip.size() == heads) &&
          mixer.norm_groups >= 0 && (mixer.norm_groups == 0 || shape.values() % mixer.norm_groups == 0) &&
          mixer.norm.size() == norm && fits(layer.o, hidden_, shape.values());
+}
+
+bool Decoder::scan_fits(const Recurrent& mixer) const {
+  const RecurrentShape& shape = mixer.shape;
+  const ScanInputs& scan = *mixer.scan;
+  const size_t size = static_cast<size_t>(shape.key_dim), width = static_cast<size_t>(shape.values());
+  const int64_t rank = scan.step.w.cols;
+  const bool has_norms = !scan.step_norm.empty();
+  return !shape.is_delta && shape.key_heads == 1 && shape.value_heads == 1 && rank > 0 &&
+         fits(scan.inner, rank + 2 * int64_t{shape.key_dim}, shape.values()) && fits(scan.step, shape.values(), rank) &&
+         mixer.rates.size() == size * width && mixer.skip.size() == width &&
+         (!has_norms || scan.step_norm.size() == static_cast<size_t>(rank)) &&
+         scan.key_norm.size() == (has_norms ? size : 0) && scan.query_norm.size() == (has_norms ? size : 0);
 }
 
 RecurrentShape Decoder::recurrent_shape(int layer) const {
@@ -465,9 +486,12 @@ size_t Decoder::weight_bytes() const {
     if (layer.conv) total += layer.conv->in.w.num_bytes();
     if (layer.recurrent)
       for (const Linear& linear : layer.recurrent->in) total += linear.w.num_bytes();
+    if (layer.recurrent && layer.recurrent->scan)
+      total += layer.recurrent->scan->inner.w.num_bytes() + layer.recurrent->scan->step.w.num_bytes();
     if (layer.latent) {
       total += layer.latent->q.w.num_bytes() + layer.latent->kv_down.w.num_bytes();
       if (layer.latent->q_up) total += layer.latent->q_up->w.num_bytes();
+      if (layer.latent->gate) total += layer.latent->gate->w.num_bytes();
       if (layer.latent->index)
         for (const Linear* l : {&layer.latent->index->q, &layer.latent->index->k, &layer.latent->index->weights})
           total += l->w.num_bytes();

@@ -60,9 +60,10 @@ size_t Decoder::projected_width(const Layer& layer) const {
     return width;
   }
   if (layer.latent) {
-    const size_t width = static_cast<size_t>(layer.latent->q.rows() + layer.latent->kv_down.rows());
-    const auto& index = layer.latent->index;
-    return index ? width + static_cast<size_t>(index->k.rows() + index->weights.rows()) : width;
+    int width = layer.latent->q.rows() + layer.latent->kv_down.rows();
+    if (const auto& index = layer.latent->index) width += index->k.rows() + index->weights.rows();
+    if (layer.latent->gate) width += layer.latent->gate->rows();
+    return static_cast<size_t>(width);
   }
   const PagedCache& cache = layer.attention.cache;
   const int kv_width = layer.has_own_kv() ? cache.kv_heads * (cache.head_dim + cache.value_dim) : 0;

@@ -25,6 +25,7 @@ inline Kernels make_table(const char* name) {
   k.silu = silu_all;
   k.unit_vector = unit_vector;
   k.recur_token = recur_token;
+  k.scan_token = scan_token;
   k.next_state = next_state;
   k.embed = embed;
   k.rotate = rotate;

@@ -83,7 +83,7 @@ def test_yarn() -> None:
 @pytest.mark.parametrize(
     ("arch", "changes", "named"),
     [
-        ("mamba", {}, "mamba"),
+        ("rwkv7", {}, "rwkv7"),
         ("llama", {"block_count": None}, "block_count"),
         ("llama", {"block_count": 10**9}, "block_count"),
         ("llama", {"attention__head_count": [4, 8]}, "attention.head_count"),

@@ -142,7 +142,7 @@ def test_global_layers_alone_are_scaled_in_gemma3() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": "rwkv"}, "rwkv"),
         ({"hidden_act": "softsign"}, "softsign"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope"),

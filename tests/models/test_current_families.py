@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.native_models import native_model
 from tests.support.paged_run import PagedRun, feed_in_chunks
-from tests.support.tiny_models import CURRENT, FAMILIES, VOCAB, load_ours, make_reference
+from tests.support.tiny_models import CURRENT, FAMILIES, NATIVE_SIZES, VOCAB, load_ours, make_reference
 from tokenmill.arch.read import read_spec
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
@@ -29,18 +29,6 @@ TRAINED = (
     "deepseek_v4", "exaone4", "gemma3n", "gemma4", "gemma4_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "llama4",
     "minimax_m2", "ministral3", "mixtral", "olmo3", "qwen3_moe", "smollm3",
 )  # fmt: skip
-DELTA_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-MAMBA_SIZES = {"mamba_d_state": 16}
-NATIVE_SIZES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), DELTA_SIZES),
-    **dict.fromkeys(
-        ("bamba", "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "falcon_h1_no_norm"), MAMBA_SIZES
-    ),
-    "nemotron_h": {"ssm_state_size": 16},
-    "kimi_linear": {"linear_head_dim": 16},
-    "gemma4_moe": {"per_layer_config": {"2": {"head_dim": 512, "num_key_value_heads": 1}}},
-}
-"""Recurrent heads whose sizes the native kernels take, and the largest heads of attention that there are"""
 CLOSE_CALL = 1e-3  # a smaller margin in the reference may fall either way
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.compute_requests import LAYER, SPEC, WANTED
 from tokenmill.arch.compressed import Compression
 from tokenmill.arch.indexer import Indexer
-from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.recurrent import InnerProjection, Recurrent
 from tokenmill.arch.spec import Gqa, Mla, MlpSpec, MoeSpec, RopeSpec, RoutingSpec, WindowedMqa
 from tokenmill.arch.streams import AltUp, HyperConnections
 from tokenmill.engine.backends import TRITON
@@ -17,6 +17,9 @@ from tokenmill.engine.backends import TRITON
 pytest.importorskip("triton")
 
 MAMBA = Recurrent("ssd", 1, 2, 24, 128, 4, None)
+SCALED = Recurrent("delta", 2, 2, 64, 64, 4, None, strength_scale=2.0)
+LIMITED = Recurrent("delta", 2, 2, 64, 64, 4, None, has_channel_decays=True, lowest_decay=-5.0)
+SCAN = Recurrent("scan", 1, 1, 16, 128, 4, None, inner=InnerProjection(8))
 INDEXED = Mla(4, 32, 64, 16, 8, 16, 1.0, None, indexer=Indexer(2, 24, 8))
 WINDOWED = WindowedMqa(4, 1024, 8, 16, 1.0, RopeSpec(1e4, 8), 2, 16, 1e-6, Compression(4, True, Indexer(2, 24, 8)))
 LOOKED_UP = MoeSpec(4, 2, MlpSpec(8, "silu_to_10"), RoutingSpec("sqrt_softplus", table_rows=80))
@@ -54,6 +57,9 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
             {"spec": replace(SPEC, layers=(replace(LAYER, side_mixer=replace(MAMBA, key_dim=256)),))},
             "states of 256 x 128",
         ),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=SCALED),))}, "scaled strengths"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=LIMITED),))}, "lowest decay"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=SCAN, mlp=None),))}, "Mamba-1"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=INDEXED),)), "deterministic": True}, "an indexer"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=WINDOWED),))}, "heads of 1024 dimensions"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=replace(WINDOWED, head_dim=33)),))}, "heads of 33"),

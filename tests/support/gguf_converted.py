@@ -12,6 +12,7 @@ import gguf
 import torch
 
 from tests.support.gguf_families import VOCABULARY
+from tests.support.gguf_recurrent import RECURRENT
 from tokenmill.weights.gguf_write import padded_vocabulary
 
 Tensors = dict[str, torch.Tensor]
@@ -556,4 +557,5 @@ CONVERTERS: dict[str, Converter] = {
     "cohere2": (_cohere2, plain),
     "ernie4_5": (lambda _: {}, plain),
     "starcoder2": (_layer_norm, plain),
+    **RECURRENT,
 }

@@ -140,6 +140,9 @@ VARIANTS = {
         num_heads=3, num_kv_heads=1, head_dim=512, rope=RopeSpec(10000.0, 512, num_angles=64)
     ),
     "sparse": replace(LLAMA, layers=(_indexed(12), LAYER, _indexed(12))),
+    "latent_gates": replace(LLAMA, layers=(
+        replace(LATENT, mixer=replace(LATENT.mixer, gate=AttentionGate(is_per_head=True))),
+        replace(_indexed(12), mixer=replace(_indexed(12).mixer, gate=AttentionGate())))),
     "shared_index": replace(LLAMA, layers=(_indexed(9, 20), LATENT, _sharing(0), _indexed(30, 20), _sharing(3))),
     "altup": replace(LLAMA, input_vocab_size=60, layers=(
         replace(ALTUP, mlp=MlpSpec(72, "gelu_tanh", sparsity=0.7)), ALTUP,

@@ -149,6 +149,7 @@ MAMBA = {
     "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }  # fmt: skip
+CHANNELS = {"intermediate_size": 96, "state_size": 6, "time_step_rank": 5}
 INDEXED = {"q_lora_rank": 20, "index_n_heads": 6, "index_head_dim": 12, "index_topk": 11}
 CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1], "mlp_bias": True, "rope_parameters": HALF_ROPE}),
@@ -186,6 +187,26 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
          "mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts": 6, "num_experts_per_token": 2,
          "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7, "q_lora_rank": None},
     ),
+    "olmo_hybrid": (  # transformers saves the convolution in three equal parts, so q, k and v are equally wide here
+        "OlmoHybridConfig",
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_key_head_dim": 8,
+         "linear_value_head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        {**LATENT, "n_routed_experts": None, "num_local_experts": 6, "n_group": 2, "topk_group": 1, "head_dim": 8,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "kda_lower_bound": -2.0,
+         "rope_parameters": ROPE},
+    ),
+    "jamba": (
+        "JambaConfig",
+        {**MOE, "num_experts": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 5,
+         "mamba_dt_rank": 7, "mamba_proj_bias": True},
+    ),
+    "jamba_dense": ("JambaConfig", {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 2}),
+    "mamba": ("MambaConfig", {**CHANNELS, "use_bias": True}),
+    "falcon_mamba": ("FalconMambaConfig", {**CHANNELS, "tie_word_embeddings": False}),
+    "mamba2": ("Mamba2Config", {"num_heads": 6, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 16}),
     "deepseek_v32": ("DeepseekV32Config", {**LATENT, **INDEXED, "n_group": 3, "topk_group": 2}),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
@@ -294,6 +315,22 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     **DENSE,
     **EXPERT_MODELS,
 }  # fmt: skip
+
+DELTA_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+MAMBA_SIZES = {"mamba_d_state": 16}
+NATIVE_SIZES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), DELTA_SIZES),
+    **dict.fromkeys(
+        ("bamba", "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "falcon_h1_no_norm"), MAMBA_SIZES
+    ),
+    "nemotron_h": {"ssm_state_size": 16},
+    "kimi_linear": {"linear_head_dim": 16},
+    "olmo_hybrid": DELTA_SIZES,
+    "bailing_hybrid": {"head_dim": 16},
+    "mamba2": {"state_size": 16},
+    "gemma4_moe": {"per_layer_config": {"2": {"head_dim": 512, "num_key_value_heads": 1}}},
+}
+"""Recurrent heads whose sizes the native kernels take, and the largest heads of attention that there are"""
 
 
 def make_reference(name: str, seed: int = 0, **others: Any) -> transformers.PreTrainedModel:

@@ -35,6 +35,7 @@ DELTA = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 NEMOTRON = {"layer_norm_epsilon": 2.0**-20, "routed_scaling_factor": 1.5}
+PURE = {"layer_norm_epsilon": 2.0**-20, "max_position_embeddings": 2**20}
 BLOCKS = ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]
 # name: (architecture, family, sizes in place of the tiny model's own)
 MODELS: dict[str, tuple[str, str, Config]] = {
@@ -54,6 +55,11 @@ MODELS: dict[str, tuple[str, str, Config]] = {
         "nemotron_h_moe", "nemotron_h",
         {**NEMOTRON, "layers_block_type": [{"mlp": "moe"}.get(kind, kind) for kind in BLOCKS]},
     ),
+    "jamba": ("jamba", "jamba", {**EPS, "mamba_proj_bias": False}),
+    "jamba_dense": ("jamba", "jamba_dense", EPS),
+    "mamba": ("mamba", "mamba", {**PURE, "use_bias": False}),
+    "falcon_mamba": ("mamba", "falcon_mamba", PURE),
+    "mamba2": ("mamba2", "mamba2", PURE),
     "ministral3": (
         "mistral3", "ministral3",
         {**EPS, "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.25,

@@ -80,10 +80,12 @@ def config_from_gguf(gguf: GGUFFile, keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _rope(fields: ConfigFields, found: Mapping[str, Any], keys: ConfigKeys) -> dict[str, Any]:
-    rotary, dim = fields.integer_or_none("rope.dimension_count"), found.get("head_dim")
-    if dim is None:
-        dim = fields.integer("embedding_length") // fields.integer("attention.head_count")
-    config: dict[str, Any] = {} if rotary is None else {"partial_rotary_factor": rotary / dim}
+    rotary, config = fields.integer_or_none("rope.dimension_count"), dict[str, Any]()
+    if rotary is not None:
+        dim = found.get("head_dim")
+        if dim is None:
+            dim = fields.integer("embedding_length") // fields.integer("attention.head_count")
+        config["partial_rotary_factor"] = rotary / dim
     kind = fields.get("rope.scaling.type") or "none"
     if kind == "none":
         return config

@@ -169,7 +169,7 @@ def _mla_outline(mla: Mla) -> LayerOutline:
         pair_values=absorbed + compared,
         num_heads=mla.num_heads,
         num_kv_heads=1,
-        width=2 * mla.q_size + mla.entry_size + absorbed + mla.out_size + compared,
+        width=2 * mla.q_size + mla.entry_size + absorbed + mla.out_size + compared + mla.gate_size,
     )
 
 
@@ -223,6 +223,7 @@ def _conv_outline(conv: ShortConv) -> LayerOutline:
 def _recurrent_outline(mixer: Recurrent) -> LayerOutline:
     """Return the outline of a layer with only this mixer, without its weights."""
     state = mixer.value_heads * mixer.key_dim * mixer.value_dim
+    inner = 0 if mixer.inner is None else mixer.inner.rank + 2 * mixer.key_dim + mixer.num_decays
     return LayerOutline(
         linear=0,
         vectors=0,
@@ -230,7 +231,7 @@ def _recurrent_outline(mixer: Recurrent) -> LayerOutline:
         pair_values=0,
         num_heads=mixer.value_heads,
         num_kv_heads=mixer.key_heads,
-        width=mixer.projected_size + mixer.conv_size + 2 * mixer.values_size,
+        width=mixer.projected_size + mixer.conv_size + 2 * mixer.values_size + inner,
         state_values=state + (mixer.kernel - 1) * mixer.conv_size,
     )
 

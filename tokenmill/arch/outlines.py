@@ -26,9 +26,7 @@ from tokenmill.errors import UnsupportedModel
 
 # model_type → the features that the engine lacks to run it.
 MISSING = {
-    "bailing_hybrid": "linear attention together with latent attention",
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
-    "mamba": "recurrent layers without attention",
     "minimax_m3": "attention over selected blocks of keys",
     "minimax_m3_vl": "attention over selected blocks of keys",
     "nemotron-nas": "layers of different sizes, or without attention",

@@ -151,7 +151,8 @@ def _mixer_regions(spec: LayerSpec, mixer: MixerSpec, name: str, number: int) ->
             cache = number if mixer.shares_kv_of is None else mixer.shares_kv_of
         case Mla():
             index = () if mixer.indexer is None else ("index_k", "index_weights")
-            inputs = _stacked(name, ("q" if mixer.q_rank is None else "q_down", "kv_down", *index))
+            gate = () if mixer.gate is None else ("attn_gate",)
+            inputs = _stacked(name, ("q" if mixer.q_rank is None else "q_down", "kv_down", *index, *gate))
             output = _stacked(name, ("o",))
         case WindowedMqa():
             inputs = _stacked(name, tuple(part for part, _ in mixer.projected_parts))

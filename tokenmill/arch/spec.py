@@ -223,6 +223,7 @@ class Mla:
     norm_eps: float = 1e-6  # of the latents, independent of the model's
     indexer: Indexer | None = None  # selects the tokens that are attended to; None: the whole context
     shares_index_of: int | None = None  # an earlier layer whose indexer's selection this one uses
+    gate: AttentionGate | None = None
 
     @property
     def window(self) -> None:
@@ -243,6 +244,12 @@ class Mla:
     @property
     def out_size(self) -> int:
         return self.num_heads * self.value_dim
+
+    @property
+    def gate_size(self) -> int:
+        if self.gate is None:
+            return 0
+        return self.num_heads if self.gate.is_per_head else self.out_size
 
     @property
     def entry_size(self) -> int:
@@ -503,7 +510,7 @@ class TensorSpec:
     layers.{i}.q_down.weight, .q_norm.weight           [q_rank, hidden], [q_rank], of latent attention
     layers.{i}.q_up.weight, or .q.weight               [heads * head_dim, q_rank], or [heads * head_dim, hidden]
     layers.{i}.kv_down.weight, .kv_norm.weight         [kv_rank + rope_dim, hidden], [kv_rank]
-    layers.{i}.kv_up.weight                            [heads * (nope_dim + value_dim), kv_rank]
+    layers.{i}.kv_up.weight                            [heads * (nope_dim + value_dim), kv_rank], and attn_gate
     layers.{i}.index_q.weight                          [index heads * index_dim, q_rank], of an indexer
     layers.{i}.{index_k,index_weights}.weight          [index_dim, hidden], [index heads, hidden]
     layers.{i}.index_k_norm.weight  (.bias)            [index_dim]
@@ -516,7 +523,9 @@ class TensorSpec:
     layers.{i}.ssm_{q,k}.weight, layers.{i}.ssm_{v,z}.weight   [keys, hidden], [values, hidden]  (.bias each)
     layers.{i}.ssm_{b,a}.weight                        [value heads, hidden], b of the delta rule only
     layers.{i}.ssm_conv_{q,k,v}.weight  (.bias)        [channels, kernel], oldest tap first
-    layers.{i}.{ssm_a_log,ssm_dt_bias,ssm_d}           [value heads]
+    layers.{i}.{ssm_a_log,ssm_dt_bias,ssm_d}           [value heads]; of Mamba-1 [values, states], [values], [values]
+    layers.{i}.{ssm_inner,ssm_step}.weight             [rank + 2 states, values], [values, rank], of Mamba-1
+    layers.{i}.ssm_{step,k,q}_norm.weight              [rank], [states], [states]
     layers.{i}.ssm_norm.weight                         [value_dim] or [values]
     layers.{i}.ssm_out.weight  (.bias)                 [hidden, values]
     layers.{i}.attn_post_norm.weight                   [hidden]

@@ -29,7 +29,7 @@ from itertools import product
 
 from tokenmill.arch.compressed import Compression
 from tokenmill.arch.indexer import Indexer
-from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.recurrent import InnerProjection, Recurrent
 from tokenmill.arch.spec import (
     RMS_NORM,
     Gqa,
@@ -216,6 +216,8 @@ def _latent_attention(mla: Mla, hidden: int, prefix: str) -> Iterator[TensorSpec
     yield from _linear(prefix + "kv_up", mla.num_heads * (mla.nope_dim + mla.value_dim), mla.kv_rank, False)
     if mla.indexer is not None:
         yield from _indexer(mla.indexer, mla.q_rank or hidden, hidden, prefix + "index_")
+    if mla.gate is not None:
+        yield from _linear(prefix + "attn_gate", mla.gate_size, hidden, False)
     yield from _linear(prefix + "o", hidden, mla.out_size, False)
 
 
@@ -263,7 +265,10 @@ def _recurrent(mixer: Recurrent, hidden: int, prefix: str) -> Iterator[TensorSpe
         yield TensorSpec(f"{prefix}{name}.weight", (size, mixer.kernel), "vector")
         if mixer.conv_bias:
             yield TensorSpec(f"{prefix}{name}.bias", (size,), "vector")
-    yield TensorSpec(prefix + "a_log", (mixer.value_heads,), "vector")
+    if mixer.inner is not None:
+        yield from _inner_projection(mixer, mixer.inner, prefix)
+    else:
+        yield TensorSpec(prefix + "a_log", (mixer.value_heads,), "vector")
     yield TensorSpec(prefix + "dt_bias", (mixer.num_decays,), "vector")
     if mixer.rule == "ssd":
         yield TensorSpec(prefix + "d", (mixer.value_heads,), "vector")
@@ -271,6 +276,17 @@ def _recurrent(mixer: Recurrent, hidden: int, prefix: str) -> Iterator[TensorSpe
         shared = mixer.values_size // mixer.norm.groups
         yield TensorSpec(prefix + "norm.weight", (shared if mixer.norm.is_shared else mixer.values_size,), "vector")
     yield from _linear(prefix + "out", hidden, mixer.values_size, mixer.bias)
+
+
+def _inner_projection(mixer: Recurrent, inner: InnerProjection, prefix: str) -> Iterator[TensorSpec]:
+    values, states = mixer.values_size, mixer.key_dim
+    yield from _linear(prefix + "inner", inner.rank + 2 * states, values, False)
+    yield from _linear(prefix + "step", values, inner.rank, False)
+    yield TensorSpec(prefix + "a_log", (values, states), "vector")
+    yield TensorSpec(prefix + "d", (values,), "vector")
+    if inner.norm == "weighted":
+        for name, size in (("step_norm", inner.rank), ("k_norm", states), ("q_norm", states)):
+            yield from _norm(prefix + name, size)
 
 
 def _feed(feed: MlpSpec | MoeSpec, hidden: int, prefix: str) -> Iterator[TensorSpec]:
@@ -665,6 +681,21 @@ GGUF_MAMBA: Rules = {
     "layers.{i}.ssm_dt_bias": Rule("blk.{i}.ssm_dt.bias"),
     "layers.{i}.ssm_d": Rule("blk.{i}.ssm_d", unit_axis=1),
     "layers.{i}.ssm_norm.weight": Rule("blk.{i}.ssm_norm.weight", in_groups=True),
+    "layers.{i}.ssm_out.weight": Rule("blk.{i}.ssm_out.weight"),
+}
+# Mamba-1, with the parts of `families/jamba.py`.
+_MAMBA1_INPUTS = ("ssm_v", "ssm_z")
+GGUF_MAMBA1: Rules = {
+    **{f"layers.{{i}}.{part}.weight": Rule("blk.{i}.ssm_in.weight", _MAMBA1_INPUTS) for part in _MAMBA1_INPUTS},
+    **{f"layers.{{i}}.ssm_conv_v.{kind}": Rule(f"blk.{{i}}.ssm_conv1d.{kind}") for kind in ("weight", "bias")},
+    "layers.{i}.ssm_inner.weight": Rule("blk.{i}.ssm_x.weight"),
+    "layers.{i}.ssm_step.weight": Rule("blk.{i}.ssm_dt.weight"),
+    "layers.{i}.ssm_dt_bias": Rule("blk.{i}.ssm_dt.bias"),
+    "layers.{i}.ssm_a_log": Rule("blk.{i}.ssm_a", minus_exp=True),
+    "layers.{i}.ssm_d": Rule("blk.{i}.ssm_d"),
+    "layers.{i}.ssm_step_norm.weight": Rule("blk.{i}.ssm_dt_norm.weight"),
+    "layers.{i}.ssm_k_norm.weight": Rule("blk.{i}.ssm_b_norm.weight"),
+    "layers.{i}.ssm_q_norm.weight": Rule("blk.{i}.ssm_c_norm.weight"),
     "layers.{i}.ssm_out.weight": Rule("blk.{i}.ssm_out.weight"),
 }
 # Latent attention; newer files store the matrices of each head separately (GGUF_LATENT_HEADS).

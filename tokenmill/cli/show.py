@@ -280,6 +280,8 @@ def _mixer_in_words(mixer: MixerSpec) -> str:
         return words if rate is None else f"{words}, compressed entries of {rate} tokens before"
     if isinstance(mixer, Recurrent):
         rule = "gated DeltaNet" if mixer.rule == "delta" else "Mamba-2"
+        if mixer.inner is not None:
+            return f"Mamba-1, {mixer.values_size} channels with {mixer.key_dim} states"
         if mixer.has_channel_decays:
             rule = "delta rule with a decay per channel"
         return f"{rule}, {mixer.value_heads} heads of {mixer.key_dim} × {mixer.value_dim}"

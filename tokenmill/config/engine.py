@@ -74,8 +74,8 @@ class CacheConfig:
     num_blocks: int | None = None
     """KV blocks in the pool; by default as many as --memory-fraction allows."""
     num_states: int | None = None
-    """Slots for states of recurrent layers (gated DeltaNet, Mamba-2): two per running sequence, and one per 64 tokens
-    of a cached prefix; by default as many as --memory-fraction allows."""
+    """Slots for states of recurrent layers (gated DeltaNet, Mamba): two per running sequence, and one per 64 tokens of
+    a cached prefix; by default as many as --memory-fraction allows."""
     memory_fraction: float | None = None
     """Share of the memory left after loading for the KV cache; by default 0.25 on a CPU, 0.9 on a GPU."""
     kv_dtype: KVDType = "auto"

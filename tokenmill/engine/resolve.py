@@ -158,7 +158,7 @@ def resolve(
         left_bytes -= stage_bytes(config, spec)
     left_bytes = max(0, left_bytes - adapters.total_bytes - head_bytes)  # a rank may have all of an adapter
     cache = _size_pool(config, layout, device, kept, workspace, left_bytes, reasons, head_block_bytes)
-    model = _within_pool(config.model, cache, layout, reasons)
+    model = _within_pool(config.model, cache, layout, config.scheduler.num_tokens, reasons)
     overlaps = "on a GPU" if device.overlaps_steps else "in a pipeline" if parallel.pp > 1 else None
     mode, reason = resolve_speculation(config.scheduler.speculate, overlaps=overlaps)
     if mode == MTP and parallel.num_ranks > 1:
@@ -411,10 +411,12 @@ def _size_states(
     return replace(cache, num_states=num_states)
 
 
-def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reasons: list[str]) -> ModelConfig:
+def _within_pool(
+    model: ModelConfig, cache: CacheConfig, layout: KVLayout, max_chunk: int, reasons: list[str]
+) -> ModelConfig:
     """Limit the context to what the pool can hold of a single sequence: a longer one could never finish."""
     assert model.max_context is not None and cache.num_blocks is not None
-    longest = longest_context(layout, cache, model.max_context)
+    longest = longest_context(layout, cache, model.max_context, max_chunk)
     if not longest:
         least = 1 + len(layout.paged)
         raise InvalidConfig(
@@ -425,14 +427,15 @@ def _within_pool(model: ModelConfig, cache: CacheConfig, layout: KVLayout, reaso
     return replace(model, max_context=longest)
 
 
-def longest_context(layout: KVLayout, cache: CacheConfig, limit: int) -> int:
-    """Return the longest context whose blocks fit into the pool (one block of the pool is the null block)."""
+def longest_context(layout: KVLayout, cache: CacheConfig, limit: int, max_chunk: int) -> int:
+    """Return the longest context whose blocks fit into the pool (one block of the pool is the null block), in steps of
+    up to `max_chunk` tokens."""
     assert cache.num_blocks is not None
     whole_blocks = range(1, -(-limit // cache.block_size) + 1)
     fitting = bisect_right(
         whole_blocks,
         cache.num_blocks - 1,
-        key=lambda n: blocks_for_context(layout, n * cache.block_size, cache.block_size, limit),
+        key=lambda n: blocks_for_context(layout, n * cache.block_size, cache.block_size, min(limit, max_chunk)),
     )
     return min(limit, fitting * cache.block_size)
 

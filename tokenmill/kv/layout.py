@@ -21,7 +21,8 @@ and rejected draft tokens work as for keys and values.
 
 A recurrent mixer (gated DeltaNet, Mamba-2) has two groups of other kinds, `cells` and `state` (`arch/cache_parts.py`),
 whose blocks have other sizes and are in separate pools: all recurrent layers of a model are one group of each kind. The
-kind of a group determines which entries of its block tables it needs (`EntryRule`):
+kind of a group determines which entries of its block tables it needs (`EntryRule`). A model without other layers still
+has a group of blocks, with a window of one token (`UNREAD`).
 
     kind     an entry holds                       a query at position p needs entries from
     paged    the tokens of a block                0, or that of token p - window + 1
@@ -45,6 +46,9 @@ from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, WindowedMqa
 from tokenmill.errors import InvalidConfig, UnsupportedModel
 
+UNREAD_FIELD = "unread"
+UNREAD = CachePart("paged", (CacheField(UNREAD_FIELD, (1,), "float32"),), window=1)
+"""What a model of recurrent layers alone keeps in its blocks, so that it has some: a number per token, never read"""
 REGIONS: tuple[CacheKind, ...] = ("paged", "cells", "state")
 MAX_PADDING = 0.1  # largest unused share of a block; otherwise smaller groups are used
 SHORT_WINDOW = 16  # tokens: a group with a shorter window holds at most two blocks of a sequence of any length
@@ -86,7 +90,8 @@ class KVLayout:
         kinds = _layers_by_kind(spec, dtypes or CacheDtypes())
         paged = {part: layers for part, layers in kinds.items() if part.kind == "paged"}
         if not paged:
-            raise UnsupportedModel("a model without attention or convolution layers is not implemented")
+            kinds = {UNREAD: [0], **kinds}
+            paged = {UNREAD: [0]}
         size = _block_bytes_per_token(paged)
         groups: list[CacheGroup] = []
         for part, layers in paged.items():

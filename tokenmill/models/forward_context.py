@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tokenmill.arch.spec import Gqa, ModelSpec, QueryGrowth, RopeSpec
-from tokenmill.kv.layout import CacheGroup
+from tokenmill.kv.layout import UNREAD_FIELD, CacheGroup
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.rope import RopeTable, make_rope_table, query_growth
 from tokenmill.ops.batch import ForwardBatch
@@ -101,7 +101,7 @@ def _adapted(ops: Ops, batch: ForwardBatch, slots: torch.Tensor) -> AdaptedStep:
 def _plan(ops: Ops, batch: ForwardBatch, number: int, groups: tuple[CacheGroup, ...], chunked: frozenset[int]) -> Any:
     """Make the plan that the mixers of one cache group read; recurrent mixers use the plan of the "state" group."""
     group = groups[number]
-    if group.kind == "cells":
+    if group.kind == "cells" or group.keeps(UNREAD_FIELD):
         return None
     if group.kind == "state":
         return ops.plan_recurrent(batch, next(at for at, one in enumerate(groups) if one.kind == "cells"), number)

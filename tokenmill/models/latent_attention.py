@@ -17,6 +17,7 @@ from tokenmill.arch.regions import Matrices
 from tokenmill.arch.spec import Mla, NormSpec
 from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.linear import Loader, form_of
+from tokenmill.ops.compose import gate_heads
 from tokenmill.ops.interface import IndexInputs, LatentInputs, Regions
 
 
@@ -70,10 +71,11 @@ class LatentAttention:
         return self.spec, own, self._index and self._index.kind
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
-        """Stacked projections [T, (q_rank or heads * head_dim) + kv_rank + rope_dim (+ indexer inputs)] →
+        """Stacked projections [T, (q_rank or heads * head_dim) + kv_rank + rope_dim (+ indexer inputs) (+ gates)] →
         [T, heads * value_dim]"""
         spec, group = self.spec, step.storage.group(self._layer, "latents")
         size = spec.q_rank or spec.q_size
+        projected, gates = torch.split(projected, [projected.shape[1] - spec.gate_size, spec.gate_size], dim=1)
         queries, entries = projected[:, :size], projected[:, size : size + spec.entry_size]
         if self._q_norm is not None and self._q_up is not None:
             latent = self._ops.rms_norm(queries.contiguous(), *self._q_norm[:2])
@@ -94,4 +96,5 @@ class LatentAttention:
             spec.scale,
             step.choices[self._layer if spec.indexer is not None else spec.shares_index_of] if spec.is_sparse else None,
         )
-        return self._ops.latent_attend(inputs)
+        mixed = self._ops.latent_attend(inputs)
+        return mixed if spec.gate is None else gate_heads(mixed, gates, spec.gate)

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.recurrent import InnerProjection, Recurrent
 from tokenmill.arch.regions import AddInput, Experts, Feed, GatedMlp, LayerRegions, SideBySide
 from tokenmill.arch.spec import RMS_NORM, Gqa, LayerSpec, Mla, NormSpec, ShortConv, WindowedMqa
 from tokenmill.models.attention import Attention
@@ -25,6 +25,7 @@ from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.latent_attention import LatentAttention
 from tokenmill.models.linear import Loader, form_of
 from tokenmill.models.recurrent import RecurrentMixer
+from tokenmill.models.selective_scan import SelectiveScan
 from tokenmill.models.short_conv import ShortConvolution
 from tokenmill.ops.interface import (
     BatchClass,
@@ -177,6 +178,8 @@ def load_mixer(regions: LayerRegions, norm_eps: float, load: Loader) -> Mixer:
             return WindowedMixer(spec, attend.name, attend.layer, load)
         case ShortConv() as spec:
             return ShortConvolution(spec, attend.name, attend.layer, load)
+        case Recurrent(inner=InnerProjection() as inner) as spec:
+            return SelectiveScan(spec, inner, attend.name, attend.layer, norm_eps, load)
         case Recurrent() as spec:
             return RecurrentMixer(spec, attend.name, attend.layer, norm_eps, load)
 

@@ -6,7 +6,7 @@ belong to the layer. The state that later tokens need is cached as cells and sta
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import torch
 
@@ -15,6 +15,12 @@ from tokenmill.models.forward_context import ForwardContext
 from tokenmill.models.linear import Loader, form_of
 from tokenmill.ops.interface import Regions
 from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache, recurrent_weights
+
+CACHE_FIELDS = ("conv_inputs", "cell_keys", "cell_updates", "cell_decays", "state", "conv_tail")
+
+
+def recurrent_cache(fields: Mapping[str, torch.Tensor]) -> RecurrentCache:
+    return RecurrentCache(*(fields[name] for name in CACHE_FIELDS))
 
 
 class RecurrentMixer:
@@ -31,14 +37,6 @@ class RecurrentMixer:
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
         """Stacked projections [T, q k v z (b) a] → [T, values]"""
-        fields = step.storage.fields(self._layer)
-        cache = RecurrentCache(
-            fields["conv_inputs"],
-            fields["cell_keys"],
-            fields["cell_updates"],
-            fields["cell_decays"],
-            fields["state"],
-            fields["conv_tail"],
-        )
+        cache = recurrent_cache(step.storage.fields(self._layer))
         plan = step.mixer_plans[step.storage.group(self._layer, "state")]
         return self._ops.recurrent(projected, cache, plan, self._args)

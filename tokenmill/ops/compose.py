@@ -251,7 +251,7 @@ def attend_variant(ops: Ops, inputs: AttendInputs, spec: Gqa) -> torch.Tensor:
             values = values * spec.value_scale
         ops.write_kv(inputs.cache, keys, values, inputs.slots)
     mixed = ops.attention(queries, inputs.cache, inputs.plan, inputs.args)
-    return mixed if spec.gate is None else _gated(mixed, others[-1], spec.gate)
+    return mixed if spec.gate is None else gate_heads(mixed, others[-1], spec.gate)
 
 
 def _norm_rope_heads(
@@ -272,7 +272,7 @@ def _norm_rope_heads(
     return heads
 
 
-def _gated(mixed: torch.Tensor, gate: torch.Tensor, spec: AttentionGate) -> torch.Tensor:
+def gate_heads(mixed: torch.Tensor, gate: torch.Tensor, spec: AttentionGate) -> torch.Tensor:
     """Multiply attention outputs [T, heads * D] by a gate [T, heads] or [T, heads * D]."""
     weights = torch.sigmoid(gate.float()) if spec.function == "sigmoid" else functional.softplus(gate.float())
     if not spec.is_per_head:

@@ -24,7 +24,7 @@ from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
 from tokenmill.ops.compressed import WindowedInputs
 from tokenmill.ops.low_rank import HeldExperts, LowRankOps
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache
+from tokenmill.ops.recurrent import RecurrentArgs, RecurrentCache, ScanInputs
 from tokenmill.ops.streams import AltUpOps, HyperOps
 
 Dense = Callable[[RawTensor], torch.Tensor]
@@ -455,6 +455,10 @@ class Ops:
     plan_recurrent: Callable[[ForwardBatch, int, int], Any]
     """(batch, group of cells, group of states) → what `recurrent` reads; once per step"""
     recurrent: Recur
+    convolve_values: Recur
+    """Of Mamba-1: projected [T, v z] → silu of v's convolution [T, values]; nothing is cached"""
+    scan: Callable[[ScanInputs, RecurrentCache, Any, RecurrentArgs], torch.Tensor]
+    """Mamba-1's recurrence → gated outputs [T, values]; writes the tokens' cells and states"""
     act_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
     """[T, 2 * inter], gate then up → act(gate) * up"""
     cut_act_mul: Callable[[torch.Tensor, Activation, float], torch.Tensor]

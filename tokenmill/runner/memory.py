@@ -196,12 +196,15 @@ def _mixer_width(mixer: MixerSpec) -> int:
     if isinstance(mixer, Mla):  # projections, queries and their latents, absorbed ones, mixtures, the output
         absorbed = mixer.num_heads * (mixer.entry_size + mixer.kv_rank)
         index = 0 if mixer.indexer is None else mixer.indexer.q_size + 2 * mixer.indexer.projected_size
-        return 2 * mixer.q_size + 2 * (mixer.q_rank or 0) + mixer.entry_size + absorbed + mixer.out_size + index
+        gated = 0 if mixer.gate is None else mixer.out_size + 2 * mixer.gate_size
+        return 2 * mixer.q_size + 2 * (mixer.q_rank or 0) + mixer.entry_size + absorbed + mixer.out_size + index + gated
     if isinstance(mixer, WindowedMqa):  # projections, queries twice, mixtures, what groups of heads are projected to
         return sum(size for _, size in mixer.projected_parts) + 4 * mixer.q_size + mixer.out_size
     if isinstance(mixer, Recurrent):
         # the projections as one; q, k and v, with two matrices of a chunk or in float32; o in float32, the output
         heads = mixer.value_heads
+        if mixer.inner is not None:  # projections, convolved values, their inner projections, steps, o, the output
+            return 2 * mixer.projected_size + 6 * mixer.values_size + 2 * (mixer.inner.rank + 2 * mixer.key_dim)
         chunks, tokens = mixer.conv_size + 2 * CHUNK * heads, 3 * (mixer.keys_size + mixer.values_size)
         return mixer.projected_size + max(chunks, tokens) + 3 * mixer.values_size + 4 * mixer.num_decays + 2 * heads
     # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output

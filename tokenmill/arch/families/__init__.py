@@ -6,6 +6,7 @@ from tokenmill.arch.families.afmoe import AFMOE
 from tokenmill.arch.families.apertus import APERTUS
 from tokenmill.arch.families.arcee import ARCEE
 from tokenmill.arch.families.aria import ARIA
+from tokenmill.arch.families.bailing_hybrid import BAILING_HYBRID
 from tokenmill.arch.families.bamba import BAMBA
 from tokenmill.arch.families.cohere import COHERE
 from tokenmill.arch.families.cohere2 import COHERE2
@@ -40,12 +41,14 @@ from tokenmill.arch.families.helium import HELIUM
 from tokenmill.arch.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
 from tokenmill.arch.families.hyperclovax import HYPERCLOVAX
 from tokenmill.arch.families.jais2 import JAIS2
+from tokenmill.arch.families.jamba import JAMBA
 from tokenmill.arch.families.kimi_linear import KIMI_LINEAR
 from tokenmill.arch.families.laguna import LAGUNA
 from tokenmill.arch.families.lfm2 import LFM2
 from tokenmill.arch.families.lfm2_moe import LFM2_MOE
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.families.llama4 import LLAMA4
+from tokenmill.arch.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from tokenmill.arch.families.mellum import MELLUM
 from tokenmill.arch.families.mimo_v2 import MIMO_V2
 from tokenmill.arch.families.minicpm3 import MINICPM3
@@ -57,6 +60,7 @@ from tokenmill.arch.families.nemotron import NEMOTRON
 from tokenmill.arch.families.nemotron_h import NEMOTRON_H
 from tokenmill.arch.families.olmo import OLMO2, OLMO3
 from tokenmill.arch.families.olmo1 import OLMO
+from tokenmill.arch.families.olmo_hybrid import OLMO_HYBRID
 from tokenmill.arch.families.olmoe import FLEX_OLMO, OLMOE
 from tokenmill.arch.families.opt import OPT
 from tokenmill.arch.families.phi import PHI
@@ -168,6 +172,12 @@ ALL: tuple[Family, ...] = (
     FLINT,
     COHERE2_MOE,
     ARIA,
+    OLMO_HYBRID,
+    BAILING_HYBRID,
+    JAMBA,
+    MAMBA,
+    FALCON_MAMBA,
+    MAMBA2,
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import MixerSpec, ShortConv
+from tokenmill.arch.spec import MixerSpec, Mla, ShortConv
 from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEAD_DIM = 512
@@ -54,8 +54,10 @@ def _mixer_reason(mixer: MixerSpec) -> str | None:
     """Return which property of a mixer the native kernels don't support."""
     if isinstance(mixer, ShortConv | Recurrent) and mixer.kernel > MAX_CONV_KERNEL:
         return f"convolutions over more than {MAX_CONV_KERNEL} tokens, which the native kernels don't support"
-    if isinstance(mixer, Recurrent) and (mixer.key_dim % 16 or mixer.value_dim % 16):
+    if isinstance(mixer, Recurrent) and ((mixer.inner is None and mixer.key_dim % 16) or mixer.value_dim % 16):
         return "recurrent heads whose dimensions are not multiples of 16, which the native kernels don't support"
+    if isinstance(mixer, Mla) and mixer.gate is not None and mixer.gate.function != "sigmoid":
+        return f"a {mixer.gate.function} gate of latent attention, which the native kernels don't support"
     return None
 
 

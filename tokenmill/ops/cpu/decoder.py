@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.arch.indexer import INDEX_KEYS, KEY_NORM_EPS, Indexer
-from tokenmill.arch.recurrent import Recurrent
+from tokenmill.arch.recurrent import InnerProjection, Recurrent
 from tokenmill.arch.regions import (
     AddInput,
     Experts,
@@ -34,7 +34,7 @@ from tokenmill.ops.cpu.native_weights import NativeWeights, RankShard, Site
 from tokenmill.ops.cpu.packing import Dense, PackedMatrices, Packer, Quantization, Weights, kind_of, pack_as
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.raw import RawTensor
-from tokenmill.ops.recurrent import recurrent_weights
+from tokenmill.ops.recurrent import inner_norms, recurrent_weights
 
 MAX_KEPT_LOGITS_ROWS = 64  # a logits buffer of up to this many rows is kept between steps
 OUTLIER_THRESHOLDS = {"8": math.inf, "mixed": 2.5, "16": 0.0}
@@ -403,7 +403,7 @@ class NativeDecoder:
     def _latent_attention(
         self, project: NormProject, mla: Mla, name: str, add: ProjectAdd, ropes: Mapping[RopeSpec, int]
     ) -> dict[str, Any]:
-        q, kv_down, *index = self._parts.linears(project.projection)
+        q, kv_down, *others = self._parts.linears(project.projection)
         (o,) = self._parts.linears(add.projection)
         heads = self._parts.plain(f"{name}.kv_up.weight").view(mla.num_heads, -1, mla.kv_rank)
         return {
@@ -420,8 +420,9 @@ class NativeDecoder:
             "scale": mla.scale,
             "eps": mla.norm_eps,
             "rope": -1 if mla.rope is None else ropes[mla.rope],
-            "index": None if mla.indexer is None else self._indexer(mla.indexer, name, *index),
+            "index": None if mla.indexer is None else self._indexer(mla.indexer, name, *others[:2]),
             "shares_index": mla.shares_index_of is not None,
+            "gate": None if mla.gate is None else others[-1],
         }
 
     def _indexer(self, indexer: Indexer, name: str, keys: Any, weights: Any) -> Any:
@@ -488,7 +489,7 @@ class NativeDecoder:
             "value_dim": mixer.value_dim,
             "conv": weights.conv.t().contiguous(),  # [kernel, channels]
             "conv_bias": weights.conv_bias,
-            "rates": weights.rates,
+            "rates": weights.rates.flatten(),
             "step_bias": weights.step_bias,
             "skip": weights.skip,
             "norm": weights.norm,
@@ -504,7 +505,16 @@ class NativeDecoder:
             "has_channel_decays": mixer.has_channel_decays,
             "gates_by_sigmoid": mixer.gates_by_sigmoid,
             "is_tiled": mixer.is_tiled,
+            "strength_scale": mixer.strength_scale,
+            "lowest_decay": mixer.lowest_decay or 0.0,
+            "scan": None if mixer.inner is None else self._scan(mixer, mixer.inner, name),
         }
+
+    def _scan(self, mixer: Recurrent, inner: InnerProjection, name: str) -> Any:
+        parts = self._parts
+        norms = inner_norms(mixer, inner, lambda part: parts.vector(f"{name}.ssm_{part}")) or (None, None, None)
+        eps = self.spec.norm_eps if inner.eps is None else inner.eps
+        return native().ScanInputs(parts.linear(f"{name}.ssm_inner"), parts.linear(f"{name}.ssm_step"), *norms, eps)
 
 
 class NativeAdapterSlots:

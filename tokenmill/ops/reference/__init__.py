@@ -29,6 +29,7 @@ from tokenmill.ops.reference.linear import (
 )
 from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
 from tokenmill.ops.reference.recurrent import plan_recurrent, recurrent
+from tokenmill.ops.reference.selective_scan import convolve_values, scan
 from tokenmill.ops.reference.short_conv import plan_short_conv, short_conv
 from tokenmill.ops.reference.streams import ALTUP, HYPER
 
@@ -55,6 +56,8 @@ REFERENCE_OPS = Ops(
     short_conv=short_conv,
     plan_recurrent=plan_recurrent,
     recurrent=recurrent,
+    convolve_values=convolve_values,
+    scan=scan,
     act_mul=act_mul,
     cut_act_mul=cut_act_mul,
     activate=activate,

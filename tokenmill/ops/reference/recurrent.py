@@ -55,7 +55,7 @@ def recurrent(projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentPla
     out = torch.zeros(len(projected), spec.values_size, device=projected.device)
     for row in plan.rows:
         own = slice(row.begin, row.begin + row.num_tokens)
-        tokens = _tokens(_convolved(inputs[own], cache, plan, row, args), [step[own].float() for step in steps], args)
+        tokens = _tokens(convolved(inputs[own], cache, plan, row, args), [step[own].float() for step in steps], args)
         out[own] = _RowChunks(cache, plan, row, spec, tokens, inputs[own]).compute()
         if args.weights.skip is not None:
             values = tokens.v.view(row.num_tokens, spec.value_heads, spec.value_dim)
@@ -66,12 +66,12 @@ def recurrent(projected: torch.Tensor, cache: RecurrentCache, plan: RecurrentPla
 # ── before and after the recurrence ────────────────────────────────────────────────────────────────────
 
 
-def _convolved(
+def convolved(
     inputs: torch.Tensor, cache: RecurrentCache, plan: RecurrentPlan, row: RecurrentRow, args: RecurrentArgs
 ) -> torch.Tensor:
     """Return silu of the convolution, float32 [count, channels]; taps are added in order, the oldest first."""
     taps, count = args.spec.kernel, len(inputs)
-    seen = torch.cat((_inputs_before(cache, plan, row, taps - 1, inputs), inputs)).float()
+    seen = torch.cat((inputs_before(cache, plan, row, taps - 1, inputs), inputs)).float()
     total = torch.zeros(inputs.shape, device=inputs.device)
     if args.weights.conv_bias is not None:
         total += args.weights.conv_bias
@@ -80,7 +80,7 @@ def _convolved(
     return functional.silu(total)
 
 
-def _inputs_before(
+def inputs_before(
     cache: RecurrentCache, plan: RecurrentPlan, row: RecurrentRow, number: int, like: torch.Tensor
 ) -> torch.Tensor:
     """Read the `number` inputs before a row's first token: from cells within its chunk, else from the state's tail."""
@@ -106,20 +106,21 @@ class Tokens(NamedTuple):
     strength: torch.Tensor  # [T, value_heads]: β, or dt
 
 
-def _tokens(convolved: torch.Tensor, steps: list[torch.Tensor], args: RecurrentArgs) -> Tokens:
-    spec, weights, count = args.spec, args.weights, len(convolved)
-    q, k, v = torch.split(convolved, [spec.keys_size, spec.keys_size, spec.values_size], dim=-1)
+def _tokens(x: torch.Tensor, steps: list[torch.Tensor], args: RecurrentArgs) -> Tokens:
+    spec, weights, count = args.spec, args.weights, len(x)
+    q, k, v = torch.split(x, [spec.keys_size, spec.keys_size, spec.values_size], dim=-1)
     q, k = (part.view(count, spec.key_heads, spec.key_dim) for part in (q, k))
     v = v.view(count, spec.value_heads, spec.value_dim)
-    dt = functional.softplus(steps[-1] * spec.step_scale + weights.step_bias)
-    rates = weights.rates
+    a, rates = steps[-1] * spec.step_scale + weights.step_bias, weights.rates
     if spec.has_channel_decays:
-        dt, rates = dt.view(count, spec.value_heads, spec.key_dim), rates.unsqueeze(-1)
+        a, rates = a.view(count, spec.value_heads, spec.key_dim), rates.unsqueeze(-1)
+    dt = functional.softplus(a)
     if spec.step_limits is not None:
         dt = dt.clamp(*spec.step_limits)
     if spec.rule == "ssd":
         return Tokens(q, k, v, rates * dt, dt)
-    return Tokens(_unit(q) * spec.key_dim**-0.5, _unit(k), v, rates * dt, torch.sigmoid(steps[0]))
+    g = rates * dt if spec.lowest_decay is None else spec.lowest_decay * torch.sigmoid(-rates * a)
+    return Tokens(_unit(q) * spec.key_dim**-0.5, _unit(k), v, g, torch.sigmoid(steps[0]) * spec.strength_scale)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +161,7 @@ class _RowChunks:
     ) -> None:
         self.cache, self.block_size, self.row, self.spec = cache, plan.block_size, row, spec
         self.tokens, self.inputs = tokens, inputs
-        self.history = _inputs_before(cache, plan, row, spec.kernel - 1, inputs)
+        self.history = inputs_before(cache, plan, row, spec.kernel - 1, inputs)
         self.decay_shape = (spec.key_dim,) if spec.has_channel_decays else ()
         slot = row.states[row.start // CHUNK - 1] if row.start >= CHUNK else 0
         shape = (spec.value_heads, spec.key_dim, spec.value_dim)

@@ -47,11 +47,15 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
 
 
 def _recurrent_refusal(mixer: Recurrent) -> str | None:
+    if mixer.inner is not None:
+        return "the recurrence of Mamba-1"
     for what, size in (("keys", mixer.key_dim), ("values", mixer.value_dim)):
         if size not in RECURRENT_DIMS:
             return f"recurrent layers with {what} of {size} dimensions"
     if mixer.key_dim * mixer.value_dim > MAX_RECURRENT_STATE:
         return f"recurrent layers with states of {mixer.key_dim} x {mixer.value_dim}"
+    if mixer.strength_scale != 1.0 or mixer.lowest_decay is not None:
+        return "recurrent layers with scaled strengths or a lowest decay"
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hybrids import MODELS, WrongDrafts, greedy, interrupted, scored, story
+from tests.support.hybrids import MODELS, RANDOM, WrongDrafts, greedy, interrupted, scored, story, tiny
 from tests.support.mixed_requests import Answers, make_asks, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
@@ -29,10 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pools that are far too small": {"num_blocks": 60, "num_states": 9, "max_running": 32},
     "n-gram drafts, few states": {"speculate": "ngram", "token_budget": 96, "num_states": 20},
 }
-
-
-def tiny(shared_dir: Path, name: str) -> Path:
-    return shared_dir / "goldens" / "tiny" / name
 
 
 def cases_of(folder: Path) -> list[dict[str, Any]]:
@@ -106,6 +102,19 @@ def test_states_and_cells_are_counted_in_bytes(shared_dir: Path) -> None:
     assert storage.num_bytes - blocks == recurrent_bytes(layout, storage.num_states, 16, max_rows=4)  # what is planned
 
 
+def test_a_model_of_recurrent_layers_alone(shared_dir: Path) -> None:
+    """Its blocks hold a number per token and bound no context; prefixes are found, and its memory is for states."""
+    llm = hybrid(shared_dir, "mamba2", max_running=4)
+    storage = llm.core.runner.storage  # type: ignore[attr-defined]
+    layout = storage.layout
+    assert [group.kind for group in layout.groups] == ["paged", "cells", "state"]
+    assert layout.block_bytes(16) == 16 * 4 and layout.state_bytes == 3 * 4 * (6 * 16 * 16 + 3 * (2 * 16 + 96))
+    prompt = story(900)
+    expected = greedy(llm, prompt)
+    assert greedy(llm, prompt) == expected and llm.core.stats().prefix_hit_tokens >= 896
+    assert llm.core.stats().kv_blocks_used == 0
+
+
 def test_a_block_must_fit_between_two_states(shared_dir: Path) -> None:
     with pytest.raises(InvalidConfig, match="block_size must divide 64"):
         hybrid(shared_dir, block_size=24)
@@ -155,7 +164,7 @@ def test_preemption_around_a_state(shared_dir: Path) -> None:
 
 
 IN_DEFAULT_RUN = ("qwen3_5", "granitemoehybrid")
-EVERY = [pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow) for name in MODELS]
+EVERY = [pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow) for name in (*MODELS, *RANDOM)]
 
 
 @native
@@ -189,7 +198,7 @@ def test_cuts_prefix_hits_and_samples_change_no_bit(name: str, shared_dir: Path)
 @native
 @pytest.mark.parametrize("positions", [range(60, 71), range(120, 131)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "qwen3_5" else pytest.mark.slow) for name in MODELS]
+    "name", [pytest.param(name, marks=() if name == "qwen3_5" else pytest.mark.slow) for name in (*MODELS, *RANDOM)]
 )
 def test_preemption_at_every_position_changes_no_token(name: str, positions: range, shared_dir: Path) -> None:
     for caching in (False, True):
@@ -220,7 +229,7 @@ def test_mixed_requests_together_and_alone(setting: str, alone: Answers, shared_
 
 @native
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *RANDOM])
 def test_a_second_turn_and_few_states(name: str, shared_dir: Path) -> None:
     """What is cached of a first turn is computed no more; where states are for two sequences, eight wait for theirs."""
     llm = hybrid(shared_dir, name, "cpu")
@@ -240,7 +249,7 @@ def test_a_second_turn_and_few_states(name: str, shared_dir: Path) -> None:
 
 @native
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *RANDOM])
 def test_a_thousand_random_interleavings(name: str, shared_dir: Path) -> None:
     """200 mixed requests of each model, five times together: in another order, with other pools, budgets and drafts."""
     asks = make_asks(11)

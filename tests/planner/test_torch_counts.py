@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.dense_models import DENSE
+from tests.support.hybrids import RANDOM
 from tests.support.tiny_models import FAMILIES, make_reference
 from tokenmill.arch.cost import kv_bytes, num_parameters
 from tokenmill.planner.model import find_model
@@ -25,7 +26,7 @@ def kept_bytes(layer: Any) -> int:
     return int(layer.keys.nbytes + layer.values.nbytes)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
+@pytest.mark.parametrize("family", [*FAMILIES, *DENSE, *RANDOM])
 def test_counts_are_torch_s_own(family: str, tmp_path: Path) -> None:
     reference = make_reference(family)
     file = tmp_path / "config.json"
@@ -36,6 +37,7 @@ def test_counts_are_torch_s_own(family: str, tmp_path: Path) -> None:
     num_unused = 2 * spec.hidden_size if family == "opt" else 0  # rows of positions
     assert num_parameters(spec) + num_unused == sum(p.numel() for p in (*reference.parameters(), *buffers))
     with torch.inference_mode():
-        cache = reference(torch.arange(3, 10)[None], use_cache=True).past_key_values
+        output = reference(torch.arange(3, 10)[None], use_cache=True)
+    cache = output.cache_params if "cache_params" in output else output.past_key_values
     num_copies = COPIED_HEADS.get(family, 1)
     assert kv_bytes(spec, "float32", 7) * num_copies == sum(map(kept_bytes, cache.layers))

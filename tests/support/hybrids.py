@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from pathlib import Path
+from shutil import copy
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,27 @@ from tokenmill.types import StepPlan, StepResult
 
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "kimi_linear")
 """Trained tiny ones"""
+RANDOM = ("olmo_hybrid", "bailing_hybrid", "jamba", "mamba", "falcon_mamba", "mamba2")
+"""Those that there are with random weights only"""
+
+
+_made: dict[str, TemporaryDirectory[str]] = {}  # models with random weights, until the process ends
+
+
+def tiny(shared_dir: Path, name: str) -> Path:
+    """Return the folder of a tiny model: a trained one, or one that transformers makes with random weights."""
+    trained = shared_dir / "goldens" / "tiny"
+    if name not in RANDOM:
+        return trained / name
+    if name not in _made:
+        from tests.support.tiny_models import NATIVE_SIZES, make_reference  # imports transformers, which takes seconds
+
+        _made[name] = TemporaryDirectory(prefix=name)
+        sizes = {"vocab_size": 512, "max_position_embeddings": 1024, **NATIVE_SIZES.get(name, {})}
+        make_reference(name, **sizes).save_pretrained(_made[name].name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            copy(trained / "kimi_linear" / file, _made[name].name)
+    return Path(_made[name].name)
 
 
 class WrongDrafts:

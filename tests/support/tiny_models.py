@@ -194,9 +194,9 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bailing_hybrid": (
         "BailingHybridConfig",
-        {**LATENT, "n_routed_experts": None, "num_local_experts": 6, "n_group": 2, "topk_group": 1, "head_dim": 8,
-         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "kda_lower_bound": -2.0,
-         "rope_parameters": ROPE},
+        {**{key: value for key, value in LATENT.items() if key != "n_routed_experts"}, "num_local_experts": 6,
+         "n_group": 2, "topk_group": 1, "head_dim": 8, "kda_lower_bound": -2.0, "rope_parameters": ROPE,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
     "jamba": (
         "JambaConfig",

@@ -103,7 +103,7 @@ def test_states_and_cells_are_counted_in_bytes(shared_dir: Path) -> None:
 
 
 def test_a_model_of_recurrent_layers_alone(shared_dir: Path) -> None:
-    """Its blocks hold a number per token and bound no context; prefixes are found, and its memory is for states."""
+    """Blocks hold a number per token and limit no context; prefixes are found, and most memory is for states."""
     llm = hybrid(shared_dir, "mamba2", max_running=4)
     storage = llm.core.runner.storage  # type: ignore[attr-defined]
     layout = storage.layout

@@ -73,14 +73,16 @@ class KVCache:
             RowIds(self.pool.firsts[rule.region], number) for rule, number in zip(self.rules, rows, strict=True)
         )
         self._by_token = [group for group, rule in enumerate(self.rules) if rule.kind != "state"]
+        # Groups of which later queries see all entries, and those of which they see some.
+        self._full_groups = [group for group, rule in enumerate(self.rules) if rule.keeps_all]
+        self._partial_groups = [group for group, rule in enumerate(self.rules) if not rule.keeps_all]
         self.regions = tuple(dict.fromkeys(rule.region for rule in self.rules))
         self.is_recurrent = STATES in self.regions
 
     def watch_blocks(self) -> BlockEvents:
         """Start recording changes of the registered blocks: of the first group without a window, or else of the first
         group."""
-        group = next((number for number, rule in enumerate(self.rules) if rule.keeps_all), 0)
-        self.prefix.events = BlockEvents(self.prefix, group)
+        self.prefix.events = BlockEvents(self.prefix, self._full_groups[0] if self._full_groups else 0)
         return self.prefix.events
 
     def chain(self, salt: str, adapter: str = "") -> HashChain:
@@ -169,26 +171,26 @@ class KVCache:
     def _full_attention_run(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
         """Count the leading blocks that are available in all groups without a window, which need every block from the
         first on."""
-        full = [group for group, rule in enumerate(self.rules) if rule.keeps_all]
         for index in range(num_blocks):
-            if not all(has(group, hashes[index]) for group in full):
+            if not all(has(group, hashes[index]) for group in self._full_groups):
                 return index
         return num_blocks
 
     def _last_visible_block(self, hashes: list[bytes], num_blocks: int, has: Has) -> int:
         """Return the length of the longest prefix, up to `num_blocks`, for which all blocks that later queries see in
         groups with a window are available."""
-        partial = [group for group, rule in enumerate(self.rules) if not rule.keeps_all]
-        best = num_blocks if not partial else 0
-        missing = dict.fromkeys(partial, -1)  # per group: the last missing entry so far
-        for index in range(num_blocks if partial else 0):
+        if not self._partial_groups:
+            return num_blocks
+        best = 0
+        missing = dict.fromkeys(self._partial_groups, -1)  # per group: the last missing entry so far
+        for index in range(num_blocks):
             end = (index + 1) * self.block_size
-            for group in partial:
+            for group in self._partial_groups:
                 rule = self.rules[group]
                 entry = end // rule.tokens - 1
                 if rule.last_block(entry) == index and not has(group, hashes[index]):
                     missing[group] = entry
-            if all(missing[group] < self.first_visible_block(group, end) for group in partial):
+            if all(missing[group] < self.first_visible_block(group, end) for group in self._partial_groups):
                 best = index + 1
         return best
 
@@ -394,9 +396,8 @@ class KVCache:
             if chain is not None and self.prefix_caching:
                 self._register(table, num_full, chain.extend(token_ids, num_full))
             table.num_registered = num_full
-        for group, rule in enumerate(self.rules):
-            if not rule.keeps_all:
-                self._drop_unseen(table, group, num_computed)
+        for group in self._partial_groups:
+            self._drop_unseen(table, group, num_computed)
 
     def _register(self, table: BlockTable, num_full: int, hashes: list[bytes]) -> None:
         for group, (rule, blocks) in enumerate(zip(self.rules, table.groups, strict=True)):

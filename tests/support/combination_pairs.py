@@ -17,9 +17,9 @@ from tokenmill import LLM, SamplingParams
 from tokenmill.config.server import ServerConfig
 from tokenmill.engine.argument_checks import RequestRows
 from tokenmill.engine.results import CompletionOutput, EventFold, RequestOutput, request_output
-from tokenmill.errors import InvalidRequest
+from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill.server.openai.parse import parse_completion
-from tokenmill.types import PromptRequest
+from tokenmill.types import Event, PromptRequest
 
 Pair = tuple[str, ...]
 CONTEXT = 128
@@ -96,17 +96,18 @@ class TrialEngines:
     def _run_preempted(self, llm: LLM, asked: PromptRequest) -> RequestOutput:
         """After some steps strangers of higher priority come and need every row."""
         before = llm.core.stats().preemptions
-        request = llm._submit(asked)
+        events: list[Event | TokenmillError] = []
+        request = llm._submit(asked, lambda output, arrived, is_over: events.extend(arrived))
         folds = [EventFold() for _ in range(asked.params.n)]
         for number in range(MAX_TOKENS * 10):
             if number == STEPS_BEFORE:
                 self._crowd_out(llm)
-            for output in llm.core.step():
-                for event in llm._deliver(output):
-                    if event.request_id == request.request_id:
-                        folds[event.index].add(event)
-            if not llm._output_processors:
+            llm._step()
+            if not llm._open:
                 break
+        for event in events:
+            assert isinstance(event, Event)
+            folds[event.index].add(event)
         answer = request_output(request, None, folds)
         assert llm.core.stats().preemptions > before and answer.finished, "nobody was preempted"
         return answer
@@ -114,7 +115,8 @@ class TrialEngines:
     def _crowd_out(self, llm: LLM) -> None:
         params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)
         for number in range(3):
-            llm._submit(PromptRequest(prompt=self.story[number : number + 20], params=params))
+            strange = PromptRequest(prompt=self.story[number : number + 20], params=params)
+            llm._submit(strange, lambda output, arrived, is_over: None)
 
     def together(self, several: list[Pair]) -> list[RequestOutput]:
         """All in one batch of an engine that is set quite differently."""

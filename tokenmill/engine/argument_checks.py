@@ -1,4 +1,4 @@
-"""Checks of the arguments of `LLM`'s methods: prompts, conversations, params, tools.
+"""Checks of the arguments of `LLM`'s methods: prompts, conversations, params, tools; and the requests made of them.
 
 They refuse the same mistakes that the server's parsers refuse in HTTP requests.
 """
@@ -114,6 +114,28 @@ def no_attribute(name: str) -> AttributeError:
     """Return the error for an attribute that `LLM` does not have; for methods of vLLM it names the replacement."""
     instead = f"; instead: {VLLM_METHODS[name]}" if name in VLLM_METHODS else ""
     return AttributeError(f"LLM has no {name!r}{instead}", name=name)
+
+
+def prompt_request(prompt: Any, params: SamplingParams) -> PromptRequest:
+    return PromptRequest(prompt=prompt_from(prompt), params=params)
+
+
+def chat_request_maker(
+    tools: Sequence[Tool | dict[str, Any]] | None,
+    tool_choice: ToolChoice | str | dict[str, Any],
+    parallel_tool_calls: bool,
+    reasoning_effort: str | None,
+    template_args: dict[str, Any],
+) -> Callable[[Any, SamplingParams], ChatRequest]:
+    """Return a function that makes a request from a conversation, with all other settings the same."""
+    first = ChatRequest(
+        messages=[],
+        tools=tools_from(tools),
+        tool_choice=tool_choice_from(tool_choice, parallel=parallel_tool_calls),
+        reasoning=reasoning_from(reasoning_effort),
+        template_args=template_args,
+    )
+    return lambda messages, params: msgspec.structs.replace(first, messages=messages_from(messages), params=params)
 
 
 MISSING = object()

@@ -11,9 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack
 
 from tokenmill.config import EngineConfig
 from tokenmill.config.adapters import require_adapter_name
@@ -24,17 +22,15 @@ from tokenmill.engine.argument_checks import (
     ParamsGiven,
     Prompt,
     RequestRows,
+    chat_request_maker,
     conversations_in,
-    messages_from,
     no_attribute,
     one_of_two,
     params_from,
     prompt_from,
+    prompt_request,
     prompts_in,
-    reasoning_from,
     template_args_from,
-    tool_choice_from,
-    tools_from,
     with_adapter,
 )
 from tokenmill.engine.core import EngineCore
@@ -72,6 +68,13 @@ from tokenmill.types import (
 
 log = get_log("engine")
 Receive = Callable[[SequenceOutput, Sequence[Arrived], bool], None]  # (output, its events, whether the request ended)
+
+
+class OpenRequest(NamedTuple):
+    """A running request: what makes its events, and the callback that gets them."""
+
+    output_processor: OutputProcessor
+    receive: Receive
 
 
 class LoraRequest(Protocol):
@@ -120,8 +123,7 @@ class LLM:
         self._input_processor = self._frontend.input_processor(self._core.info.max_context)
         self._note_adapters()
         self._lock = threading.RLock()  # held by the thread that steps the core
-        self._output_processors: dict[str, OutputProcessor] = {}  # of running requests
-        self._receivers: dict[str, Receive] = {}  # callbacks for the outputs of each request
+        self._open: dict[str, OpenRequest] = {}  # by request id
 
     def _load_core(self, *, fast_start: bool) -> EngineCore:
         with torch_import(fast_start=fast_start, device=self.config.ops.device):
@@ -341,7 +343,7 @@ class LLM:
     def close(self) -> None:
         """Abort all running requests. The model's memory is freed with this object."""
         with self._lock:
-            for request_id in list(self._output_processors):
+            for request_id in list(self._open):
                 self._abort(request_id)
             self._core.close()
 
@@ -427,22 +429,30 @@ class LLM:
             self._add(row.client_request, request, run.receive)
 
     def _step(self) -> None:
-        """Run one step and pass the outputs to their requests' receivers."""
+        """Run one step and pass the events of each open request to its receiver."""
         for output in self._core.step():
-            arrived = self._deliver(output)
-            receive = self._receivers.get(output.request_id)
-            is_over = output.request_id not in self._output_processors
-            if is_over:
-                self._receivers.pop(output.request_id, None)
-            if receive is not None:
-                receive(output, arrived, is_over)
+            if (request := self._open.get(output.request_id)) is not None:
+                events = self._events_of(output, request.output_processor)
+                request.receive(output, events, output.request_id not in self._open)
+
+    def _events_of(self, output: SequenceOutput, output_processor: OutputProcessor) -> Sequence[Arrived]:
+        """Return the events that an output completes; the request is closed with its last output."""
+        if output.finish_reason == "error":
+            del self._open[output.request_id]
+            return [error_with_code(output.error_code, output.error or "the request failed", output.error_param)]
+        events = output_processor.process(output)
+        for index in output_processor.pop_stopped():
+            self._core.abort(output.request_id, index)
+        if output_processor.is_finished:
+            del self._open[output.request_id]
+        return events
 
     def _stream(self, client_request: ChatRequest | PromptRequest) -> Iterator[Event]:
         unread: deque[Arrived] = deque()
         with self._lock:
             request = self._submit(client_request, lambda output, arrived, is_over: unread.extend(arrived))
         try:
-            while unread or request.request_id in self._output_processors:
+            while unread or request.request_id in self._open:
                 if not unread:
                     self._step_for(request.request_id, unread)
                     continue
@@ -456,7 +466,7 @@ class LLM:
     def _step_for(self, request_id: str, unread: deque[Arrived]) -> None:
         """Run one step, unless another thread's step produced events for this stream while this thread waited."""
         with self._lock:
-            if not unread and request_id in self._output_processors:
+            if not unread and request_id in self._open:
                 self._step()
 
     def _processed(self, client_request: ClientRequest) -> Request:
@@ -465,57 +475,18 @@ class LLM:
             self._core.prepare(request)
         return request
 
-    def _submit(self, client_request: ClientRequest, receive: Receive | None = None) -> Request:
+    def _submit(self, client_request: ClientRequest, receive: Receive) -> Request:
         request = self._processed(client_request)
         self._add(client_request, request, receive)
         return request
 
-    def _add(self, client_request: ClientRequest, request: Request, receive: Receive | None) -> None:
-        self._output_processors[request.request_id] = self._frontend.output_processor(client_request, request)
-        if receive is not None:
-            self._receivers[request.request_id] = receive
+    def _add(self, client_request: ClientRequest, request: Request, receive: Receive) -> None:
+        self._open[request.request_id] = OpenRequest(self._frontend.output_processor(client_request, request), receive)
         self._core.add(request)
 
-    def _deliver(self, output: SequenceOutput) -> Sequence[Arrived]:
-        output_processor = self._output_processors.get(output.request_id)
-        if output_processor is None:
-            return []
-        if output.finish_reason == "error":
-            del self._output_processors[output.request_id]
-            return [error_with_code(output.error_code, output.error or "the request failed", output.error_param)]
-        events = output_processor.process(output)
-        for index in output_processor.pop_stopped():
-            self._core.abort(output.request_id, index)
-        if output_processor.is_finished:
-            del self._output_processors[output.request_id]
-        return events
-
     def _abort(self, request_id: str) -> None:
-        self._receivers.pop(request_id, None)
-        if self._output_processors.pop(request_id, None) is not None:
+        if self._open.pop(request_id, None) is not None:
             self._core.abort(request_id)
-
-
-def prompt_request(prompt: Any, params: SamplingParams) -> PromptRequest:
-    return PromptRequest(prompt=prompt_from(prompt), params=params)
-
-
-def chat_request_maker(
-    tools: Sequence[Tool | dict[str, Any]] | None,
-    tool_choice: ToolChoice | str | dict[str, Any],
-    parallel_tool_calls: bool,
-    reasoning_effort: str | None,
-    template_args: dict[str, Any],
-) -> Callable[[Any, SamplingParams], ChatRequest]:
-    """Return a function that makes a request from a conversation, with all other settings the same."""
-    first = ChatRequest(
-        messages=[],
-        tools=tools_from(tools),
-        tool_choice=tool_choice_from(tool_choice, parallel=parallel_tool_calls),
-        reasoning=reasoning_from(reasoning_effort),
-        template_args=template_args,
-    )
-    return lambda messages, params: msgspec.structs.replace(first, messages=messages_from(messages), params=params)
 
 
 def in_order(outputs: dict[int, RequestOutput]) -> list[RequestOutput]:

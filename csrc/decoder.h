@@ -55,6 +55,8 @@ struct Routing {
   float scale = 1.0f;
   Vector expert_scales;
   bool weights_input = false;  // weight an expert's input, not its output
+  bool is_bias_on_logits = false;       // the choice bias is added to logits, not to scores
+  std::optional<float> jitter = {};  // SparseMixer: weights are softmaxes over the experts left that are near a choice
   std::vector<int32_t> table = {};  // [vocab][num_active]: experts by token id; empty: by score
 };
 

@@ -395,14 +395,17 @@ void bind_parts(nb::module_& m) {
                                                        bool renormalize, float epsilon, MaybeVector choice_bias,
                                                        int num_groups, int kept_groups, int judged_by, float scale,
                                                        MaybeVector expert_scales, bool weights_input,
+                                                       bool is_bias_on_logits, std::optional<float> jitter,
                                                        std::optional<Array<const int32_t, 2>> table) {
     std::vector<int32_t> experts;
     if (table) experts.assign(table->data(), table->data() + table->size());
     new (self) Routing{num_active, score_named(score), renormalize, epsilon, copied(choice_bias), num_groups, kept_groups,
-                       judged_by, scale, copied(expert_scales), weights_input, std::move(experts)};
+                       judged_by, scale, copied(expert_scales), weights_input, is_bias_on_logits, jitter,
+                       std::move(experts)};
   }, "num_active"_a, "score"_a = "softmax", "renormalize"_a = true, "epsilon"_a = 0.0f, "choice_bias"_a.none() = nb::none(),
      "num_groups"_a = 1, "kept_groups"_a = 1, "judged_by"_a = 2, "scale"_a = 1.0f,
-     "expert_scales"_a.none() = nb::none(), "weights_input"_a = false, "table"_a.none() = nb::none());
+     "expert_scales"_a.none() = nb::none(), "weights_input"_a = false,
+     "is_bias_on_logits"_a = false, "jitter"_a.none() = nb::none(), "table"_a.none() = nb::none());
 
   nb::class_<Moe>(m, "Moe").def("__init__", [](Moe* self, const Linear& router, std::vector<std::optional<Mlp>> given_experts,
                                                const Routing& routing, std::optional<Mlp> shared, MaybeVector shared_gate,

@@ -164,15 +164,34 @@ void take_best_experts(const Routing& routing, std::vector<float> scores, int32_
   for (int k = 0; k < routing.num_active; ++k) take_best(scores, ids[k]);
 }
 
+// Writes each choice's softmax over the experts not chosen before it whose logits are near its own.
+void share_among_near(const Routing& routing, const float* logits, int experts, const int32_t* ids, float* shares) {
+  std::vector<bool> is_left(static_cast<size_t>(experts), true);
+  for (int k = 0; k < routing.num_active; ++k) {
+    const float best = logits[ids[k]];
+    float total = 0.0f;
+    for (int e = 0; e < experts; ++e) {
+      const bool is_far = (best - logits[e]) / std::max(std::fabs(logits[e]), best) > 2.0f * *routing.jitter;
+      if (is_left[static_cast<size_t>(e)] && !is_far) total += std::exp(logits[e] - best);
+    }
+    shares[k] = 1.0f / total;
+    is_left[static_cast<size_t>(ids[k])] = false;
+  }
+}
+
 // `looked_up`: the token's experts from the table by token id; null: by score.
 void choose_experts(const Routing& routing, const float* logits, int experts, const int32_t* looked_up, int32_t* ids,
                     float* shares) {
   std::vector<float> scores;
   score_all(logits, experts, routing.score, scores);
   if (looked_up != nullptr) std::copy_n(looked_up, routing.num_active, ids);
+  else if (routing.is_bias_on_logits || routing.jitter) take_best_experts(routing, {logits, logits + experts}, ids);
   else take_best_experts(routing, scores, ids);
+  if (routing.jitter) share_among_near(routing, logits, experts, ids, shares);
+  else
+    for (int k = 0; k < routing.num_active; ++k) shares[k] = scores[static_cast<size_t>(ids[k])];
   float chosen = routing.epsilon;
-  for (int k = 0; k < routing.num_active; ++k) chosen += shares[k] = scores[static_cast<size_t>(ids[k])];
+  for (int k = 0; k < routing.num_active; ++k) chosen += shares[k];
   for (int k = 0; k < routing.num_active; ++k) {
     if (routing.renormalize) shares[k] /= chosen;
     shares[k] *= routing.scale;

@@ -14,7 +14,7 @@ from tests.support.tiny_models import VOCAB, load_ours, make_reference
 from tokenmill.ops.cpu import is_available
 from tokenmill.weights.source import open_weights
 
-ALWAYS = ("afmoe", "cohere2_moe", "laguna")
+ALWAYS = ("afmoe", "cohere2_moe", "laguna", "phimoe")
 
 
 @pytest.mark.skipif(not is_available()[0], reason=is_available()[1])

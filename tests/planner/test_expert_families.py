@@ -17,7 +17,7 @@ from tokenmill.arch.hf_config import spec_from_hf
 # What the published configs have in place of transformers' defaults, which for some are those of the model; total and
 # active parameters in billions by model names and cards, and whether the active ones have the embedding in them.
 #   OLMoE: arXiv 2409.02060; Granite 3.0 and Solar Open: model cards; FlexOlmo: arXiv 2507.07024, "33 billion total"
-#   dots.llm1: arXiv 2506.05767; K-EXAONE, Trinity Mini, Mellum 2 and Laguna XS: model names and cards
+#   dots.llm1: arXiv 2506.05767; K-EXAONE, Trinity Mini, Mellum 2, Laguna XS and Phi-3.5-MoE: model names and cards
 PUBLISHED: dict[str, tuple[str, dict[str, Any], float, float | None, bool]] = {
     "OLMoE-1B-7B": ("OlmoeConfig", {"intermediate_size": 1024}, 6.92, 1.3, True),
     "FlexOlmo-7x7B": ("FlexOlmoConfig", {}, 33.3, None, True),
@@ -50,6 +50,15 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float, float | None, bool]] = {
     ),
     "Laguna-XS": ("LagunaConfig", {}, 33, None, True),
     "Mellum2-12B-A2.5B": ("MellumConfig", {}, 12.1, 2.5, True),
+    "DBRX": (
+        "DbrxConfig",
+        {"d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352, "max_seq_len": 32768,
+         "attn_config": {"kv_n_heads": 8, "clip_qkv": 8},
+         "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}},
+        132, 36, True,
+    ),
+    "Phi-3.5-MoE": ("PhimoeConfig", {"attention_bias": True, "lm_head_bias": True}, 41.9, 6.6, True),
+    "A.X-K1": ("AXK1Config", {}, 519, 33, True),
 }  # fmt: skip
 
 

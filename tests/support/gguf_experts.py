@@ -3,6 +3,8 @@ tensors."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tests.support.gguf_converted import Config, Converter, Renamed, block_of, of_llama, plain
@@ -77,10 +79,57 @@ def _trinity(config: Config) -> Config:
     }
 
 
+def _phimoe(config: Config) -> Config:
+    rope, stretch = config["rope_parameters"], 1.0
+    original = rope["original_max_position_embeddings"]
+    if config["max_position_embeddings"] > original:
+        stretch = math.sqrt(1 + math.log(config["max_position_embeddings"] / original) / math.log(original))
+    return {
+        "expert_count": config["num_local_experts"],
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": stretch,
+        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
+        "attention.sliding_window": 0,
+    }
+
+
+def _phimoe_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    if "block_sparse_moe.experts" in name:
+        part = {"w1": "gate", "w2": "down", "w3": "up"}[name.split(".")[-2]]
+        yield f"{block_of(name)}ffn_{part}_exps.weight", tensor
+        return
+    yield name, tensor
+    if name == "model.norm.weight":
+        for kind in ("long", "short"):
+            yield f"rope_factors_{kind}.weight", torch.tensor(config["rope_parameters"][f"{kind}_factor"])
+
+
+def _dbrx(config: Config) -> Config:
+    attention, experts = config["attn_config"], config["ffn_config"]
+    return {
+        "feed_forward_length": experts["ffn_hidden_size"],
+        "attention.clamp_kqv": float(attention["clip_qkv"]),
+        "attention.layer_norm_epsilon": 1e-5,
+        "expert_count": experts["moe_num_experts"],
+        "expert_used_count": experts["moe_top_k"],
+    }
+
+
+def _dbrx_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    if ".experts.mlp." not in name:
+        yield name, tensor
+        return
+    part = name.rpartition(".")[2]
+    matrices = tensor.view(config["ffn_config"]["moe_num_experts"], -1, config["d_model"])
+    yield name + ".weight", matrices.transpose(1, 2) if part == "w2" else matrices
+
+
 EXPERT_CONVERTERS: dict[str, Converter] = {
     "olmoe": (_olmoe, plain),
     "granitemoe": (_granite, _granite_tensors),
     "dots1": (_sigmoid, _biased_tensors),
     "exaone-moe": (lambda config: {**_sigmoid(config), **_windows(config)}, _biased_tensors),
     "afmoe": (_trinity, _biased_tensors),
+    "phimoe": (_phimoe, _phimoe_tensors),
+    "dbrx": (_dbrx, _dbrx_tensors),
 }

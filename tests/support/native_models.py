@@ -128,6 +128,10 @@ VARIANTS = {
     "sqrt_softplus": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
         6, 2, MlpSpec(48), RoutingSpec("sqrt_softplus", has_router_bias=True, num_groups=3, kept_groups=2,
         group_score="best"))), LAYER)),
+    "bias_on_logits": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
+        6, 2, MlpSpec(48), RoutingSpec("sigmoid", has_choice_bias=True, is_bias_on_logits=True))), LAYER)),
+    "sparse_mixer": replace(LLAMA, layers=(replace(LAYER, norms_feed_after=True, mlp=MoeSpec(
+        6, 2, MlpSpec(48), RoutingSpec(renormalize=False, jitter=0.1))), LAYER)),
     "biased_experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(
         5, 2, MlpSpec(48, "swiglu_oai", bias=True), RoutingSpec(has_router_bias=True))), LAYER)),
     "latent_experts": replace(LLAMA, layers=(replace(LAYER, mlp=MoeSpec(

@@ -21,6 +21,11 @@ EXPERT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "flex_olmo": ("FlexOlmoConfig", {**MOE, "num_experts": 5, "norm_topk_prob": True}),
     "granitemoe": ("GraniteMoeConfig", GRANITE),
     "granitemoeshared": ("GraniteMoeSharedConfig", {**GRANITE, "shared_intermediate_size": 40}),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        {**GRANITE, "shared_intermediate_size": 40, "sliding_window": 9, "num_hidden_layers": 5,
+         "layer_rope_theta": [1e4, 500.0, 500.0, 500.0, 0]},
+    ),
     "dots1": (
         "Dots1Config", {**SIGMOID, "first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 2}
     ),
@@ -69,6 +74,29 @@ EXPERT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, "head_dim": 12, "num_experts": 5, "num_shared_experts": 1, "expert_selection_fn": "sigmoid",
          "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5, "logit_scale": 0.5, "sliding_window": 9,
          "sliding_window_pattern": 2},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {**MOE, "num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2,
+         "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_mscale": 1.2, "long_mscale": 1.2,
+                             "original_max_position_embeddings": 256, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                             "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}},
+    ),
+    "kolibri1": (
+        "Kolibri1Config",
+        {**MOE, **ALTERNATING, "head_dim": 12, "num_experts": 5, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 40, "norm_topk_prob": True},
+    ),
+    "axk1": (
+        "AXK1Config",
+        {**SIGMOID, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 10,
+         "qk_rope_head_dim": 8, "v_head_dim": 14},
+    ),
+    "dbrx": (
+        "DbrxConfig",
+        {"d_model": 48, "n_heads": 4, "n_layers": 3, "max_seq_len": 256,
+         "attn_config": {"clip_qkv": 0.5, "kv_n_heads": 2, "rope_theta": 10000.0},
+         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 2}},
     ),
     "aria": ("AriaTextConfig", {"moe_num_experts": 5, "moe_topk": 2}),
 }  # fmt: skip

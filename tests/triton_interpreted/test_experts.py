@@ -133,6 +133,22 @@ def test_every_kind_of_routing(score: Any, num_groups: int, kept: int, group_sco
     assert_near(weights, expected)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RoutingSpec("sigmoid", has_choice_bias=True, is_bias_on_logits=True),
+        RoutingSpec(renormalize=False, jitter=0.01),
+        RoutingSpec(renormalize=False, jitter=0.4),
+    ],
+)
+def test_experts_chosen_by_their_logits(spec: RoutingSpec) -> None:
+    routing = Routing(2, spec, torch.randn(12) if spec.has_choice_bias else None)
+    logits = torch.randn(9, 12) * 3
+    (weights, ids), (expected, expected_ids) = OPS.route(logits, routing), PLAIN.route(logits, routing)
+    assert torch.equal(ids, expected_ids)
+    assert_near(weights, expected)
+
+
 @pytest.mark.parametrize(("num_tokens", "num_experts", "renormalize"), [(1, 9, True), (3, 4, False)])
 def test_norm_router_and_experts_in_one_op(num_tokens: int, num_experts: int, renormalize: bool) -> None:
     """Two experts have equal logits: the first one counts."""

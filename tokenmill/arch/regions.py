@@ -177,7 +177,7 @@ def _feed(spec: LayerSpec, name: str) -> Feed | None:
         return None
     norm = f"{name}.attn_norm" if spec.is_parallel and not spec.has_parallel_norm else f"{name}.mlp_norm"
     norm_before = norm if spec.has_pre_norms else None
-    post_norm, scale = f"{name}.mlp_post_norm" if spec.has_post_norms else None, spec.residual_scale
+    post_norm, scale = f"{name}.mlp_post_norm" if spec.has_mlp_post_norm else None, spec.residual_scale
     side = spec.side_experts
     if side is not None and isinstance(spec.mlp, MlpSpec):
         mlp = GatedMlp(norm_before, *_mlp(name, spec.mlp), spec.mlp, f"{name}.side.mlp_post_norm")

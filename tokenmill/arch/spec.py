@@ -335,6 +335,9 @@ class RoutingSpec:
 
     scores = score(logits) → (+ choice bias → best groups) → best experts → weights = scores of those
     → divided by their sum (+ epsilon) → * scale (* each expert's own)
+
+    With `jitter` (SparseMixer, Phi-3.5-MoE) the weight of each choice is its softmax over the experts not chosen before
+    it whose logits are near its own: less by at most 2 * jitter times the larger magnitude.
     """
 
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
@@ -349,6 +352,8 @@ class RoutingSpec:
     has_expert_scales: bool = False
     has_input_norm: bool = False  # the router reads its own RMSNorm of the stream, divided by sqrt(hidden)
     weights_input: bool = False  # the weight multiplies an expert's input, not its output
+    is_bias_on_logits: bool = False  # the choice bias is added to the logits, and the highest sums are chosen
+    jitter: float | None = None  # SparseMixer: a weight is the softmax over the experts left that are near the choice
     table_rows: int = 0  # of the table that gives the experts of each token id; 0: the experts with the best scores
 
 
@@ -391,6 +396,7 @@ class LayerSpec:
     has_scale: bool = False  # the stream is multiplied by a weight at the layer's end
     side_mixer: Recurrent | None = None  # in parallel with the mixer, on the same normed stream; both are added
     streams: Streams | None = None  # if the model has several residual streams; the same in all layers
+    norms_feed_after: bool = False  # the result of MLP or experts is normed, even where `norms` has no norm after
     factors: tuple[tuple[str, float], ...] = ()  # matrix name → factor that it is multiplied by when it is read
 
     @property
@@ -404,6 +410,10 @@ class LayerSpec:
     @property
     def has_post_norms(self) -> bool:
         return self.norms != "before"
+
+    @property
+    def has_mlp_post_norm(self) -> bool:
+        return self.has_post_norms or self.norms_feed_after
 
 
 @dataclass(frozen=True)

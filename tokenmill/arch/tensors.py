@@ -11,6 +11,7 @@ Conversions work on whole rows, so that they apply to quantised rows too:
                  key head (Falcon's query_key_value)
     woven        theirs contains several of ours alternating: by rows (gpt-oss's gate and up), or by heads
     {e}          one of theirs per expert, stacked into one of ours
+    is_joined    theirs is one matrix with the rows of all experts one after another, ours has a matrix per expert
     add          a constant added to each value (Gemma stores a norm's weight minus one)
     transposed   theirs has rows and columns exchanged (unquantised only)
     unit_axis    theirs has an axis of length one that ours lacks (the channel axis of a depthwise convolution)
@@ -115,7 +116,7 @@ def layer_tensors(layer: LayerSpec, hidden: int, prefix: str = "", norm: NormSpe
         for name in ("norm", "post_norm", "mlp_post_norm"):
             yield from _norm(f"{prefix}side.{name}", hidden, norm)
         yield from _experts(layer.side_experts, hidden, prefix + "side.")
-    if layer.has_post_norms:
+    if layer.has_mlp_post_norm:
         yield from _norm(prefix + "mlp_post_norm", hidden, norm)
     if layer.input_width:
         yield from _linear(prefix + "input_gate", layer.input_width, hidden, False)
@@ -349,6 +350,7 @@ class Rule:
     values: str | None = None  # pattern of the tensor with the heads' values
     minus_exp: bool = False
     in_groups: bool = False
+    is_joined: bool = False
 
 
 Rules = Mapping[str, Rule]
@@ -372,6 +374,7 @@ class TensorSource:
     times: tuple[str, tuple[int, int]] | None = None  # name and shape of the matrix that theirs is multiplied with
     values: tuple[str, tuple[int, ...]] | None = None  # name and shape of the heads' values; `names` has their keys
     minus_exp: bool = False
+    num_joined: int = 0  # theirs has the rows of so many of our matrices one after another
     is_flattened: bool = False  # theirs has rows, ours is one vector
     interleaved_heads: int = 0  # 0: rows are in our order already
     rotary_dim: int = 0
@@ -432,6 +435,9 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
         source = _woven(source, layer, rule, part)
     if rule.transposed:
         source = replace(source, shape=(*source.shape[:-2], source.shape[-1], source.shape[-2]), transposed=True)
+    if rule.is_joined:
+        count, num_rows, num_columns = source.shape
+        source = replace(source, shape=(count * num_rows, num_columns), num_joined=count)
     if "{e}" in rule.pattern:
         source = _per_expert(source)
     return source

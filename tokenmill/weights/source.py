@@ -209,6 +209,8 @@ class CheckpointWeights:
             problem = "is missing" if found is None else f"has shape {list(found)}, expected {list(source.shape)}"
             raise DamagedFile(f"{self.checkpoint.place}: tensor {theirs!r} {problem}")
         raw = self.checkpoint.load(theirs)
+        if source.num_joined:
+            raw = _separated(raw, source.num_joined)
         if experts is not None:
             raw = some_experts(raw, experts)
         if columns is not None and raw.quant is not None:
@@ -262,6 +264,17 @@ def some_experts(raw: RawTensor, own: Sequence[int]) -> RawTensor:
     is_span = list(own) == list(range(first, first + count))
     data = raw.data.narrow(0, first, count) if is_span else raw.data[list(own)]
     return replace(raw, shape=(count, *raw.shape[1:]), data=data, ordered=None)
+
+
+def _separated(raw: RawTensor, count: int) -> RawTensor:
+    """Return a view of a matrix [count * rows, columns] as `count` matrices [count, rows, columns]."""
+    rows = raw.shape[0] // count
+    return replace(
+        raw,
+        shape=(count, rows, *raw.shape[1:]),
+        data=raw.data.view(count, rows, *raw.data.shape[1:]),
+        ordered=None,
+    )
 
 
 def transformed(

@@ -6,12 +6,14 @@ from tokenmill.arch.families.afmoe import AFMOE
 from tokenmill.arch.families.apertus import APERTUS
 from tokenmill.arch.families.arcee import ARCEE
 from tokenmill.arch.families.aria import ARIA
+from tokenmill.arch.families.axk1 import AXK1
 from tokenmill.arch.families.bailing_hybrid import BAILING_HYBRID
 from tokenmill.arch.families.bamba import BAMBA
 from tokenmill.arch.families.cohere import COHERE
 from tokenmill.arch.families.cohere2 import COHERE2
 from tokenmill.arch.families.cohere2_moe import COHERE2_MOE
 from tokenmill.arch.families.cwm import CWM
+from tokenmill.arch.families.dbrx import DBRX
 from tokenmill.arch.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA
 from tokenmill.arch.families.deepseek_v4 import DEEPSEEK_V4
 from tokenmill.arch.families.dots1 import DOTS1, SOLAR_OPEN
@@ -34,7 +36,7 @@ from tokenmill.arch.families.gpt_neox import GPT_NEOX
 from tokenmill.arch.families.gpt_oss import GPT_OSS
 from tokenmill.arch.families.gptj import CODEGEN, GPTJ
 from tokenmill.arch.families.granite import GRANITE
-from tokenmill.arch.families.granite_swa import GRANITE_SWA
+from tokenmill.arch.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from tokenmill.arch.families.granitemoe import GRANITE_MOE
 from tokenmill.arch.families.granitemoehybrid import GRANITE_HYBRID
 from tokenmill.arch.families.helium import HELIUM
@@ -43,6 +45,7 @@ from tokenmill.arch.families.hyperclovax import HYPERCLOVAX
 from tokenmill.arch.families.jais2 import JAIS2
 from tokenmill.arch.families.jamba import JAMBA
 from tokenmill.arch.families.kimi_linear import KIMI_LINEAR
+from tokenmill.arch.families.kolibri1 import KOLIBRI1
 from tokenmill.arch.families.laguna import LAGUNA
 from tokenmill.arch.families.lfm2 import LFM2
 from tokenmill.arch.families.lfm2_moe import LFM2_MOE
@@ -65,6 +68,7 @@ from tokenmill.arch.families.olmoe import FLEX_OLMO, OLMOE
 from tokenmill.arch.families.opt import OPT
 from tokenmill.arch.families.phi import PHI
 from tokenmill.arch.families.phi3 import PHI3, PHI4_MULTIMODAL
+from tokenmill.arch.families.phimoe import PHIMOE
 from tokenmill.arch.families.qwen2 import MIMO, QWEN2
 from tokenmill.arch.families.qwen2_moe import QWEN2_MOE
 from tokenmill.arch.families.qwen3 import QWEN3
@@ -163,6 +167,7 @@ ALL: tuple[Family, ...] = (
     OLMOE,
     FLEX_OLMO,
     GRANITE_MOE,
+    GRANITE_MOE_SWA,
     DOTS1,
     SOLAR_OPEN,
     EXAONE_MOE,
@@ -178,6 +183,10 @@ ALL: tuple[Family, ...] = (
     MAMBA,
     FALCON_MAMBA,
     MAMBA2,
+    PHIMOE,
+    KOLIBRI1,
+    AXK1,
+    DBRX,
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}

@@ -206,6 +206,8 @@ class NativeWeights:
             scale=routing.scale,
             expert_scales=self._optional(region.expert_scales),
             weights_input=routing.weights_input,
+            is_bias_on_logits=routing.is_bias_on_logits,
+            jitter=routing.jitter,
             table=None if region.table is None else self.dense(self.weights.get(region.table)).int().contiguous(),
         )
 

@@ -33,9 +33,11 @@ def pack_experts(
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts with the highest scores, or those looked up by token id. Of equal scores the first is chosen,
     which `torch.topk` does not guarantee."""
-    spec, scores = routing.spec, _scores(logits.float(), routing.spec.score)
-    ids = _top_k(scores, routing) if routing.chosen is None else routing.chosen
-    weights = scores.gather(-1, ids)
+    spec, logits = routing.spec, logits.float()
+    scores = _scores(logits, spec.score)
+    judged = logits if spec.is_bias_on_logits or spec.jitter is not None else scores
+    ids = _top_k(judged, routing) if routing.chosen is None else routing.chosen
+    weights = scores.gather(-1, ids) if spec.jitter is None else _shares_of_near(logits, ids, spec.jitter)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.epsilon)
     weights = weights * spec.scale
@@ -47,6 +49,17 @@ def _top_k(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
     if routing.spec.num_groups > 1:
         biased = biased.masked_fill(~_in_top_groups(biased, routing.spec), float("-inf"))
     return biased.sort(dim=-1, descending=True, stable=True).indices[..., : routing.num_active]
+
+
+def _shares_of_near(logits: torch.Tensor, ids: torch.Tensor, jitter: float) -> torch.Tensor:
+    """Return each choice's softmax over the experts left whose logits are near its own (`RoutingSpec.jitter`)."""
+    left, shares = logits, []
+    for chosen in torch.split(ids, 1, dim=-1):
+        best = logits.gather(-1, chosen)
+        is_far = (best - logits) / logits.abs().maximum(best) > 2 * jitter
+        shares.append(torch.softmax(left.masked_fill(is_far, float("-inf")), dim=-1).gather(-1, chosen))
+        left = left.scatter(-1, chosen, float("-inf"))
+    return torch.cat(shares, dim=-1)
 
 
 def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:

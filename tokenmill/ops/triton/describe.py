@@ -22,7 +22,7 @@ from tokenmill.arch.packed_formats import (
     packed_int_format,
     widened,
 )
-from tokenmill.arch.spec import RMS_NORM, FeedSpec, Gqa, ModelSpec, MoeSpec
+from tokenmill.arch.spec import RMS_NORM, FeedSpec, Gqa, LayerSpec, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.ops.batch import Mode
 from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
@@ -133,7 +133,7 @@ def matrix_kinds(spec: ModelSpec, weights: PlannedWeights) -> list[Kind]:
         parts = [part for part in tensors if _split_name(part) == (owner, own)] if owner else []
         columns = next((tensors[part].shape[1] for part in parts), spec.hidden_size)
         has_bias = any(f"{part.removesuffix('.weight')}.bias" in tensors for part in parts)
-        has_post_norm = own in EPILOGUES and _has_post_norms(spec, owner)
+        has_post_norm = own in EPILOGUES and _has_post_norm(spec.layers[_layer(owner)], own)
         is_normed = own in MIXER_INPUTS and spec.norm == RMS_NORM and not spec.layers[_layer(owner)].is_parallel
         for form, num_rows in stack.items():
             found[Kind(own, num_rows, columns, form, has_bias, has_post_norm, is_normed)] = None
@@ -152,8 +152,8 @@ def _split_name(name: str) -> tuple[str, str]:
     return ".".join(parts[:2]), ".".join((*folder, STACKED.get(last, last)))
 
 
-def _has_post_norms(spec: ModelSpec, owner: str) -> bool:
-    return spec.layers[_layer(owner)].has_post_norms
+def _has_post_norm(layer: LayerSpec, own: str) -> bool:
+    return layer.has_mlp_post_norm if own == "down" else layer.has_post_norms
 
 
 def _layer(owner: str) -> int:

@@ -57,14 +57,23 @@ def _best_groups(
     return tl.where(kept, biased, float("-inf"))
 
 
+@triton.jit
+def _share_of_near(logits, is_left, choice, jitter):
+    """Return the softmax of the logit `choice` over the logits left that are near it (`RoutingSpec.jitter`)."""
+    is_far = (choice - logits) / tl.maximum(tl.abs(logits), choice) > 2 * jitter
+    return 1.0 / tl.sum(tl.where(is_left & (is_far == 0), tl.exp(logits - choice), 0.0), axis=0)
+
+
 @kernel
 def _route(
-    logits, choice_bias, expert_scales, looked_up, weights, ids, num_experts, scale, epsilon, group_size,
+    logits, choice_bias, expert_scales, looked_up, weights, ids, num_experts, scale, epsilon, jitter, group_size,
     K: tl.constexpr, SHARED: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, TWO_BEST: tl.constexpr, ARE_LOOKED_UP: tl.constexpr, OVERLAPS: tl.constexpr,
+    KEPT: tl.constexpr, TWO_BEST: tl.constexpr, ARE_LOOKED_UP: tl.constexpr, BY_LOGIT: tl.constexpr,
+    HAS_JITTER: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`looked_up` int64 [T, K]: given experts, for which only the weights are computed"""
+    """`looked_up` int64 [T, K]: given experts, for which only the weights are computed; `BY_LOGIT`: experts are chosen
+    by their logits instead of their scores"""
     launch_dependents(OVERLAPS)
     wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
@@ -72,8 +81,9 @@ def _route(
     indices = tl.arange(0, K_PADDED)
     is_expert = experts < num_experts
     values = tl.load(logits + token * num_experts + experts, mask=is_expert, other=float("-inf"))
-    scores = _scores(values.to(tl.float32), SCORE)
-    biased = scores
+    values = values.to(tl.float32)
+    scores = _scores(values, SCORE)
+    biased = values if BY_LOGIT else scores
     if HAS_BIAS:
         biased += tl.load(choice_bias + experts, mask=is_expert, other=0.0)
     biased = tl.where(is_expert, biased, float("-inf"))
@@ -86,7 +96,11 @@ def _route(
             expert = tl.load(looked_up + token * K + index)
         else:
             _, expert = _best_of(biased, experts, BLOCK)
-        score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
+        if HAS_JITTER:
+            choice = tl.sum(tl.where(experts == expert, values, 0.0), axis=0)
+            score = _share_of_near(values, biased > float("-inf"), choice, jitter)
+        else:
+            score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
         chosen = tl.where(indices == index, score, chosen)
         chosen_ids = tl.where(indices == index, expert.to(tl.int64), chosen_ids)
         biased = tl.where(experts == expert, float("-inf"), biased)
@@ -113,10 +127,11 @@ def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.T
         _route[(num_tokens,)](
             logits.contiguous(), weights if bias is None else bias, weights if scales is None else scales,
             ids if chosen is None else chosen.contiguous(), weights, ids,
-            num_experts, spec.scale, spec.epsilon, num_experts // spec.num_groups,
+            num_experts, spec.scale, spec.epsilon, spec.jitter or 0.0, num_experts // spec.num_groups,
             num_active, num_shared, next_power_of_2(num_active + num_shared), next_power_of_2(num_experts),
             spec.score, spec.renormalize, bias is not None, scales is not None, spec.num_groups, spec.kept_groups,
-            spec.group_score == "two_best", chosen is not None,
+            spec.group_score == "two_best", chosen is not None, spec.is_bias_on_logits or spec.jitter is not None,
+            spec.jitter is not None,
             num_warps=1, **launch_options(),
         )  # fmt: skip
     return weights, ids

@@ -5,8 +5,15 @@
 For each setting: the gaps between tokens of the streams before the prompt comes, while it is computed and afterwards,
 and the time to its own first token, alone and beside them. Meanwhile the streams' contexts grow, which makes steps
 longer too: so the same streams run once more, without the prompt, and the gaps between the same tokens are compared
-("undisturbed"). Against the first setting, what the limit costs in throughput: how much longer it takes to compute the
-prompt and as many tokens of streams. One JSON object a setting.
+("undisturbed"). One JSON object per setting.
+
+`throughput_cost` compares the time of the same work with the first setting: until the prompt's first token has come and
+the streams have as many more tokens as they had when it came in this setting. In the first setting most of these tokens
+come after the prompt, so its streams run on until they have them, with the same contexts; it is measured last, when
+their number is known. (Until 2026-11-18 these tokens were counted at the rate before the prompt came, when contexts
+were short. Beside small chunks, contexts grow from 30 to 1,000 tokens in 14 s, which doubles the time of a step: that
+was counted as a cost of small chunks.) `separate_s` is the time of the same work one after the other: the prompt alone,
+then the same tokens of undisturbed streams.
 """
 
 from __future__ import annotations
@@ -83,8 +90,10 @@ async def first_token_s(engine: AsyncEngine, asked: PromptRequest) -> float:
 
 
 async def measure(
-    model: str, length: int, num_streams: int, settle_s: float, settings: dict[str, Any]
-) -> dict[str, Any]:
+    model: str, length: int, num_streams: int, settle_s: float, settings: dict[str, Any], num_tokens: int = 0
+) -> tuple[dict[str, Any], list[float]]:
+    """Return the figures of a setting, and when the streams' tokens came: seconds since the prompt was sent, for all
+    tokens until it was answered and at least `num_tokens`."""
     engine = await AsyncEngine.start(model, speculate="off", **settings)
     try:
         await asyncio.sleep(settle_s)
@@ -101,6 +110,8 @@ async def measure(
             await wait_for_tokens(tasks, times, 1)
             last = [len(seen) for seen in times]
             await asyncio.sleep(AFTER_S)
+            while sum(map(len, times)) - sum(first) < num_tokens:
+                await wait_for_tokens(tasks, times, 1)
         print(f"first token after {beside_s:.2f} s, alone {alone_s:.2f} s", file=sys.stderr, flush=True)
         async with streams(engine, num_streams) as (tasks, again):
             await wait_for_tokens(tasks, again, max(last))
@@ -112,12 +123,17 @@ async def measure(
         for seen, start, end in zip(again, first, last, strict=True)
         for before, after in pairwise(seen[start - 1 : end])
     ]
+    came_s = sorted(at - began for seen in times for at in seen if at > began)
+    num_during = sum(at <= beside_s for at in came_s)
+    undisturbed_s = max(seen[end - 1] for seen, end in zip(again, last, strict=True)) - max(
+        seen[start - 1] for seen, start in zip(again, first, strict=True)
+    )
     quiet = [gap for at, gap in gaps if began - BEFORE_S < at < began]
     after = [gap for at, gap in gaps if at - gap >= ended]
     parts = [int((at - began) / (ended - began) * NUM_PARTS) for at, _ in gaps]
     by_part = [[gap for (_, gap), one in zip(gaps, parts, strict=True) if one == part] for part in range(NUM_PARTS)]
     during = [gap for at, gap in gaps if began < at and at - gap < ended]  # the one that it ended in too
-    return {
+    figures = {
         **settings,
         "gap_p50_ms_before": round(percentile(quiet, 50) * 1e3, 1),
         "gap_p99_ms_before": round(percentile(quiet, 99) * 1e3, 1),
@@ -136,17 +152,19 @@ async def measure(
         "ttft_s_alone": round(alone_s, 3),
         "ttft_s_beside": round(beside_s, 3),
         "ttft_ratio": round(beside_s / alone_s, 2),
-        "tokens_during": len(during),
+        "tokens_during": num_during,
         "tokens_a_second_before": round(len(quiet) / BEFORE_S, 1),
+        "separate_s": round(alone_s + undisturbed_s, 3),
     }
+    return figures, came_s
 
 
-def throughput_cost(first: dict[str, Any], limited: dict[str, Any]) -> float:
-    """How much longer the same work takes: the first setting does the prompt, then the streams' tokens that it had not
-    done meanwhile, at their undisturbed rate."""
-    left = limited["tokens_during"] - first["tokens_during"]
-    same_work_s = first["ttft_s_beside"] + left / first["tokens_a_second_before"]
-    return float(limited["ttft_s_beside"] / same_work_s - 1.0)
+def throughput_cost(figures: dict[str, Any], first: dict[str, Any], first_came_s: list[float]) -> float:
+    """How much longer than in the first setting the same work takes: the prompt, and the streams' tokens that come
+    until it is answered."""
+    num_tokens = figures["tokens_during"]
+    same_work_s = max(first["ttft_s_beside"], first_came_s[num_tokens - 1] if num_tokens else 0.0)
+    return float(figures["ttft_s_beside"] / same_work_s - 1.0)
 
 
 def main() -> None:
@@ -162,14 +180,16 @@ def main() -> None:
     more: dict[str, Any] = json.loads(args.settings)
     tried: list[dict[str, Any]] = [{"step_ms": float(one)} for one in args.step_ms.split(",") if one]
     tried += [{"slo": one} for one in args.slo.split("+") if one]
-    found: list[dict[str, Any]] = []
-    for settings in tried:
-        found.append(
-            asyncio.run(measure(args.model, args.prompt_len, args.streams, args.settle_s, {**more, **settings}))
-        )
-        if len(found) > 1:
-            found[-1]["throughput_cost"] = round(throughput_cost(found[0], found[-1]), 3)
-        print(json.dumps(found[-1]), flush=True)
+
+    def run(settings: dict[str, Any], num_tokens: int = 0) -> tuple[dict[str, Any], list[float]]:
+        shape = args.prompt_len, args.streams, args.settle_s
+        return asyncio.run(measure(args.model, *shape, {**more, **settings}, num_tokens))
+
+    others = [run(settings)[0] for settings in tried[1:]]
+    first, first_came_s = run(tried[0], max((one["tokens_during"] for one in others), default=0))
+    for figures in (first, *others):
+        figures["throughput_cost"] = round(throughput_cost(figures, first, first_came_s), 3)
+        print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ struct XieluCurve {
   float positive, negative, linear, eps;
 };
 
-enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu, Relu2, SwigluOai, SiluTo10, ClampedSilu7, ClampedSilu16 };
+enum class Activation : uint8_t {
+  Silu, Gelu, GeluTanh, Relu, Relu2, SwigluOai, SiluTo10, ClampedSilu4, ClampedSilu5, ClampedSilu7, ClampedSilu16
+};
 
 inline constexpr int kMaxHeadDim = 512;
 

@@ -14,6 +14,8 @@ Activation activation_named(const std::string& name) {
   if (name == "relu2") return Activation::Relu2;
   if (name == "swiglu_oai") return Activation::SwigluOai;
   if (name == "silu_to_10") return Activation::SiluTo10;
+  if (name == "clamped_silu_4") return Activation::ClampedSilu4;
+  if (name == "clamped_silu_5") return Activation::ClampedSilu5;
   if (name == "clamped_silu_7") return Activation::ClampedSilu7;
   if (name == "clamped_silu_16") return Activation::ClampedSilu16;
   throw std::invalid_argument("unknown activation " + name);

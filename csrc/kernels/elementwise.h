@@ -46,13 +46,23 @@ inline Floats activate(Floats x, Activation kind) {
   for (float& lane : lanes) lane = 0.5f * lane * (1.0f + std::erf(lane * 0.70710678118654752f));
   return load(lanes);
 }
+// The limit of silu(gate) and of up; 0: there is none.
+inline float clamp_of(Activation kind) {
+  switch (kind) {
+    case Activation::ClampedSilu4: return 4.0f;
+    case Activation::ClampedSilu5: return 5.0f;
+    case Activation::ClampedSilu7: return 7.0f;
+    case Activation::ClampedSilu16: return 16.0f;
+    default: return 0.0f;
+  }
+}
 inline Floats gated(Floats g, Floats up, Activation kind) {
   if (kind == Activation::SiluTo10) {
     const Floats limit = splat(10.0f);
     return mul(activate(min(g, limit), Activation::Silu), max(min(up, limit), splat(-10.0f)));
   }
-  if (kind == Activation::ClampedSilu7 || kind == Activation::ClampedSilu16) {
-    const Floats limit = splat(kind == Activation::ClampedSilu7 ? 7.0f : 16.0f);
+  if (const float size = clamp_of(kind); size != 0.0f) {
+    const Floats limit = splat(size);
     return mul(min(activate(g, Activation::Silu), limit), max(min(up, limit), sub(zeros(), limit)));
   }
   if (kind != Activation::SwigluOai) return mul(activate(g, kind), up);

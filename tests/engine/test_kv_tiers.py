@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hybrids import story
+from tests.support.hybrids import story, tiny
 from tests.support.mixed_requests import make_asks, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
@@ -35,6 +35,7 @@ MORE: dict[str, dict[str, Any]] = {
     **{name: {"num_blocks": 80} for name in ("lfm2", "deepseek_v3", "gpt_oss", "gemma4", "qwen3_moe")},
     "deepseek_v4": {"num_blocks": 120},
     **{name: {"num_blocks": 80, "num_states": 30} for name in ("falcon_h1", "granitemoehybrid", "nemotron_h")},
+    **{name: {"num_blocks": 80, "num_states": 30} for name in ("jamba", "mamba2")},
 }
 
 
@@ -66,7 +67,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def path_of(name: str, shared_dir: Path, stories_dir: Path) -> Path:
-    return stories_dir if name.startswith("stories") else shared_dir / "goldens" / "tiny" / name
+    return stories_dir if name.startswith("stories") else tiny(shared_dir, name)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hybrids import story
+from tests.support.hybrids import RANDOM, story, tiny
 from tests.support.real_models import fetched_model
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
@@ -49,9 +49,9 @@ def digest(llm: LLM, prompts: list[Any], num_params: int = len(PARAMS)) -> str:
 
 
 @pytest.mark.parametrize("link", ["threads", "shared"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *RANDOM])
 def test_every_family_says_the_same_on_any_number_of_ranks(shared_dir: Path, name: str, link: str) -> None:
-    path = str(shared_dir / "goldens" / "tiny" / name)
+    path = str(tiny(shared_dir, name))
     prompts = [story(length, seed=length) for length in (5, 17, 70)]
     expected = digest(LLM(path, **SETTINGS), prompts)
     for ranks in TOPOLOGIES:

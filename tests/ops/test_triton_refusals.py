@@ -17,6 +17,7 @@ from tokenmill.engine.backends import TRITON
 pytest.importorskip("triton")
 
 MAMBA = Recurrent("ssd", 1, 2, 24, 128, 4, None)
+PURE = Recurrent("ssd", 1, 2, 64, 64, 4, None)
 SCALED = Recurrent("delta", 2, 2, 64, 64, 4, None, strength_scale=2.0)
 LIMITED = Recurrent("delta", 2, 2, 64, 64, 4, None, has_channel_decays=True, lowest_decay=-5.0)
 SCAN = Recurrent("scan", 1, 1, 16, 128, 4, None, inner=InnerProjection(8))
@@ -60,6 +61,7 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=SCALED),))}, "scaled strengths"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=LIMITED),))}, "lowest decay"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=SCAN, mlp=None),))}, "Mamba-1"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=PURE, mlp=None),))}, "recurrent layers alone"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=INDEXED),)), "deterministic": True}, "an indexer"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=WINDOWED),))}, "heads of 1024 dimensions"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=replace(WINDOWED, head_dim=33)),))}, "heads of 33"),
@@ -78,4 +80,4 @@ def test_newer_families_are_computed() -> None:
     streamed, connected = replace(LAYER, streams=AltUp(2, 4)), replace(LAYER, streams=HyperConnections(2, 4))
     compressed = replace(connected, mixer=replace(WINDOWED, head_dim=512), mlp=LOOKED_UP)
     for layer in (replace(LAYER, mixer=INDEXED), ungated, tiled, streamed, compressed):
-        assert TRITON.unsupported_reason(replace(WANTED, spec=replace(SPEC, layers=(layer,)))) is None
+        assert TRITON.unsupported_reason(replace(WANTED, spec=replace(SPEC, layers=(layer, LAYER)))) is None

@@ -200,7 +200,7 @@ CURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "jamba": (
         "JambaConfig",
-        {**MOE, "num_experts": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 5,
+        {**MOE, "num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 5,
          "mamba_dt_rank": 7, "mamba_proj_bias": True},
     ),
     "jamba_dense": ("JambaConfig", {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 2}),

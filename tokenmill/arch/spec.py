@@ -25,13 +25,14 @@ from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.streams import Streams
 
 Activation = Literal[
-    "silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai", "silu_to_10", "clamped_silu_7",
-    "clamped_silu_16",
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai", "silu_to_10", "clamped_silu_4",
+    "clamped_silu_5", "clamped_silu_7", "clamped_silu_16",
 ]  # fmt: skip
 """The activation of an MLP, act(gate) * up if gated. "relu2" is max(x, 0)²; "xielu", of Apertus, has learned numbers in
 every layer (`ops/xielu.py`); "swiglu_oai", of gpt-oss, is g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and
 u = up between -7 and 7; "silu_to_10", of DeepSeek V4, is silu(min(gate, 10)) * u with u = up between -10 and 10;
-"clamped_silu_7" and "clamped_silu_16", of Step-3.5, are min(silu(gate), n) * u with u = up between -n and n."""
+"clamped_silu_4" to "clamped_silu_16", of Step-3.5 and Ling 3, are min(silu(gate), n) * u with u = up between -n and n.
+"""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
 KernelSet = Literal[
-    "gpu_ranks", "gpu_rank_adapters", "gpu_stages", "gpu_sums", "gpu_expert_adapters", "gpu_iq4", "gpu_reorder"
+    "gpu_ranks", "gpu_rank_adapters", "gpu_stages", "gpu_sums", "gpu_expert_adapters", "gpu_iq4", "gpu_reorder",
+    "gpu_recurrent_only",
 ]  # fmt: skip
 
 
@@ -42,6 +43,7 @@ TRIALS: dict[KernelSet, KernelTrial] = {
     ),
     "gpu_expert_adapters": KernelTrial("adapters of routed experts on a GPU", "refused"),
     "gpu_iq4": KernelTrial("IQ4_NL and IQ4_XS matrices in 4 bits on Hopper", "stored as 8-bit integers with scales"),
+    "gpu_recurrent_only": KernelTrial("models of recurrent layers alone (Mamba-2) on a GPU", "refused"),
     "gpu_reorder": KernelTrial(
         "activations of more than 16 rows reordered for act order row by row",
         "reordered element by element, slower for many rows",

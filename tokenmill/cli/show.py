@@ -29,7 +29,7 @@ from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, MoeSpec, ShortConv, WindowedMqa
 from tokenmill.cli.output import count, print_facts, size
 from tokenmill.config import EngineConfig
-from tokenmill.engine.backends import NATIVE, REFERENCE, TRITON, default_kv_dtype
+from tokenmill.engine.backends import NATIVE, REFERENCE, TRITON, Backend, default_kv_dtype
 from tokenmill.errors import UnsupportedModel
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.ops import cpu as native_kernels
@@ -148,15 +148,23 @@ def _speed_in_words(speed: dict[str, Any]) -> str:
 
 
 def kernels_for(spec: ModelSpec) -> dict[str, str]:
-    """Return the kernels that compute a model on each kind of device; for the slow torch reference, with the reason."""
+    """Return the kernels that compute a model on each kind of device; for the slow torch reference, or if there are
+    none, with the reason."""
     dtype = TRITON.devices[0].compute_dtype(spec, False)
-    cpu = native_kernels.unsupported_reason(ComputeRequest(spec, "cpu", "float32", default_kv_dtype(spec, NATIVE)))
-    gpu = triton_kernels.unsupported_reason(ComputeRequest(spec, "cuda", dtype, default_kv_dtype(spec, TRITON)))
-    found = {"CPU": (NATIVE, cpu), "NVIDIA GPU": (TRITON, gpu)}
+    on_cpu = ComputeRequest(spec, "cpu", "float32", default_kv_dtype(spec, NATIVE))
+    on_gpu = ComputeRequest(spec, "cuda", dtype, default_kv_dtype(spec, TRITON))
     return {
-        device: backend.title if reason is None else f"{REFERENCE.title}, slow: {reason}"
-        for device, (backend, reason) in found.items()
+        "CPU": _kernels_in_words(NATIVE, native_kernels.unsupported_reason(on_cpu), on_cpu),
+        "NVIDIA GPU": _kernels_in_words(TRITON, triton_kernels.unsupported_reason(on_gpu), on_gpu),
     }
+
+
+def _kernels_in_words(backend: Backend, reason: str | None, request: ComputeRequest) -> str:
+    if reason is None:
+        return backend.title
+    if request.device != "cpu" and request.spec.recurrences:  # as the reference refuses them
+        return f"no: {reason}"
+    return f"{REFERENCE.title}, slow: {reason}"
 
 
 def describe_planned(resolved: ResolvedModel, error: UnsupportedModel) -> dict[str, Any]:

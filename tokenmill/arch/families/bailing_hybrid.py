@@ -1,7 +1,8 @@
 """Ling and Ring 3: the delta rule with a decay per key channel in most layers, latent attention with a gate per head in
 the others, routed experts with sigmoid scores.
 
-A token's decay has a lower limit (`kda_safe_gate`). The last layer of each group of `layer_group_size` is attention.
+A token's decay has a lower limit (`kda_safe_gate`), and so have the activations of the experts in the last layers
+(`expert_swiglu_limit_list`). The last layer of each group of `layer_group_size` is attention.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 
 from tokenmill.arch.families.deepseek import DEEPSEEK_V3, HF_LATENT
 from tokenmill.arch.families.kimi_linear import OTHER_NAMES
+from tokenmill.arch.families.step3p5 import LIMITED
 from tokenmill.arch.family import refuse_others
 from tokenmill.arch.fields import ConfigFields
 from tokenmill.arch.recurrent import OutputNorm, Recurrent
-from tokenmill.arch.spec import AttentionGate, LayerSpec, Mla
+from tokenmill.arch.spec import Activation, AttentionGate, FeedSpec, LayerSpec, Mla, MoeSpec
 from tokenmill.arch.tensors import Rule, Rules
 
 PLACE = "model.layers.{i}.attention"
@@ -48,6 +50,7 @@ def _layer(fields: ConfigFields, layer_index: int, layer: LayerSpec) -> LayerSpe
     if kinds is None:
         kinds = tuple("linear_attention" if (index + 1) % group else "full_attention" for index in range(count))
     refuse_others(fields, kinds, "linear_attention", "full_attention")
+    layer = replace(layer, mlp=_limited(fields, layer_index, layer.mlp))
     if kinds[layer_index] == "full_attention":
         assert isinstance(layer.mixer, Mla), "see `is_latent`"
         return replace(layer, mixer=replace(layer.mixer, gate=AttentionGate(is_per_head=True)))
@@ -78,11 +81,34 @@ def _refuse_other_models(fields: ConfigFields) -> None:
     for key, expected in EXPECTED.items():
         if fields.get(key) not in (None, expected):
             fields.refuse(f"{key} {fields.get(key)!r} is not implemented")
-    if any(any(fields.get(key) or ()) for key in LIMITS):
-        fields.refuse("limits of the experts' activations (expert_swiglu_limit_list) are not implemented")
     width = fields.integer_or_none("moe_shared_expert_intermediate_size")
     if width not in (None, fields.integer("moe_intermediate_size")):
         fields.refuse(f"moe_shared_expert_intermediate_size {width} is not the width of an expert")
+
+
+def _limited(fields: ConfigFields, layer_index: int, feed: FeedSpec | None) -> FeedSpec | None:
+    """Return a layer's experts with the activations that the lists of limits give them (transformers ignores those)."""
+    expert, shared = (_limit(fields, key, layer_index) for key in LIMITS)
+    if not isinstance(feed, MoeSpec):
+        if {expert, shared} != {"silu"}:
+            fields.refuse(f"limits of activations in layer {layer_index}, which has no experts")
+        return feed
+    shared_mlp = feed.shared and replace(feed.shared, activation=shared)
+    return replace(feed, expert=replace(feed.expert, activation=expert), shared=shared_mlp)
+
+
+def _limit(fields: ConfigFields, key: str, layer_index: int) -> Activation:
+    limits = fields.get(key)
+    if limits is None:
+        return "silu"
+    if not isinstance(limits, list) or len(limits) < fields.integer("num_hidden_layers"):
+        fields.refuse(f"{key} must have an entry for each layer")
+    limit = limits[layer_index]
+    if limit in (None, 0):
+        return "silu"
+    if limit not in LIMITED:
+        fields.refuse(f"{key} has the limit {limit!r}; implemented are {', '.join(f'{one:g}' for one in LIMITED)}")
+    return LIMITED[limit]
 
 
 def _moved(rule: Rule) -> Rule:

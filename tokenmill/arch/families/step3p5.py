@@ -14,7 +14,12 @@ from tokenmill.arch.spec import Activation, AttentionGate, Gqa, LayerSpec, MlpSp
 from tokenmill.arch.tensors import HF_LLAMA, HF_QK_NORM, Rule
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
-LIMITED: Mapping[float, Activation] = {7.0: "clamped_silu_7", 16.0: "clamped_silu_16"}
+LIMITED: Mapping[float, Activation] = {
+    4.0: "clamped_silu_4",
+    5.0: "clamped_silu_5",
+    7.0: "clamped_silu_7",
+    16.0: "clamped_silu_16",
+}
 OTHER_NAMES = {
     "num_key_value_heads": ("num_attention_groups",),
     "n_routed_experts": ("num_local_experts", "num_experts", "moe_num_experts"),

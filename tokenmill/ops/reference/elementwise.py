@@ -13,7 +13,7 @@ from tokenmill.arch.spec import Activation
 
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of "swiglu_oai"
 SILU_LIMIT = 10.0  # of "silu_to_10"
-CLAMPS = {"clamped_silu_7": 7.0, "clamped_silu_16": 16.0}
+CLAMPS = {f"clamped_silu_{limit}": float(limit) for limit in (4, 5, 7, 16)}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.spec import WindowedMqa
+from tokenmill.arch.unproven import VARIABLE, is_chosen
 from tokenmill.ops.compute_request import ROUNDED_LATENTS, ComputeRequest
 
 MAX_HEADS_PER_KV_HEAD = 16
 MAX_HEAD_DIM = 512
 RECURRENT_DIMS = (16, 32, 64, 128, 256)
 MAX_RECURRENT_STATE = 128 * 128
-CLAMPED = {"clamped_silu_7", "clamped_silu_16"}
+CLAMPED = {"clamped_silu_4", "clamped_silu_5", "clamped_silu_7", "clamped_silu_16"}
 
 
 def unsupported_reason(request: ComputeRequest) -> str | None:
@@ -25,6 +26,9 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         reason = _recurrent_refusal(mixer)
         if reason is not None:
             return reason
+    mixers = (mixer for layer in request.spec.layers for mixer in layer.mixers)
+    if all(isinstance(mixer, Recurrent) for mixer in mixers) and not is_chosen("gpu_recurrent_only"):
+        return f"a model of recurrent layers alone, not verified on a GPU ({VARIABLE}=gpu_recurrent_only)"
     if request.chooses_entries and request.deterministic:
         return "sparse attention with an indexer is not deterministic: its order of summation depends on the batch"
     if request.rounds_latents:

@@ -317,17 +317,29 @@ def _granite_hybrid(config: Config) -> Config:
     return {
         **_mamba(config),
         "attention.head_count_kv": [config["num_key_value_heads"] * one for one in attends],
+        **granite(config),
+        "rope.scaling.finetuned": False,
+    }
+
+
+def granite(config: Config) -> Config:
+    """Granite's multipliers, and its experts"""
+    return {
         "attention.scale": config["attention_multiplier"],
         "embedding_scale": config["embedding_multiplier"],
         "residual_scale": config["residual_multiplier"],
         "logit_scale": config["logits_scaling"],
-        "rope.scaling.finetuned": False,
         "expert_count": config["num_local_experts"] or None,
-        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        "expert_shared_feed_forward_length": config.get("shared_intermediate_size") or None,
     }
 
 
-def _granite_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+def _hybrid_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    for same, turned in granite_tensors(name, tensor, config):
+        yield from _mamba_tensors(same, turned, config["mamba_n_groups"])
+
+
+def granite_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     ending = "_shexp" if config["num_local_experts"] else ""
     for theirs, ours in (("shared_mlp", ending), ("block_sparse_moe", "_exps")):
         if f"{theirs}.input_linear" in name:
@@ -338,8 +350,7 @@ def _granite_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed
         if f"{theirs}.output_linear" in name:
             yield f"{block_of(name)}ffn_down{ours}.weight", tensor
             return
-    for same, turned in of_llama(name, tensor, config):
-        yield from _mamba_tensors(same, turned, config["mamba_n_groups"])
+    yield from of_llama(name, tensor, config)
 
 
 def _falcon_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
@@ -545,7 +556,7 @@ CONVERTERS: dict[str, Converter] = {
     "qwen3next": (_delta, _delta_tensors),
     "qwen35": (_delta, _delta_tensors),
     "qwen35moe": (_delta, _delta_tensors),
-    "granitehybrid": (_granite_hybrid, _granite_tensors),
+    "granitehybrid": (_granite_hybrid, _hybrid_tensors),
     "falcon-h1": (_mamba, _falcon_tensors),
     "nemotron_h": (_nemotron, _nemotron_tensors),
     "nemotron_h_moe": (_nemotron, _nemotron_tensors),

@@ -7,35 +7,11 @@ import math
 
 import torch
 
-from tests.support.gguf_converted import Config, Converter, Renamed, block_of, of_llama, plain
+from tests.support.gguf_converted import Config, Converter, Renamed, block_of, granite, granite_tensors, plain
 
 
 def _olmoe(config: Config) -> Config:
     return {"expert_count": config["num_experts"]}
-
-
-def _granite(config: Config) -> Config:
-    return {
-        "attention.scale": config["attention_multiplier"],
-        "embedding_scale": config["embedding_multiplier"],
-        "residual_scale": config["residual_multiplier"],
-        "logit_scale": config["logits_scaling"],
-        "expert_count": config["num_local_experts"],
-        "expert_shared_feed_forward_length": config.get("shared_intermediate_size") or None,
-    }
-
-
-def _granite_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
-    for theirs, ours in (("shared_mlp", "_shexp"), ("block_sparse_moe", "_exps")):
-        if f"{theirs}.input_linear" in name:
-            gate, up = tensor.chunk(2, dim=-2)
-            yield f"{block_of(name)}ffn_gate{ours}.weight", gate
-            yield f"{block_of(name)}ffn_up{ours}.weight", up
-            return
-        if f"{theirs}.output_linear" in name:
-            yield f"{block_of(name)}ffn_down{ours}.weight", tensor
-            return
-    yield from of_llama(name, tensor, config)
 
 
 def _sigmoid(config: Config) -> Config:
@@ -126,7 +102,7 @@ def _dbrx_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
 
 EXPERT_CONVERTERS: dict[str, Converter] = {
     "olmoe": (_olmoe, plain),
-    "granitemoe": (_granite, _granite_tensors),
+    "granitemoe": (granite, granite_tensors),
     "dots1": (_sigmoid, _biased_tensors),
     "exaone-moe": (lambda config: {**_sigmoid(config), **_windows(config)}, _biased_tensors),
     "afmoe": (_trinity, _biased_tensors),

@@ -1,4 +1,4 @@
-"""Random models of dense families with Triton kernels in the interpreter, for what the kernels and composed regions
+"""Random models of further families with Triton kernels in the interpreter, for what the kernels and composed regions
 compute only for them: the logits of the reference, for a prompt in two chunks and a token behind it."""
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from tokenmill.weights.source import open_weights
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["apertus", "gpt2", "gpt_neox", "nemotron", "olmo", "opt"])
+@pytest.mark.parametrize(
+    "name", ["apertus", "gpt2", "gpt_neox", "nemotron", "olmo", "opt", "axk1", "kolibri1", "phimoe"]
+)
 def test_logits_are_the_references(name: str, tmp_path: Path) -> None:
     reference = load_ours(make_reference(name), tmp_path)
     load = Loader(open_weights(tmp_path, reference.spec), build_ops(), torch.float32, torch.device("cpu"))

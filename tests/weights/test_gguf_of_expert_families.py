@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from tests.support.gguf_converted import Config, write_converted
 from tests.support.gguf_experts import EXPERT_CONVERTERS
 from tests.support.paged_run import PagedRun, feed_in_chunks
-from tests.support.tiny_models import VOCAB, load_ours, make_reference
+from tests.support.tiny_models import LLAMA3_ROPE, VOCAB, load_ours, make_reference
 from tokenmill.arch.read import read_spec
+from tokenmill.arch.spec import FrequencyFactors
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.linear import Loader
 from tokenmill.ops.reference import REFERENCE_OPS
@@ -66,3 +67,20 @@ def comparable(spec: Any) -> Any:
     """A spec without what only one of the two kinds of files says, with numbers as GGUF stores them."""
     eps = float(torch.tensor(spec.norm_eps))
     return replace(spec, norm_eps=eps, name="", dtype="", bos_token_id=None, eos_token_ids=())
+
+
+def test_factors_of_frequencies_are_llama_4_s_scaling(tmp_path: Path) -> None:
+    """Files have Llama 3's scaling as a tensor: by how much each frequency is divided."""
+    sizes = {**EPS, "attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4}
+    theirs = make_reference("llama4", **sizes, rope_parameters=LLAMA3_ROPE)
+    load_ours(theirs, tmp_path)
+    config: Config = json.loads((tmp_path / "config.json").read_text())
+    path = tmp_path / "model.gguf"
+    write_converted(path, "llama4", config, load_file(tmp_path / "model.safetensors"))
+    spec = read_spec(path)
+    assert isinstance(spec.ropes[0].scaling, FrequencyFactors)
+    model = Decoder(spec, Loader(open_weights(path, spec), REFERENCE_OPS, torch.float32, torch.device("cpu")))
+    tokens = torch.randint(3, VOCAB, (21,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = feed_in_chunks(PagedRun(model, 1, 32), 0, tokens, 7)
+    with torch.inference_mode():
+        torch.testing.assert_close(found, theirs(torch.tensor([tokens])).logits[0], atol=2e-4, rtol=0)

@@ -549,7 +549,66 @@ def _layer_norm(config: Config) -> Config:
     return {"attention.layer_norm_epsilon": config["norm_epsilon"]}
 
 
+def _sections(config: Config) -> Config:
+    """Of Qwen's models that see"""
+    experts = {"num_experts": config.get("num_local_experts"), **config}
+    return {"rope.dimension_sections": [2, 2, 2, 0], "n_deepstack_layers": 3, **_shared_experts(experts)}
+
+
+def _mimo(config: Config) -> Config:
+    windowed, rope = [kind == "sliding_attention" for kind in config["layer_types"]], config["rope_parameters"]
+    heads = config["num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [2 * heads if one else heads for one in windowed],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": windowed,
+        "attention.value_length": config["v_head_dim"],
+        "attention.value_scale": config["attention_value_scale"],
+        "expert_count": config["n_routed_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "rope.dimension_count": int(config["head_dim"] * rope["full_attention"]["partial_rotary_factor"]),
+        "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+    }
+
+
+def _mimo_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    renamed = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    yield renamed + ".weight" if name.endswith("attention_sink_bias") else renamed, tensor
+
+
+def _step(config: Config) -> Config:
+    windowed, rope = [kind == "sliding_attention" for kind in config["layer_types"]], config["rope_parameters"]
+    heads, others = config["num_attention_heads"], config["num_sliding_attention_heads"]
+    return {
+        "attention.head_count": [others if one else heads for one in windowed],
+        "attention.head_count_kv": [config["num_key_value_heads"]] * len(windowed),
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": windowed,
+        "expert_count": config["n_routed_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": config["share_expert_dim"],
+        "expert_weights_scale": config["moe_router_scaling_factor"],
+        "leading_dense_block_count": config["mlp_layer_types"].index("sparse"),
+        "swiglu_clamp_exp": [float(limit) for limit in config["swiglu_limits"]],
+        "swiglu_clamp_shexp": [float(limit) for limit in config["swiglu_limits_shared"]],
+        "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+    }
+
+
+def _step_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    if not name.startswith(("vision_model.", "vit_large_projector.")):
+        plus = 1.0 if name.endswith("norm.weight") else 0.0
+        yield name + ".bias" if name.endswith("router_bias") else name, tensor + plus
+
+
 CONVERTERS: dict[str, Converter] = {
+    "qwen2vl": (_sections, plain),
+    "qwen3vl": (_sections, plain),
+    "qwen3vlmoe": (_sections, plain),
+    "mimo2": (_mimo, _mimo_tensors),
+    "step35": (_step, _step_tensors),
     "deepseek2": (_latent, latent_tensors),
     "kimi-linear": (_kimi, _kimi_tensors),
     "qwen2moe": (_shared_experts, plain),

@@ -71,6 +71,13 @@ MODELS: dict[str, tuple[str, str, Config]] = {
     ),
     "ernie4_5": ("ernie4_5", "ernie4_5", EPS),
     "starcoder2": ("starcoder2", "starcoder2", {"norm_epsilon": 2.0**-20, "sliding_window": None}),
+    "qwen2_vl": ("qwen2vl", "qwen2", EPS),
+    "qwen3_vl": ("qwen3vl", "qwen3", EPS),
+    "qwen3_vl_moe": ("qwen3vlmoe", "qwen3_moe", EPS),
+    "mimo_v2": (
+        "mimo2", "mimo_v2_flash",
+        {**EPS, "n_group": 1, "topk_group": 1, "routed_scaling_factor": None, "attention_value_scale": 0.75},
+    ),
     "gemma4": ("gemma4", "gemma4", EPS),
     "gemma4_moe": ("gemma4", "gemma4_moe", EPS),
     "gemma3n": ("gemma3n", "gemma3n", {**EPS, "vocab_size_per_layer_input": VOCAB}),

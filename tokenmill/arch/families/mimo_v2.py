@@ -10,10 +10,13 @@ from typing import Any
 
 from tokenmill.arch.families.deepseek import experts_by_sigmoid
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family, Windows
+from tokenmill.arch.family import Family, GGUFTraits, Windows
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import EXPERTS as EXPERT_KEYS
+from tokenmill.arch.gguf_config_keys import ConfigKeys
+from tokenmill.arch.gguf_file import GGUFFile
 from tokenmill.arch.spec import Gqa
-from tokenmill.arch.tensors import HF_LLAMA, Rule
+from tokenmill.arch.tensors import GGUF, GGUF_ROUTED, HF_LLAMA, Rule
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 SAME_IN_WINDOWS = ("num_attention_heads", "head_dim", "v_head_dim")
@@ -73,6 +76,39 @@ def _adjust_attention(fields: ConfigFields, layer: int, attention: Gqa) -> Gqa:
     )
 
 
+def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Return the key and value heads of full and windowed layers, and which layers have experts."""
+    heads, pattern = fields.integers("attention.head_count_kv"), fields.get("attention.sliding_window_pattern")
+    extra = fields.integer_or_none("nextn_predict_layers", minimum=0) or 0
+    count = fields.integer("block_count") - extra
+    if not isinstance(pattern, list) or len(pattern) < count or len(heads) < count:
+        fields.refuse("attention.sliding_window_pattern and head_count_kv need a number for each layer")
+    full, windowed = (
+        sorted({heads[layer] for layer in range(count) if bool(pattern[layer]) is kind}) for kind in (False, True)
+    )
+    if len(full) > 1 or len(windowed) > 1:
+        fields.refuse("attention.head_count_kv differs between layers of one kind, which is not implemented")
+    routed = [f"blk.{layer}.ffn_gate_inp.weight" in gguf.tensors for layer in range(count)]
+    return {
+        "num_key_value_heads": (full or windowed)[0],
+        "swa_num_key_value_heads": (windowed or full)[0],
+        "mlp_layer_types": ["sparse" if one else "dense" for one in routed],
+    }
+
+
+MIMO_V2_KEYS = ConfigKeys(
+    {
+        **EXPERT_KEYS,
+        "n_routed_experts": "expert_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "v_head_dim": "attention.value_length",
+        "attention_value_scale": "attention.value_scale",
+        "rope_local_base_freq": "rope.freq_base_swa",
+    },
+    more=_further_config,
+    has_heads_by_kind=True,
+)
+
 MIMO_V2 = Family(
     name="mimo_v2",
     model_types=("mimo_v2_flash",),
@@ -108,6 +144,11 @@ MIMO_V2 = Family(
         "layers.{i}.sinks": Rule("model.layers.{i}.self_attn.attention_sink_bias"),
         "layers.{i}.choice_bias": Rule("model.layers.{i}.mlp.gate.e_score_correction_bias"),
     },
+    gguf=GGUFTraits(
+        "mimo2",
+        {**GGUF, **GGUF_ROUTED, "layers.{i}.sinks": Rule("blk.{i}.attn_sinks.weight")},
+        config_keys=MIMO_V2_KEYS,
+    ),
     qkv_bias="attention_bias",
     has_local_rope=True,
     has_partial_rotary=True,

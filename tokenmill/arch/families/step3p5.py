@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmill.arch.family import Family, named_layers
+from tokenmill.arch.family import Family, GGUFTraits, named_layers
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import ConfigKeys
+from tokenmill.arch.gguf_file import GGUFFile, read_floats
 from tokenmill.arch.spec import Activation, AttentionGate, Gqa, LayerSpec, MlpSpec, MoeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, HF_QK_NORM, Rule
+from tokenmill.arch.tensors import GGUF, GGUF_ROUTED, HF_LLAMA, HF_QK_NORM, Rule
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 LIMITED: Mapping[float, Activation] = {
@@ -143,6 +145,55 @@ def _limited(fields: ConfigFields, key: str, layer: int) -> Activation:
     return LIMITED[limit] if limit else "silu"
 
 
+def _further_config(fields: ConfigFields, gguf: GGUFFile) -> dict[str, Any]:
+    """Return the heads of full and windowed layers, and their rotations: llama.cpp's converter requires that half of a
+    head rotates in full layers, scaled by a factor per frequency, and a whole head in windowed ones."""
+    extra = fields.integer_or_none("nextn_predict_layers", minimum=0) or 0
+    count, pattern = fields.integer("block_count") - extra, fields.get("attention.sliding_window_pattern")
+    heads, kv_heads = fields.integers("attention.head_count"), fields.integers("attention.head_count_kv")
+    if not isinstance(pattern, list) or min(len(pattern), len(heads), len(kv_heads)) < count:
+        fields.refuse("attention.sliding_window_pattern, head_count and head_count_kv need a number for each layer")
+    full, windowed = (
+        sorted({heads[layer] for layer in range(count) if bool(pattern[layer]) is kind}) for kind in (False, True)
+    )
+    if len(full) > 1 or len(windowed) > 1 or len(set(kv_heads[:count])) > 1:
+        fields.refuse("heads that differ between layers of one kind are not implemented")
+    rope: dict[str, Any] = {"rope_theta": fields.positive("rope.freq_base"), "partial_rotary_factor": 0.5}
+    factors, num_rotated = gguf.tensors.get("rope_freqs.weight"), fields.integer("attention.key_length") // 4
+    if factors is not None:
+        if factors.type != "F32" or factors.shape != (2 * num_rotated,):
+            fields.refuse(
+                f"tensor 'rope_freqs.weight' is {factors.type} {list(factors.shape)}, expected F32 of half a head"
+            )
+        rope |= {"rope_type": "factors", "factors": read_floats(factors)[:num_rotated]}
+    return {
+        "num_attention_heads": (full or windowed)[0],
+        "num_sliding_attention_heads": (windowed or full)[0],
+        "num_key_value_heads": kv_heads[0],
+        "rope_parameters": {
+            FULL: rope,
+            WINDOWED: {"rope_theta": fields.positive_or_none("rope.freq_base_swa") or 10000.0},
+        },
+    }
+
+
+STEP3P5_KEYS = ConfigKeys(
+    {
+        "n_routed_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "share_expert_dim": "expert_shared_feed_forward_length",
+        "moe_router_scaling_factor": "expert_weights_scale",
+        "norm_expert_weight": "expert_weights_norm",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "swiglu_limits": "swiglu_clamp_exp",
+        "swiglu_limits_shared": "swiglu_clamp_shexp",
+    },
+    more=_further_config,
+    reads_factors=True,
+    has_heads_by_kind=True,
+)
+
 STEP3P5 = Family(
     name="step3p5",
     model_types=("step3p5", "step3p7"),
@@ -177,6 +228,11 @@ STEP3P5 = Family(
             for part in ("gate", "up", "down")
         },
     },
+    gguf=GGUFTraits(
+        "step35",
+        {**GGUF, **GGUF_ROUTED, "layers.{i}.attn_gate.weight": Rule("blk.{i}.attn_gate.weight")},
+        config_keys=STEP3P5_KEYS,
+    ),
     qk_norm="head",
     query_scale_key="query_pre_attn_scalar",
     has_partial_rotary=True,

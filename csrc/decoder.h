@@ -219,6 +219,15 @@ struct EntryIndexer {
   IndexView view() const { return {&q, &keys, heads, top_k, group, 1, scale}; }
 };
 
+// Selects the blocks of keys that attention reads, see decoder/block_attention.cpp; one head per KV head.
+struct BlockIndex {
+  Linear q, k;
+  Vector q_norm, k_norm;
+  int heads = 0, block_size = 0, top_k = 0, num_local = 0;
+  EntryCache keys;  // one per token
+  int group = 0, num_blocks = 0;
+};
+
 inline constexpr int kSeesAll = -1;  // instead of a number of selected entries: all are
 
 // Multi-head latent attention (MLA): all heads attend to one entry per token, [rank | rope_dim]. `q` projects to queries, or
@@ -292,6 +301,7 @@ struct Layer : LayerFrame {
   OutputGate output_gate = OutputGate::None;
   bool is_softplus_gate = false;
   AttentionTask attention;
+  std::optional<BlockIndex> block_index;  // none: attention reads the whole context
   int rope = -1;
   int group = 0;
   int num_blocks = 0;
@@ -302,11 +312,14 @@ struct Layer : LayerFrame {
   std::optional<CompressedAttention> compressed;  // likewise
 
   bool has_own_kv() const { return k.w.data != nullptr; }
+  // Columns of the projections after those of the gate.
+  int index_width() const { return block_index ? block_index->q.rows() + block_index->k.rows() : 0; }
   bool has_cache() const {
     if (compressed) return compressed->has_cache();
     if (recurrent) return recurrent->states != nullptr;
     if (latent) return latent->cache.entries != nullptr && (!latent->index || latent->index->keys.entries != nullptr);
-    return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr;
+    const bool has_index_keys = !block_index || block_index->keys.entries != nullptr;
+    return conv ? conv->inputs != nullptr : attention.cache.keys != nullptr && has_index_keys;
   }
   int block_size() const {
     if (compressed) return compressed->keys.block_size;
@@ -499,6 +512,12 @@ class Decoder {
   void gate_outputs(const Layer& layer, int token, int head, float* out) const;
   void place_token(const Layer& layer, const BatchView& batch, int token, int kv_head);
   void attend_all(const Layer& layer, const BatchView& batch);
+  void attend_blocks(const Layer& layer, const BatchView& batch);
+  void place_block_keys(const Layer& layer, const BatchView& batch);
+  void attend_chosen_blocks(const Layer& layer, const BatchView& batch, int token, int kv_head, int thread);
+  int choose_blocks(const Layer& layer, const BatchView& batch, int token, int kv_head, int row, int seen, int thread);
+  void score_tokens(const Layer& layer, const BatchView& batch, int token, int kv_head, int row, int seen, int thread);
+  bool block_index_fits(const Layer& layer) const;
   void attend_singles(const Layer& layer, const BatchView& batch, int segments);
   void attend_split(const Layer& layer, const BatchView& batch, int segments);
   void attend_chunks(const Layer& layer, const BatchView& batch);
@@ -586,6 +605,11 @@ class Decoder {
   std::vector<int32_t> chosen_, num_chosen_;  // [T][top_k], ascending; [T], kSeesAll if all entries are selected
   int chosen_stride_ = 0;                     // top_k of the last indexer
   std::vector<std::vector<int32_t>> choosing_;  // one per thread
+  struct BlockChoice {
+    std::vector<float> scores, best;     // of the tokens of a context, and of its blocks
+    std::vector<int32_t> chosen, table;  // blocks, and the KV blocks that they consist of
+  };
+  std::vector<BlockChoice> block_choices_;  // one per thread
   PageVector<float> kept_rows_;  // of the output tokens, swapped with the buffer that is narrowed
   NarrowedBatch narrowed_;
   OwnedBatch owned_;

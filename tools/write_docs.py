@@ -72,8 +72,6 @@ ENVIRONMENT = {
 # Models that only the planner knows, by the `model_type` of their configs.
 PLANNED = {
     "kimi_k3": "Kimi K3: recurrent layers with a decay per channel, gated latent attention, experts in a latent",
-    "minimax_m3": "MiniMax-M3: attention over chosen blocks of keys",
-    "minimax_m3_vl": "MiniMax-M3: attention over chosen blocks of keys",
     "nemotron-nas": "Llama-Nemotron Super 49B: layers that differ in their sizes, or lack attention",
     "phi-msft": "Phi-1.5, Phi-2",
 }

@@ -334,9 +334,10 @@ void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std:
                bool is_softplus_gate, const std::string& head_norm, MaybeVector q_norm, MaybeVector k_norm,
                float clip, bool has_value_norm, float value_scale, MaybeVector sinks, int heads, int kv_heads, int head_dim,
                int value_dim, float scale, int window, bool is_chunked, float softcap, int rope, float growth,
-               int growth_length, int growth_first,
-               const std::vector<int>& head_borders) {
+               int growth_length, int growth_first, const std::vector<int>& head_borders,
+               std::optional<BlockIndex> block_index) {
   Layer layer(frame);
+  layer.block_index = std::move(block_index);
   layer.head_borders = head_borders;
   layer.head_norm = head_norm_named(head_norm);
   layer.q_norm = copied(q_norm);
@@ -445,6 +446,13 @@ void bind_parts(nb::module_& m) {
     new (self) ScanInputs{inner, step, copied(step_norm), copied(key_norm), copied(query_norm), eps};
   }, "inner"_a, "step"_a, "step_norm"_a.none(), "key_norm"_a.none(), "query_norm"_a.none(), "eps"_a);
 
+  nb::class_<BlockIndex>(m, "BlockIndex").def("__init__", [](BlockIndex* self, const Linear& q, const Linear& k,
+      FloatVector q_norm, FloatVector k_norm, int heads, int block_size, int top_k, int num_local) {
+    BlockIndex index{q, k, copied(q_norm), copied(k_norm), heads, block_size, top_k, num_local, {}, 0, 0};
+    index.keys.width = static_cast<int>(k.rows());
+    new (self) BlockIndex(std::move(index));
+  }, "q"_a, "k"_a, "q_norm"_a, "k_norm"_a, "heads"_a, "block_size"_a, "top_k"_a, "num_local"_a);
+
   nb::class_<CompressedEntries>(m, "CompressedEntries")
       .def("__init__", [](CompressedEntries* self, Array<const float, 2> bias, FloatVector norm) {
         new (self) CompressedEntries(compressed_entries(bias, norm));
@@ -528,7 +536,8 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
            "k_norm"_a.none() = nb::none(), "clip"_a = 0.0f, "has_value_norm"_a = false, "value_scale"_a = 1.0f,
            "sinks"_a.none() = nb::none(), "heads"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a, "scale"_a, "window"_a = 0,
            "is_chunked"_a = false, "softcap"_a = 0.0f, "rope"_a = -1,
-           "growth"_a = 0.0f, "growth_length"_a = 1, "growth_first"_a = 0, "head_borders"_a = std::vector<int>())
+           "growth"_a = 0.0f, "growth_length"_a = 1, "growth_first"_a = 0, "head_borders"_a = std::vector<int>(),
+           "block_index"_a.none() = nb::none())
       .def("add_conv_layer", &add_conv_layer, "frame"_a, "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none())
       .def("set_window", &HeldDecoder::set_window, "window"_a)
       .def("set_norms", &HeldDecoder::set_norms, "are_centred"_a)

@@ -99,10 +99,15 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
     form.quantised |= gate.quantised;
     form.plain |= gate.plain;
   }
+  if (layer.block_index) {
+    const Form index = form_for({&layer.block_index->q, &layer.block_index->k}, outlier_threshold(layer));
+    form.quantised |= index.quantised;
+    form.plain |= index.plain;
+  }
   norm_rows(layer.attn_norm, x_.data(), batch.tokens, normed_, form);
   grow(projected_, static_cast<size_t>(batch.tokens) * stride);
   const Rows in = normed_.view();
-  Gemm gemms[4];
+  Gemm gemms[6];
   int count = 0, at = 0;
   const auto add = [&](const Linear& linear, int size) {
     gemms[count++] = {&linear, nullptr, in, Gemm::Mode::Store, projected_.data() + at, stride};
@@ -111,6 +116,8 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
   add(layer.q, q_size);
   if (layer.has_own_kv()) add(layer.k, cache.kv_heads * cache.head_dim), add(layer.v, cache.kv_heads * cache.value_dim);
   if (layer.output_gate != OutputGate::None) add(layer.gate, layer.gate.rows());
+  if (layer.block_index)
+    for (const Linear* linear : {&layer.block_index->q, &layer.block_index->k}) add(*linear, linear->rows());
   run(gemms, count);
   if (layer.clip > 0.0f) clip_projected(layer, batch.tokens);
   if (layer.head_norm == HeadNorm::Joint) norm_joint_heads(layer, batch.tokens);
@@ -118,7 +125,7 @@ void Decoder::project(const Layer& layer, const BatchView& batch) {
 
 // Limits queries, keys and values to ± `clip`.
 void Decoder::clip_projected(const Layer& layer, int tokens) {
-  const int width = static_cast<int>(projected_width(layer)) - layer.gate.rows();
+  const int width = static_cast<int>(projected_width(layer)) - layer.gate.rows() - layer.index_width();
   for_rows(pool_, tokens, width, [&](int t) {
     float* row = projected_.data() + static_cast<size_t>(t) * projected_width(layer);
     for (int i = 0; i < width; ++i) row[i] = std::clamp(row[i], -layer.clip, layer.clip);
@@ -206,6 +213,7 @@ bool Decoder::pays_to_split(const Layer& layer, const BatchView& batch) const {
 }
 
 void Decoder::attend_all(const Layer& layer, const BatchView& batch) {
+  if (layer.block_index) return attend_blocks(layer, batch);
   if (is_decode(layer, batch) && !pays_to_split(layer, batch)) return attend_singles(layer, batch, most_segments(batch));
   if (layer.has_own_kv()) place_all(layer, batch);
   attend_placed(layer, batch);
@@ -274,7 +282,8 @@ void Decoder::gate_outputs(const Layer& layer, int token, int head, float* out) 
   const int dim = layer.attention.cache.value_dim;
   const bool is_per_head = layer.output_gate == OutputGate::PerHead;
   const float* row = projected_.data() + static_cast<size_t>(token) * projected_width(layer);
-  const float* gate = row + projected_width(layer) - layer.gate.rows() + static_cast<size_t>(head) * (is_per_head ? 1 : dim);
+  const size_t first = projected_width(layer) - static_cast<size_t>(layer.gate.rows() + layer.index_width());
+  const float* gate = row + first + static_cast<size_t>(head) * (is_per_head ? 1 : dim);
   float weights[kMaxHeadDim];
   const int count = is_per_head ? 1 : dim;
   if (layer.is_softplus_gate) {

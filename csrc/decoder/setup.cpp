@@ -65,8 +65,19 @@ bool Decoder::attention_fits(const Layer& layer) const {
          value_dim > 0 && value_dim <= kMaxHeadDim &&
          fits(layer.q, width, hidden_) && keys_fit && gate_fits && fits(layer.o, hidden_, out_width) &&
          norm_fits(layer.q_norm, width) && (layer.has_own_kv() ? norm_fits(layer.k_norm, kv_width) : layer.k_norm.empty()) &&
-         layer.growth.length > 0 && layer.rope < static_cast<int>(ropes_.size()) &&
+         layer.growth.length > 0 && layer.rope < static_cast<int>(ropes_.size()) && block_index_fits(layer) &&
          (layer.rope < 0 || 2 * ropes_[static_cast<size_t>(layer.rope)].half <= dim);
+}
+
+bool Decoder::block_index_fits(const Layer& layer) const {
+  if (!layer.block_index) return true;
+  const BlockIndex& index = *layer.block_index;
+  const int dim = index.keys.width, half = layer.rope < 0 ? 0 : ropes_[static_cast<size_t>(layer.rope)].half;
+  const auto norm_fits = [&](const Vector& norm) { return static_cast<int>(norm.size()) == dim; };
+  return layer.has_own_kv() && layer.attention.window == 0 && index.heads == layer.attention.cache.kv_heads && dim > 0 &&
+         dim <= kMaxHeadDim && 2 * half <= dim && fits(index.q, int64_t{index.heads} * dim, hidden_) &&
+         fits(index.k, dim, hidden_) && norm_fits(index.q_norm) && norm_fits(index.k_norm) && index.block_size > 0 &&
+         index.top_k > 0 && index.num_local >= 0 && index.num_local <= index.top_k;
 }
 
 bool Decoder::latent_fits(const Layer& layer) const {
@@ -395,14 +406,17 @@ void Decoder::set_entry_cache(int layer, int group, const EntryCache& cache, int
 
 void Decoder::set_index_cache(int layer, int group, const EntryCache& cache, int num_blocks) {
   Layer& to = layers_.at(static_cast<size_t>(layer));
-  if (!to.latent || !to.latent->index) throw std::invalid_argument("the layer has no indexer");
+  if (!to.block_index && (!to.latent || !to.latent->index)) throw std::invalid_argument("the layer has no indexer");
   if (group < 0) throw std::invalid_argument("cache groups are counted from 0");
-  EntryIndexer& index = *to.latent->index;
-  if (cache.width != index.keys.width || cache.block_size <= 0 || cache.store == Store::I8)
-    throw std::invalid_argument("the cache does not fit the indexer's keys");
-  index.keys = cache;
-  index.group = group;
-  index.num_blocks = num_blocks;
+  const auto set = [&](auto& index) {
+    if (cache.width != index.keys.width || cache.block_size <= 0 || cache.store == Store::I8)
+      throw std::invalid_argument("the cache does not fit the indexer's keys");
+    index.keys = cache;
+    index.group = group;
+    index.num_blocks = num_blocks;
+  };
+  if (to.block_index) set(*to.block_index);
+  else set(*to.latent->index);
 }
 
 const CompressedAttention& Decoder::compressed_at(int layer) const {
@@ -468,6 +482,8 @@ void Decoder::set_cache(int layer, int group, const PagedCache& cache, int num_b
     throw std::invalid_argument("KV blocks must hold a multiple of 16 tokens");
   if (cache.store == Store::I8 && (cache.head_dim % 4 != 0 || cache.value_dim % 4 != 0))
     throw std::invalid_argument("heads in an int8 KV cache must be a multiple of 4 numbers");
+  if (to.block_index && to.block_index->block_size % cache.block_size != 0)
+    throw std::invalid_argument("KV blocks do not divide the blocks that an indexer selects");
   to.attention.cache = cache;
   to.group = group;
   to.num_blocks = num_blocks;
@@ -483,6 +499,7 @@ size_t Decoder::weight_bytes() const {
   total += streams_.end.weight.w.num_bytes();
   for (const Layer& layer : layers_) {
     for (const Linear* l : {&layer.q, &layer.k, &layer.v, &layer.o}) total += l->w.num_bytes();
+    if (layer.block_index) total += layer.block_index->q.w.num_bytes() + layer.block_index->k.w.num_bytes();
     if (layer.conv) total += layer.conv->in.w.num_bytes();
     if (layer.recurrent)
       for (const Linear& linear : layer.recurrent->in) total += linear.w.num_bytes();
@@ -528,7 +545,7 @@ void Decoder::check(const BatchView& batch, bool has_stream) const {
   for (int r = 0; batch.owners != nullptr && r < batch.rows; ++r)
     require(window_ != nullptr && batch.owners[r] >= 0 && batch.owners[r] < window_->size(), "a row of no rank");
   for (const Layer& layer : layers_)
-    require(batch.owners == nullptr || (!layer.recurrent && !layer.conv && !layer.compressed &&
+    require(batch.owners == nullptr || (!layer.recurrent && !layer.conv && !layer.compressed && !layer.block_index &&
                                        !(layer.latent && layer.latent->is_sparse())),
             "data-parallel attention needs attention in all layers");
   require(batch.query_starts[0] == 0 && batch.query_starts[batch.rows] == batch.tokens, "query_starts");
@@ -550,11 +567,12 @@ void Decoder::check(const BatchView& batch, bool has_stream) const {
       continue;
     }
     if (layer.compressed) check_compressed(layer, batch);
-    if (layer.latent && layer.latent->index) {
-      const EntryIndexer& index = *layer.latent->index;
+    const auto require_index = [&](const auto& index) {
       require(index.group < static_cast<int>(batch.groups.size()), "a group of an index is missing");
       require_tables(batch, batch.groups[static_cast<size_t>(index.group)], index.num_blocks, index.keys.block_size);
-    }
+    };
+    if (layer.latent && layer.latent->index) require_index(*layer.latent->index);
+    if (layer.block_index) require_index(*layer.block_index);
     const int block_size = layer.block_size();
     const Layer*& before = checked[static_cast<size_t>(layer.group)];
     if (before && before->num_blocks == layer.num_blocks && before->block_size() == block_size) continue;

@@ -67,7 +67,8 @@ size_t Decoder::projected_width(const Layer& layer) const {
   }
   const PagedCache& cache = layer.attention.cache;
   const int kv_width = layer.has_own_kv() ? cache.kv_heads * (cache.head_dim + cache.value_dim) : 0;
-  return static_cast<size_t>(layer.attention.heads * cache.head_dim + kv_width) + static_cast<size_t>(layer.gate.rows());
+  return static_cast<size_t>(layer.attention.heads * cache.head_dim + kv_width) +
+         static_cast<size_t>(layer.gate.rows() + layer.index_width());
 }
 
 // Multiplies the normed stream by several matrices, whose results are concatenated in `projected_`.

@@ -34,6 +34,7 @@ READABLE = {
     "meta-llama--Llama-4-Scout-17B-16E-Instruct_config.json",
     "Qwen--Qwen3-VL-8B-Instruct_config.json",
     "Qwen--Qwen3-VL-30B-A3B-Instruct_config.json",
+    "MiniMaxAI--MiniMax-M3_config.json",
     "XiaomiMiMo--MiMo-V2-Flash_config.json",
     "moonshotai--Kimi-K2.5_config.json",
     "phi-3_5-vision.json",

@@ -11,10 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from tests.support.gguf_converted import write_converted
 from tests.support.native_models import native_model
 from tests.support.paged_run import PagedRun, feed_in_chunks
-from tests.support.tiny_models import CURRENT, FAMILIES, SIZES, VOCAB, load_ours, make_reference, randomised
+from tests.support.tiny_models import CURRENT, FAMILIES, HALF_ROPE, SIZES, VOCAB, load_ours, make_reference, randomised
 from tokenmill.arch.hf_config import spec_from_hf
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.text_parts import MULTIMODAL
@@ -60,6 +62,14 @@ TEXT["step3p7"] = (
      "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "share_expert_dim": 28,
      "moe_router_scaling_factor": 1.7, "swiglu_limits": [0.0, 0.0, 7.0, 7.0],
      "swiglu_limits_shared": [16.0, 0.0, 0.0, 16.0]},
+)  # fmt: skip
+TEXT["minimax_m3_vl"] = (
+    "qwen3",
+    {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2,
+     "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 3, "rotary_dim": 8,
+     "rope_parameters": HALF_ROPE, "mlp_layer_types": ["dense", "sparse", "sparse"], "num_local_experts": 5,
+     "num_experts_per_tok": 2, "intermediate_size": 20, "dense_intermediate_size": 56,
+     "shared_intermediate_size": 28, "bos_token_id": 1},
 )  # fmt: skip
 """By models with a text part of their own kind: whose sizes it has, and what differs"""
 NEEDS_NATIVE = pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
@@ -114,6 +124,28 @@ def test_limits_of_activations_are_reached(is_native: bool, tmp_path: Path) -> N
         compare(load(tmp_path, is_native=is_native), theirs)
 
 
+@NEEDS_NATIVE
+def test_native_kernels_attend_to_chosen_blocks(tmp_path: Path) -> None:
+    """MiniMax-M3 with blocks of 16 tokens, of which two are chosen among three"""
+    theirs = make_multimodal("minimax_m3_vl", index_block_size=16, index_topk_blocks=2)
+    save(theirs, tmp_path)
+    compare(load(tmp_path, is_native=True), theirs)
+
+
+def test_a_file_of_step_is_the_checkpoint_s_model(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it, whose factors of frequencies are those of the llama3 scaling"""
+    scaling = {"rope_scaling": None, "rms_norm_eps": 2.0**-20, "moe_router_scaling_factor": 1.5}
+    theirs = make_multimodal("step3p7", **scaling)
+    save(theirs, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    write_converted(tmp_path / "model.gguf", "step35", config, load_file(tmp_path / "model.safetensors"))
+    spec = read_spec(tmp_path / "model.gguf")
+    assert spec.layers == read_spec(tmp_path).layers
+    weights = open_weights(tmp_path / "model.gguf", spec)
+    weights.check()
+    compare(Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu"))), theirs)
+
+
 def test_phi4_multimodal_reads_text_without_its_adapters(tmp_path: Path) -> None:
     parts = {"vision_config": {**SMALL, "image_size": 28, "feature_layer": -1}, "audio_config": AUDIO}
     sizes = {**SIZES, "original_max_position_embeddings": 256}
@@ -157,13 +189,13 @@ def test_a_part_missing_from_the_text_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def make_multimodal(name: str, text_type: str | None = None) -> transformers.PreTrainedModel:
-    """A whole model of small parts with random weights"""
+def make_multimodal(name: str, text_type: str | None = None, **others: Any) -> transformers.PreTrainedModel:
+    """A whole model of small parts with random weights; `others`: sizes of the text part in place of its own"""
     kind = CONFIG_MAPPING[name]
     plain = kind()
     of_type = text_type or plain.get_text_config().model_type
     like, changes = TEXT.get(name, (of_type, {}))
-    text = {**SIZES, **{**FAMILIES, **CURRENT}[like][1], **changes, "model_type": of_type}
+    text = {**SIZES, **{**FAMILIES, **CURRENT}[like][1], **changes, **others, "model_type": of_type}
     text = {key: value for key, value in text.items() if value is not None}
     if name in SECTIONS:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": SECTIONS[name]}
@@ -182,7 +214,8 @@ def small_part(plain: Any) -> dict[str, Any]:
 
 def model_class(name: str) -> Any:
     plain = CONFIG_MAPPING[name].__name__.removesuffix("Config")
-    return getattr(transformers, f"{plain}ForConditionalGeneration")
+    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name, f"{plain}ForConditionalGeneration")
+    return getattr(transformers, found)
 
 
 def save(theirs: transformers.PreTrainedModel, folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.compute_requests import LAYER, SPEC, WANTED
 from tokenmill.arch.compressed import Compression
-from tokenmill.arch.indexer import Indexer
+from tokenmill.arch.indexer import BlockIndexer, Indexer
 from tokenmill.arch.recurrent import InnerProjection, Recurrent
 from tokenmill.arch.spec import Gqa, Mla, MlpSpec, MoeSpec, RopeSpec, RoutingSpec, WindowedMqa
 from tokenmill.arch.streams import AltUp, HyperConnections
@@ -23,6 +23,7 @@ LIMITED = Recurrent("delta", 2, 2, 64, 64, 4, None, has_channel_decays=True, low
 SCAN = Recurrent("scan", 1, 1, 16, 128, 4, None, inner=InnerProjection(8))
 INDEXED = Mla(4, 32, 64, 16, 8, 16, 1.0, None, indexer=Indexer(2, 24, 8))
 WINDOWED = WindowedMqa(4, 1024, 8, 16, 1.0, RopeSpec(1e4, 8), 2, 16, 1e-6, Compression(4, True, Indexer(2, 24, 8)))
+BLOCKS = Gqa(4, 2, 64, 1.0, None, block_indexer=BlockIndexer(2, 24, 16, 3))
 LOOKED_UP = MoeSpec(4, 2, MlpSpec(8, "silu_to_10"), RoutingSpec("sqrt_softplus", table_rows=80))
 GATED = replace(LAYER, mlp=MoeSpec(4, 2, MlpSpec(8), shared=MlpSpec(8), has_shared_gate=True))
 
@@ -53,6 +54,7 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
             "another width",
         ),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mlp=MlpSpec(8, "clamped_silu_7")),))}, "limited after"),
+        ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=BLOCKS),))}, "selected blocks"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=MAMBA),))}, "keys of 24 dimensions"),
         (
             {"spec": replace(SPEC, layers=(replace(LAYER, side_mixer=replace(MAMBA, key_dim=256)),))},

@@ -550,7 +550,7 @@ def _layer_norm(config: Config) -> Config:
 
 
 def _sections(config: Config) -> Config:
-    """Of Qwen's models that see"""
+    """Metadata of Qwen's models with a part that sees"""
     experts = {"num_experts": config.get("num_local_experts"), **config}
     return {"rope.dimension_sections": [2, 2, 2, 0], "n_deepstack_layers": 3, **_shared_experts(experts)}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenmill.arch.compressed import Compression
-from tokenmill.arch.indexer import Indexer
+from tokenmill.arch.indexer import BlockIndexer, Indexer
 from tokenmill.arch.spec import (
     AttentionGate,
     Gqa,
@@ -107,6 +107,9 @@ VARIANTS = {
     "shared_keys": replace(
         LLAMA, layers=(LAYER, replace(LAYER, mixer=replace(ATTENTION, shares_kv_of=0)), LAYER)
     ),
+    "blocks": with_attention(qk_norm="head", gate=AttentionGate(), block_indexer=BlockIndexer(2, 40, 16, 3)),
+    "blocks_all": replace(LLAMA, layers=(replace(LAYER, mixer=replace(
+        ATTENTION, value_dim=20, block_indexer=BlockIndexer(2, 32, 32, 2, num_local=2))),) * 2),
     "norms_after": replace(LLAMA, layers=(replace(LAYER, norms="after"), LAYER)),
     "layer_norm": replace(LLAMA, norm=NormSpec("layer", has_bias=True), layers=(replace(LAYER, norms="both"), LAYER)),
     "parallel": replace(

@@ -142,15 +142,25 @@ def _mixer_outline(mixer: MixerSpec) -> LayerOutline:
 
 
 def _gqa_outline(attention: Gqa) -> LayerOutline:
-    """Return the outline of a layer with only this mixer, without its weights."""
+    """Return the outline of a layer with only this mixer, without its weights.
+
+    Every query is counted as attending to all blocks, even if an indexer selects some: an upper bound.
+    """
+    index = attention.block_indexer
+    kept, compared = (0, 0) if index is None else (index.head_dim, index.q_size)
     return LayerOutline(
         linear=0,
         vectors=0,
-        kv_values=attention.kv_size + attention.v_size if attention.has_own_kv else 0,
-        pair_values=attention.q_size + attention.out_size,
+        kv_values=kept + (attention.kv_size + attention.v_size if attention.has_own_kv else 0),
+        pair_values=attention.q_size + attention.out_size + compared,
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
-        width=attention.q_size + attention.out_size + attention.kv_size + attention.v_size + attention.gate_size,
+        width=attention.q_size
+        + attention.out_size
+        + attention.kv_size
+        + attention.v_size
+        + attention.gate_size
+        + compared,
         window=attention.window,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -65,47 +65,6 @@ def _indexer(fields: ConfigFields, hidden: int, query_rank: int) -> tuple[int, i
 
 
 # ── layers of several shapes ───────────────────────────────────────────────────────────────────────
-
-
-def _kinds(fields: ConfigFields, key: str, count: int, default: Sequence[int]) -> tuple[int, ...]:
-    """Return an integer per layer; `default` if the config has none."""
-    kinds = fields.integers(key) if fields.has(key) else tuple(default)
-    if len(kinds) < count:
-        fields.refuse(f"{key} has {len(kinds)} entries for {count} layers")
-    return kinds[:count]
-
-
-def block_sparse_layers(fields: ConfigFields) -> Layers:
-    """MiniMax-M3: an indexer, which caches its own key per token, selects blocks of keys. Attention is counted as if
-    every block were selected."""
-    hidden, count = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
-    index = ConfigFields(fields.section("sparse_attention_config") or {}, "sparse_attention_config")
-    chosen = _kinds(index, "sparse_attention_freq", count, [0] * count)
-    sparse = _kinds(fields, "moe_layer_freq", count, [1] * count)
-    heads, kv_heads, dim = (fields.integer(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    attention = grouped_attention(hidden, heads, kv_heads, dim, norms=2 * dim)
-    mixers = [attention, attention]
-    if any(chosen):
-        width, index_heads = index.integer("sparse_index_dim"), index.integer("sparse_num_index_heads")
-        mixers[1] = replace(
-            attention,
-            linear=attention.linear + hidden * width * (index_heads + 1),
-            vectors=attention.vectors + 2 * width,
-            kv_values=attention.kv_values + width,
-            pair_values=attention.pair_values + index_heads * width,
-            width=attention.width + index_heads * width,
-        )
-    inner = fields.integer("intermediate_size")
-    experts = routed(
-        hidden,
-        inner,
-        fields.integer("num_local_experts"),
-        fields.integer("num_experts_per_tok"),
-        shared=fields.integer_or_none("shared_intermediate_size", minimum=0) or 0,
-        has_router_bias=True,
-    )
-    feeds = gated(hidden, fields.integer("dense_intermediate_size")), experts
-    return tuple(layer(mixers[a > 0], feeds[b > 0], 2 * hidden) for a, b in zip(chosen, sparse, strict=True))
 
 
 def nemotron_nas_layers(fields: ConfigFields) -> Layers:
@@ -186,8 +145,6 @@ def _latent_experts(fields: ConfigFields, hidden: int) -> FeedOutline:
 
 LAYERS: dict[str, Reader] = {
     "kimi_k3": kimi_k3_layers,
-    "minimax_m3": block_sparse_layers,
-    "minimax_m3_vl": block_sparse_layers,
     "nemotron-nas": nemotron_nas_layers,
     "phi-msft": phi_layers,
 }

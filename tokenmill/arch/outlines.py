@@ -27,8 +27,6 @@ from tokenmill.errors import UnsupportedModel
 # model_type → the features that the engine lacks to run it.
 MISSING = {
     "kimi_k3": "recurrent layers with a decay per channel, gated latent attention",
-    "minimax_m3": "attention over selected blocks of keys",
-    "minimax_m3_vl": "attention over selected blocks of keys",
     "nemotron-nas": "layers of different sizes, or without attention",
     "phi-msft": "GPT-2's tensor names (the same model is supported as `phi`)",
 }

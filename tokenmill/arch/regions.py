@@ -169,7 +169,8 @@ def _mixer_regions(spec: LayerSpec, mixer: MixerSpec, name: str, number: int) ->
 def _inputs(mixer: Gqa) -> tuple[str, ...]:
     """Return the names of the input projections; values that equal keys use the key matrix a second time."""
     own = ("k", "k" if mixer.value_is_key else "v") if mixer.has_own_kv else ()
-    return ("q", *own, *(("attn_gate",) if mixer.gate is not None else ()))
+    gate = ("attn_gate",) if mixer.gate is not None else ()
+    return ("q", *own, *gate, *(("index_q", "index_k") if mixer.block_indexer is not None else ()))
 
 
 def _feed(spec: LayerSpec, name: str) -> Feed | None:

@@ -20,7 +20,7 @@ from typing import Literal
 
 from tokenmill.arch.cache_parts import CacheField, CachePart
 from tokenmill.arch.compressed import Compression
-from tokenmill.arch.indexer import Indexer
+from tokenmill.arch.indexer import BlockIndexer, Indexer
 from tokenmill.arch.recurrent import Recurrent
 from tokenmill.arch.streams import Streams
 
@@ -141,6 +141,7 @@ class Gqa:
     gate: AttentionGate | None = None
     query_growth: QueryGrowth | None = None
     shares_kv_of: int | None = None  # an earlier layer whose keys and values this one reads; it has none of its own
+    block_indexer: BlockIndexer | None = None  # selects the blocks that are attended to; None: the whole context
 
     @property
     def q_size(self) -> int:
@@ -174,13 +175,18 @@ class Gqa:
         is_usual = self.qk_norm in (None, "head") and self.gate is None and self.query_growth is None
         is_usual = is_usual and self.qkv_clip is None
         has_usual_values = self.value_dim is None and self.value_scale == 1.0 and not self.has_value_norm
-        return is_usual and has_usual_values and self.has_own_kv
+        return is_usual and has_usual_values and self.has_own_kv and self.block_indexer is None
 
     def cache_fields(self) -> tuple[CacheField, ...]:
         if not self.has_own_kv:
             return ()
         keys, values = (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim or self.head_dim)
         return CacheField("keys", keys), CacheField("values", values)
+
+    def cache_parts(self) -> tuple[CachePart, ...]:
+        fields = self.cache_fields()
+        own = (CachePart("paged", fields, self.window),) if fields else ()  # none: it reads another layer's fields
+        return own if self.block_indexer is None else (*own, self.block_indexer.cache_part())
 
 
 @dataclass(frozen=True)

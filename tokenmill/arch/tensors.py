@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from tokenmill.arch.compressed import Compression
-from tokenmill.arch.indexer import Indexer
+from tokenmill.arch.indexer import BlockIndexer, Indexer
 from tokenmill.arch.recurrent import InnerProjection, Recurrent
 from tokenmill.arch.spec import (
     RMS_NORM,
@@ -195,6 +195,8 @@ def _attention(attention: Gqa, hidden: int, prefix: str) -> Iterator[TensorSpec]
         yield from _linear(prefix + "v", attention.v_size, hidden, attention.qkv_bias)
     if attention.gate is not None:
         yield from _linear(prefix + "attn_gate", attention.gate_size, hidden, attention.qkv_bias)
+    if attention.block_indexer is not None:
+        yield from _block_indexer(attention.block_indexer, hidden, prefix + "index_")
     if attention.qk_norm is not None and attention.qk_norm != "l2_after_rope":
         is_joint = attention.qk_norm == "all"
         yield from _norm(prefix + "q_norm", attention.q_size if is_joint else attention.head_dim)
@@ -227,6 +229,13 @@ def _indexer(indexer: Indexer, q_inputs: int, hidden: int, prefix: str) -> Itera
     yield from _linear(prefix + "k", indexer.head_dim, hidden, False)
     yield from _norm(prefix + "k_norm", indexer.head_dim, NormSpec("layer", has_bias=True))
     yield from _linear(prefix + "weights", indexer.num_heads, hidden, False)
+
+
+def _block_indexer(indexer: BlockIndexer, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    yield from _linear(prefix + "q", indexer.q_size, hidden, False)
+    yield from _linear(prefix + "k", indexer.head_dim, hidden, False)
+    yield from _norm(prefix + "q_norm", indexer.head_dim)
+    yield from _norm(prefix + "k_norm", indexer.head_dim)
 
 
 def _windowed(mixer: WindowedMqa, hidden: int, prefix: str) -> Iterator[TensorSpec]:

@@ -293,7 +293,9 @@ def _mixer_in_words(mixer: MixerSpec) -> str:
         if mixer.has_channel_decays:
             rule = "delta rule with a decay per channel"
         return f"{rule}, {mixer.value_heads} heads of {mixer.key_dim} × {mixer.value_dim}"
-    reach = f", window {mixer.window}" if mixer.window else ""
+    reach, index = f", window {mixer.window}" if mixer.window else "", mixer.block_indexer
+    if index is not None:
+        reach = f", over {index.top_k} blocks of {index.block_size} tokens chosen by an indexer"
     return f"{mixer.num_heads} heads of {mixer.head_dim}, {mixer.num_kv_heads} KV heads{reach}"
 
 

@@ -42,8 +42,7 @@ from math import ceil, lcm, prod
 
 from tokenmill.arch.cache_parts import CHUNK, CacheField, CacheKind, CachePart
 from tokenmill.arch.cost import KV_SCALE_BYTES, bytes_per_value
-from tokenmill.arch.recurrent import Recurrent
-from tokenmill.arch.spec import MixerSpec, Mla, ModelSpec, WindowedMqa
+from tokenmill.arch.spec import MixerSpec, ModelSpec, ShortConv, WindowedMqa
 from tokenmill.errors import InvalidConfig, UnsupportedModel
 
 UNREAD_FIELD = "unread"
@@ -273,10 +272,9 @@ def _joined(found: Kinds) -> Kinds:
 
 def cache_parts(mixer: MixerSpec) -> tuple[CachePart, ...]:
     """Return the fields that a mixer stores, by kind."""
-    if isinstance(mixer, Recurrent | Mla | WindowedMqa):
-        return mixer.cache_parts()
-    fields = mixer.cache_fields()
-    return (CachePart("paged", fields, mixer.window),) if fields else ()  # none: it reads another layer's fields
+    if isinstance(mixer, ShortConv):
+        return (CachePart("paged", mixer.cache_fields(), mixer.window),)
+    return mixer.cache_parts()
 
 
 def _order(part: CachePart) -> tuple[int, bool, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenmill.arch.spec import Mla, ModelSpec, WindowedMqa
 
-ROUNDED_LATENTS = "a one-byte KV cache for latent attention or compressed entries"
+ROUNDED_LATENTS = "a one-byte KV cache for latent attention, compressed entries or an indexer of blocks"
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,11 @@ class ComputeRequest:
 
     @property
     def rounds_latents(self) -> bool:
-        """True if a one-byte cache was requested for latents or compressed entries, which no backend supports."""
+        """True if a one-byte cache was requested for latents, compressed entries or the keys of an indexer, which no
+        backend supports."""
         has_latents = any(isinstance(layer.mixer, Mla | WindowedMqa) for layer in self.spec.layers)
-        return has_latents and self.kv_dtype in ("int8", "fp8")
+        has_indexer = any(attention.block_indexer is not None for attention in self.spec.attentions)
+        return (has_latents or has_indexer) and self.kv_dtype in ("int8", "fp8")
 
     @property
     def chooses_entries(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tokenmill.arch.indexer import Indexer
+from tokenmill.arch.indexer import BlockIndexer, Indexer
 from tokenmill.arch.spec import Activation, Gqa, MoeSpec, RoutingSpec
 from tokenmill.ops.batch import ForwardBatch, LayerCache, Mode
 from tokenmill.ops.compressed import WindowedInputs
@@ -287,6 +287,20 @@ class IndexInputs(NamedTuple):
     indexer: Indexer
 
 
+class BlockIndexInputs(NamedTuple):
+    """The inputs of an indexer of blocks (`arch/indexer.py`), which chooses what grouped-query attention reads."""
+
+    queries: torch.Tensor  # [T, index heads * dim], neither normed nor rotated yet
+    keys: torch.Tensor  # [T, dim], likewise
+    kept: torch.Tensor  # the cache of keys, [blocks, block_size, dim]
+    slots: torch.Tensor  # int64 [T], where the tokens' keys are written
+    norms: tuple[torch.Tensor, torch.Tensor]  # of queries and keys, [dim] each
+    eps: float
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None  # [T, rope / 2] each
+    plan: Any  # of this backend, for the keys' cache group
+    indexer: BlockIndexer
+
+
 Stream = Any
 """The residual stream between two regions; its form is private to the regions of one backend."""
 
@@ -444,6 +458,9 @@ class Ops:
     choose_entries: Callable[[IndexInputs], Any]
     """Norm, rotate and write the index keys to the cache → the entries to which `latent_attend` of this layer, and of
     layers that share its index, attends"""
+    choose_blocks: Callable[[BlockIndexInputs, Any], Any]
+    """Norm, rotate and write the index keys to the cache; (inputs, plan of attention) → the plan with the blocks to
+    which `attention` attends"""
     windowed_attend: Callable[[WindowedInputs], torch.Tensor]
     """Norm, rotate and write the keys to the cache, and compress completed groups of tokens to entries; attend over the
     window and earlier entries → [T, heads * head_dim]"""

@@ -161,7 +161,8 @@ def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[Cut, Cut]
 def cuts_heads(spec: ModelSpec, size: int) -> bool:
     """Return whether attention heads are cut over the ranks.
 
-    All ranks share the block tables, so all layers must cache the same fields. A QK norm over all heads needs them all.
+    All ranks share the block tables, so all layers must cache the same fields. A QK norm over all heads needs them all,
+    and so does an indexer of blocks.
     """
     mixers = [layer.mixer for layer in spec.layers]
     kept = {mixer.cache_fields() for mixer in mixers if isinstance(mixer, Gqa) and mixer.has_own_kv}
@@ -169,7 +170,9 @@ def cuts_heads(spec: ModelSpec, size: int) -> bool:
         len(kept) == 1
         and all(isinstance(mixer, Gqa | Recurrent) for mixer in mixers)
         and all(
-            mixer.qk_norm != "all" and split_heads(mixer.num_heads, mixer.num_kv_heads, size) is not None
+            mixer.qk_norm != "all"
+            and mixer.block_indexer is None
+            and split_heads(mixer.num_heads, mixer.num_kv_heads, size) is not None
             for mixer in spec.attentions
         )
     )
@@ -333,6 +336,8 @@ def parting_limits(spec: ModelSpec) -> str | None:
         return "some layers of this model cache other state than blocks of tokens"
     if any(isinstance(mixer, Mla) and mixer.is_sparse for layer in spec.layers for mixer in layer.mixers):
         return "the model uses sparse attention with an indexer"
+    if any(mixer.block_indexer is not None for mixer in spec.attentions):
+        return "the model attends to blocks that an indexer selects"
     return None
 
 

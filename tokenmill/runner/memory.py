@@ -209,6 +209,8 @@ def _mixer_width(mixer: MixerSpec) -> int:
         return mixer.projected_size + max(chunks, tokens) + 3 * mixer.values_size + 4 * mixer.num_decays + 2 * heads
     # q, k, v as one, queries, the output; long prompts have their keys and values gathered and a second output
     plain = 2 * (mixer.q_size + mixer.out_size) + 2 * (mixer.kv_size + mixer.v_size) + mixer.gate_size
+    if mixer.block_indexer is not None:
+        plain += 2 * mixer.block_indexer.projected_size
     return plain if mixer.is_plain else plain + 2 * mixer.q_size + 2 * mixer.out_size + 2 * mixer.kv_size
 
 

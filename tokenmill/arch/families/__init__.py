@@ -56,6 +56,7 @@ from tokenmill.arch.families.mellum import MELLUM
 from tokenmill.arch.families.mimo_v2 import MIMO_V2
 from tokenmill.arch.families.minicpm3 import MINICPM3
 from tokenmill.arch.families.minimax_m2 import MINIMAX_M2
+from tokenmill.arch.families.minimax_m3 import MINIMAX_M3
 from tokenmill.arch.families.ministral3 import MINISTRAL3
 from tokenmill.arch.families.mistral import MISTRAL
 from tokenmill.arch.families.mixtral import MIXTRAL
@@ -123,6 +124,7 @@ ALL: tuple[Family, ...] = (
     LLAMA4,
     MIMO_V2,
     MINIMAX_M2,
+    MINIMAX_M3,
     MINISTRAL3,
     OLMO2,
     OLMO3,

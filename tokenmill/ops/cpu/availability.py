@@ -46,6 +46,9 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
         return "an int8 KV cache for heads whose dimensions are not a multiple of 4"
     if request.rounds_latents:
         return ROUNDED_LATENTS
+    for indexer in filter(None, (attention.block_indexer for attention in request.spec.attentions)):
+        if indexer.block_size % request.block_size:
+            return f"selected blocks of {indexer.block_size} tokens in KV blocks of {request.block_size}"
     mixers = dict.fromkeys(mixer for layer in request.spec.layers for mixer in layer.mixers)
     return next(filter(None, map(_mixer_reason, mixers)), None)
 

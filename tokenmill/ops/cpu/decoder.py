@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tokenmill.arch.indexer import INDEX_KEYS, KEY_NORM_EPS, Indexer
+from tokenmill.arch.indexer import INDEX_KEYS, KEY_NORM_EPS, BlockIndexer, Indexer
 from tokenmill.arch.recurrent import InnerProjection, Recurrent
 from tokenmill.arch.regions import (
     AddInput,
@@ -238,6 +238,8 @@ class NativeDecoder:
                 continue
             cache = storage.layer(kept)
             self._decoder.bind_cache(number, group, cache.keys, cache.values, cache.key_scales, cache.value_scales)
+            if INDEX_KEYS in fields:
+                self._decoder.bind_index_cache(number, storage.group(layer, INDEX_KEYS), fields[INDEX_KEYS])
         self._cache_owner = storage
 
     def _bind_compressed(self, number: int, layer: int, mixer: WindowedMqa, storage: Storage) -> None:
@@ -364,7 +366,9 @@ class NativeDecoder:
         q, *others = self._parts.linears(project.projection)
         k, v = others[:2] if attention.has_own_kv else (None, None)
         (o,) = self._parts.linears(add.projection)
-        gate, growth = attention.gate, attention.query_growth
+        gate, growth, indexer = attention.gate, attention.query_growth, attention.block_indexer
+        index = None if indexer is None else self._block_index(indexer, name, *others[-2:])
+        others = others if indexer is None else others[:-2]
         return {
             "q": q,
             "k": k,
@@ -390,7 +394,20 @@ class NativeDecoder:
             "rope": -1 if attention.rope is None else ropes[attention.rope],
             **({} if growth is None else _growth(growth)),
             "head_borders": self._parts.input_borders(add.projection.names[0]),
+            "block_index": index,
         }
+
+    def _block_index(self, indexer: BlockIndexer, name: str, queries: Any, keys: Any) -> Any:
+        return native().BlockIndex(
+            q=queries,
+            k=keys,
+            q_norm=self._parts.vector(f"{name}.index_q_norm.weight"),
+            k_norm=self._parts.vector(f"{name}.index_k_norm.weight"),
+            heads=indexer.num_heads,
+            block_size=indexer.block_size,
+            top_k=indexer.top_k,
+            num_local=indexer.num_local,
+        )
 
     def _head_norms(self, attention: Gqa, name: str) -> dict[str, Any]:
         if attention.qk_norm is None:

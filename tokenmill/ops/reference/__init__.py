@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenmill.ops.compose import adapted_regions, composed
 from tokenmill.ops.interface import Ops
 from tokenmill.ops.reference.attention import attention, plan_attention, write_kv
+from tokenmill.ops.reference.block_index import choose_blocks
 from tokenmill.ops.reference.compressed_attention import windowed_attend
 from tokenmill.ops.reference.elementwise import (
     act_mul,
@@ -50,6 +51,7 @@ REFERENCE_OPS = Ops(
     attention=attention,
     latent_attend=latent_attend,
     choose_entries=choose_entries,
+    choose_blocks=choose_blocks,
     windowed_attend=windowed_attend,
     multiply_groups=multiply_groups,
     plan_short_conv=plan_short_conv,

@@ -35,7 +35,7 @@ MAX_GATHERED_KEYS = 16384  # per decoding task: limits the gathered copy; a long
 class AttentionTask:
     tokens: torch.Tensor  # int64 [B * Q], the step's tokens that are the queries
     blocks: torch.Tensor  # int64 [B * N]
-    visible: torch.Tensor  # bool [B, Q, N * block_size]
+    visible: torch.Tensor  # bool [B, Q, N * block_size]; [B, kv_heads, Q, …] if each head sees other keys
 
     @property
     def num_rows(self) -> int:
@@ -161,7 +161,8 @@ def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args:
     scores = scores.view(*grouped.shape[:4], -1)  # [B, kv_heads, G, Q, S]
     if args.softcap is not None:
         scores = softcap(scores, args.softcap)
-    scores = scores.masked_fill_(~task.visible[:, None, None], float("-inf"))
+    by_head = task.visible if task.visible.dim() == 4 else task.visible.unsqueeze(1)
+    scores = scores.masked_fill_(~by_head.unsqueeze(2), float("-inf"))
     values = _gather(cache.values, cache.value_scales, task)
     mixed = mix_values(_softmax(scores, args.sinks).flatten(2, 3), values, task)
     width = mixed.shape[-1]
@@ -197,7 +198,7 @@ def mix_values(weights: torch.Tensor, values: torch.Tensor, task: AttentionTask)
     mixed = weights @ values
     if bool(mixed.isfinite().all()):
         return mixed
-    unseen = ~task.visible.any(1)  # [B, S]
+    unseen = ~task.visible.flatten(1, -2).any(1)  # [B, S]
     return weights @ values.masked_fill(unseen.view(len(unseen), 1, -1, 1), 0.0)
 
 

@@ -41,6 +41,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
             return f"more than {MAX_HEADS_PER_KV_HEAD} query heads per KV head"
         if attention.head_dim > MAX_HEAD_DIM:
             return f"heads of {attention.head_dim} dimensions"
+        if attention.block_indexer is not None:
+            return "attention over selected blocks of keys"
         if attention.value_dim not in (None, attention.head_dim):
             return "values of another width than keys"
     if request.spec.activations & CLAMPED:

@@ -21,6 +21,11 @@ constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
 size_t padded16(int size) { return static_cast<size_t>((size + 15) / 16 * 16); }
 
+// How far from the end of a token's projections the weights of the index heads begin: only gates follow them.
+int weights_from_end(const IndexView& index, const Layer& layer) {
+  return index.heads + (layer.latent && layer.latent->gate ? layer.latent->gate->rows() : 0);
+}
+
 }  // namespace
 
 void Decoder::place_index_keys(const Layer& layer, const BatchView& batch) {
@@ -51,7 +56,8 @@ void Decoder::prepare_index_queries(const IndexView& index, const Layer& layer, 
       else rotate_at(layer, batch.positions[t], to);
       std::fill(to + dim, to + wide, 0.0f);
     }
-    float* weights = projected_.data() + static_cast<size_t>(t + 1) * projected_width(layer) - index.heads;
+    const size_t end = static_cast<size_t>(t + 1) * projected_width(layer);
+    float* weights = projected_.data() + end - weights_from_end(index, layer);
     kernels_->scale(weights, index.scale, index.heads);
   });
 }
@@ -85,10 +91,11 @@ void Decoder::choose_entries(const IndexView& index, const Layer& layer, const B
       if (context <= index.top_k || lo >= context) return;
       Vector& scratch = row_scratch_[static_cast<size_t>(thread)];
       grow(scratch, kernels_->index_scratch_floats);
+      const size_t end = static_cast<size_t>(t + 1) * projected_width(layer);
       kernels_->index_scores(*index.keys, group.block_tables + row_of(t) * group.max_blocks,
                              index_queries_.data() + static_cast<size_t>(t) * index.heads * wide,
-                             projected_.data() + static_cast<size_t>(t + 1) * projected_width(layer) - index.heads,
-                             index.heads, lo, std::min(context, lo + kPiece),
+                             projected_.data() + end - weights_from_end(index, layer), index.heads, lo,
+                             std::min(context, lo + kPiece),
                              index_scores_.data() + static_cast<size_t>(t - first) * stride + lo, scratch.data());
     });
     pool_.run(count, [&](int i, int thread) {

@@ -289,7 +289,7 @@ struct CompressedAttention {
 struct Layer : LayerFrame {
   explicit Layer(LayerFrame frame) : LayerFrame(std::move(frame)) {}
 
-  Vector q_norm, k_norm, sinks;
+  Vector q_norm, k_norm, sinks, slopes;
   HeadNorm head_norm = HeadNorm::None;
   float clip = 0.0f;  // projected queries, keys and values are limited to ± this value; 0: they are not
   bool has_value_norm = false;

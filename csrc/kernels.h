@@ -101,6 +101,7 @@ struct AttentionTask {
   bool is_chunked = false;  // chunked attention: the window starts at multiples of its size
   float softcap = 0.0f;  // 0: none
   const float* sinks = nullptr;
+  const float* slopes = nullptr;  // ALiBi, per head: a score grows by slope * (key's position - query's)
 };
 
 // The online-softmax state of one query after a part of its context, besides the weighted sums: largest score, sum of weights.
@@ -197,9 +198,9 @@ struct Kernels {
   // Attends with `count` queries of one row and KV head: query i, q[i] in float32, sees keys [first[i], limit[i]). Only the
   // part [from, to) of the context is read; both are multiples of 256 unless they are the ends of the context. Calls with
   // the same scratch and the same `keys_id` other than 0 read the same, unchanged keys: a call may reuse the keys that an
-  // earlier one converted.
+  // earlier one converted. `slopes` [count], of the queries' heads, or null (ALiBi).
   void (*attend)(const AttentionTask&, int kv_head, const int32_t* table, const float* const* q, const int* first,
-                 const int* limit, int count, int from, int to, uint64_t keys_id, float* sums, Partial* partial,
+                 const int* limit, const float* slopes, int count, int from, int to, uint64_t keys_id, float* sums, Partial* partial,
                  uint8_t* scratch);
   void (*finish)(const float* sums, const Partial&, const float* sink, int value_dim, float* out);
   // Merges `other`, which covers the context that follows, into `sums`.

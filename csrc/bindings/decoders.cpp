@@ -332,8 +332,8 @@ HeadNorm head_norm_named(const std::string& name) {
 void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std::optional<Linear> k,
                std::optional<Linear> v, const Linear& o, std::optional<Linear> gate, bool is_gate_per_head,
                bool is_softplus_gate, const std::string& head_norm, MaybeVector q_norm, MaybeVector k_norm,
-               float clip, bool has_value_norm, float value_scale, MaybeVector sinks, int heads, int kv_heads, int head_dim,
-               int value_dim, float scale, int window, bool is_chunked, float softcap, int rope, float growth,
+               float clip, bool has_value_norm, float value_scale, MaybeVector sinks, MaybeVector slopes, int heads, int kv_heads,
+               int head_dim, int value_dim, float scale, int window, bool is_chunked, float softcap, int rope, float growth,
                int growth_length, int growth_first, const std::vector<int>& head_borders,
                std::optional<BlockIndex> block_index) {
   Layer layer(frame);
@@ -346,6 +346,7 @@ void add_layer(HeldDecoder& self, const LayerFrame& frame, const Linear& q, std:
   layer.has_value_norm = has_value_norm;
   layer.value_scale = value_scale;
   layer.sinks = vector_of(sinks, static_cast<size_t>(heads), "sinks");
+  layer.slopes = vector_of(slopes, static_cast<size_t>(heads), "slopes");
   layer.growth = {growth, growth_length, growth_first};
   layer.q = q;
   if (k) layer.k = *k;
@@ -534,8 +535,8 @@ nb::class_<HeldDecoder> bind_decoders(nb::module_& m) {
       .def("add_layer", &add_layer, "frame"_a, "q"_a, "k"_a.none(), "v"_a.none(), "o"_a, "gate"_a.none() = nb::none(),
            "is_gate_per_head"_a = false, "is_softplus_gate"_a = false, "head_norm"_a = "", "q_norm"_a.none() = nb::none(),
            "k_norm"_a.none() = nb::none(), "clip"_a = 0.0f, "has_value_norm"_a = false, "value_scale"_a = 1.0f,
-           "sinks"_a.none() = nb::none(), "heads"_a, "kv_heads"_a, "head_dim"_a, "value_dim"_a, "scale"_a, "window"_a = 0,
-           "is_chunked"_a = false, "softcap"_a = 0.0f, "rope"_a = -1,
+           "sinks"_a.none() = nb::none(), "slopes"_a.none() = nb::none(), "heads"_a, "kv_heads"_a, "head_dim"_a,
+           "value_dim"_a, "scale"_a, "window"_a = 0, "is_chunked"_a = false, "softcap"_a = 0.0f, "rope"_a = -1,
            "growth"_a = 0.0f, "growth_length"_a = 1, "growth_first"_a = 0, "head_borders"_a = std::vector<int>(),
            "block_index"_a.none() = nb::none())
       .def("add_conv_layer", &add_conv_layer, "frame"_a, "conv_in"_a, "conv_out"_a, "weight"_a, "bias"_a.none())

@@ -37,12 +37,15 @@ struct QueryTile {
   float copies[kMaxQueryTile * kMaxHeadDim];
   float* q[kMaxQueryTile];
   int first[kMaxQueryTile], limit[kMaxQueryTile], token[kMaxQueryTile], head[kMaxQueryTile];
+  float slope[kMaxQueryTile];
+  bool has_slopes;
 
   QueryTile(const Layer& layer, const BatchView& batch, const float* qkv, size_t stride, int row, int kv_head, int start,
             int count) {
     const AttentionTask& task = layer.attention;
     const int dim = task.cache.head_dim, per_kv = task.heads / task.cache.kv_heads;
     const int begin = batch.query_starts[row], queries = batch.query_starts[row + 1] - begin;
+    has_slopes = task.slopes != nullptr;
     for (int i = 0; i < count; ++i) {
       const int index = (start + i) / per_kv;
       token[i] = begin + index;
@@ -51,8 +54,10 @@ struct QueryTile {
       std::copy_n(qkv + static_cast<size_t>(token[i]) * stride + static_cast<size_t>(head[i]) * dim, dim, q[i]);
       limit[i] = batch.context_lens[row] - queries + index + 1;
       first[i] = oldest(task, limit[i] - 1);
+      if (has_slopes) slope[i] = task.slopes[head[i]];
     }
   }
+  const float* slopes() const { return has_slopes ? slope : nullptr; }
 };
 
 const int32_t* table_of(const Layer& layer, const BatchView& batch, int row) {
@@ -318,8 +323,8 @@ void Decoder::attend_tile(const Layer& layer, const BatchView& batch, int row, i
   const int wide = padded16(layer.attention.cache.value_dim);
   float sums[kMaxQueryTile * kMaxHeadDim];
   Partial partial[kMaxQueryTile];
-  kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, count, 0,
-                   batch.context_lens[row], keys_id, sums, partial,
+  kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit,
+                   tile.slopes(), count, 0, batch.context_lens[row], keys_id, sums, partial,
                    aligned(attention_scratch_[static_cast<size_t>(thread)]));
   const int per_kv = layer.attention.heads / layer.attention.cache.kv_heads;
   for (int i = 0; i < std::min(per_kv, count); ++i) {  // queries i, i + per_kv, … are one head of consecutive tokens
@@ -336,8 +341,8 @@ void Decoder::split_decode(const Layer& layer, const BatchView& batch, int row, 
   QueryTile tile(layer, batch, projected_.data(), projected_width(layer), row, kv_head, 0, per_kv);
   for (int i = 0; i < per_kv; ++i) prepare_query(layer, batch.positions[tile.token[i]], tile.q[i]);
   const size_t at = ((static_cast<size_t>(row) * layer.attention.cache.kv_heads + kv_head) * segments + segment) * per_kv;
-  kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit, per_kv,
-                   segment * kSegment, (segment + 1) * kSegment, 0,
+  kernels_->attend(layer.attention, kv_head, table_of(layer, batch, row), tile.q, tile.first, tile.limit,
+                   tile.slopes(), per_kv, segment * kSegment, (segment + 1) * kSegment, 0,
                    split_sums_.data() + at * padded16(layer.attention.cache.value_dim), split_partials_.data() + at,
                    aligned(attention_scratch_[static_cast<size_t>(thread)]));
 }

@@ -73,7 +73,7 @@ void Decoder::attend_chosen_blocks(const Layer& layer, const BatchView& batch, i
       prepare_query(layer, batch.positions[token], q[i]);
       limit[i] = seen;
     }
-    kernels_->attend(task, kv_head, table, q, first, limit, count, 0, seen, 0, sums, partial,
+    kernels_->attend(task, kv_head, table, q, first, limit, nullptr, count, 0, seen, 0, sums, partial,
                      aligned(attention_scratch_[static_cast<size_t>(thread)]));
     for (int i = 0; i < count; ++i) take_outputs(layer, token, 1, head + i, sums + i * wide, 0, partial + i, 0);
   }

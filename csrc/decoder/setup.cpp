@@ -329,7 +329,7 @@ void Decoder::add_layer(Layer layer) {
                                                                                  : attention_fits(layer);
   const bool good = mixer_fits && frame_fits(layer) && streams_fit(layer);
   if (!good) throw std::invalid_argument("the parts of a layer do not fit together");
-  layer.attention.sinks = nullptr;
+  layer.attention.sinks = layer.attention.slopes = nullptr;
   for (auto& scratch : attention_scratch_)
     if (!layer.conv && !layer.recurrent && !layer.latent && !layer.compressed)
       grow(scratch, kernels_->attention_scratch_bytes(layer.attention.cache.widest()) + 64);
@@ -339,6 +339,7 @@ void Decoder::add_layer(Layer layer) {
   layers_.push_back(std::move(layer));
   Layer& kept = layers_.back();
   if (!kept.sinks.empty()) kept.attention.sinks = kept.sinks.data();  // vectors keep their memory when layers move
+  if (!kept.slopes.empty()) kept.attention.slopes = kept.slopes.data();
 }
 
 void Decoder::set_layer_inputs(Linear table, Linear project, Vector norm) {

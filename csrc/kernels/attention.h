@@ -273,10 +273,17 @@ inline void over_groups(int first, int limit, const Whole& whole, const Part& pa
   if (at < limit) part(at);
 }
 
-inline float largest_score(float* scores, int first, int limit, float cap) {
+inline constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// `slope`: of ALiBi, 0 without; a score grows by slope * (at - own), `own` being the query's own place.
+inline float largest_score(float* scores, int first, int limit, float cap, float slope = 0.0f, int own = 0) {
   Floats largest = splat(kNever);
   const auto score = [&](int at) {
-    const Floats s = load(scores + at);
+    Floats s = load(scores + at);
+    if (slope != 0.0f) {
+      s = fma(splat(slope), add(splat(static_cast<float>(at - own)), load(kLanes)), s);
+      store(scores + at, s);
+    }
     if (!(cap > 0.0f)) return s;
     const Floats capped = mul(splat(cap), tanh(mul(s, splat(1.0f / cap))));
     store(scores + at, capped);
@@ -306,12 +313,13 @@ inline float weigh(float* scores, int from, int to, int first, int limit, float 
 
 // The same for all queries of a tile. All maxima are computed first: a query's exponentials depend on its own maximum, but
 // work on different queries overlaps.
-inline void weigh_queries(const Workspace& work, const int* first, const int* limit, int count, int segment, int lo, int hi,
-                          float cap, Partial* fresh) {
+inline void weigh_queries(const Workspace& work, const int* first, const int* limit, const float* slopes, int count,
+                          int segment, int lo, int hi, float cap, Partial* fresh) {
   const auto seen_from = [&](int i) { return std::clamp(first[i], lo, hi) - segment; };
   const auto seen_to = [&](int i) { return std::max(std::min(limit[i], hi) - segment, seen_from(i)); };
   for (int i = 0; i < count; ++i)
-    fresh[i].largest = largest_score(work.scores + i * kSegment, seen_from(i), seen_to(i), cap);
+    fresh[i].largest = largest_score(work.scores + i * kSegment, seen_from(i), seen_to(i), cap,
+                                     slopes != nullptr ? slopes[i] : 0.0f, limit[i] - 1 - segment);
   const int from = lo / 16 * 16 - segment, to = hi - segment;
   for (int i = 0; i < count; ++i)
     fresh[i].total = weigh(work.scores + i * kSegment, from, to, seen_from(i), seen_to(i), fresh[i].largest);
@@ -432,8 +440,8 @@ inline void gather_queries(const Workspace& work, const float* const* q, int cou
 
 template <Store S>
 void attend_segment(const AttentionTask& task, const HeadCache& head, const Workspace& work, const int* first,
-                    const int* limit, int count, int segment, int lo, int hi, bool is_kept, float* sums,
-                    Partial* partial) {
+                    const int* limit, const float* slopes, int count, int segment, int lo, int hi, bool is_kept,
+                    float* sums, Partial* partial) {
   if constexpr (S == Store::I8) {
     score_rounded(head, work, count, segment, lo, hi);
   } else {
@@ -441,7 +449,7 @@ void attend_segment(const AttentionTask& task, const HeadCache& head, const Work
     score_segment<S>(head, work, count, segment, lo, hi, is_kept);
   }
   Partial fresh[kQueryTile];
-  weigh_queries(work, first, limit, count, segment, lo, hi, task.softcap, fresh);
+  weigh_queries(work, first, limit, slopes, count, segment, lo, hi, task.softcap, fresh);
   if constexpr (S == Store::I8) sum_rounded(head, work, count, segment, lo - segment, hi - segment);
   else sum_values<S>(head, work, count, segment, lo - segment, hi - segment, is_kept);
   const int wide = padded(head.cache.value_dim);
@@ -450,8 +458,8 @@ void attend_segment(const AttentionTask& task, const HeadCache& head, const Work
 }
 
 inline void attend(const AttentionTask& task, int kv_head, const int32_t* table, const float* const* q,
-                   const int* first, const int* limit, int count, int from, int to, uint64_t keys_id, float* sums,
-                   Partial* partial, uint8_t* scratch) {
+                   const int* first, const int* limit, const float* slopes, int count, int from, int to,
+                   uint64_t keys_id, float* sums, Partial* partial, uint8_t* scratch) {
   const int head_dim = task.cache.head_dim, wide = padded(task.cache.value_dim);
   const Workspace work(scratch, task.cache.widest());
   const HeadCache head{task.cache, table, kv_head};
@@ -469,7 +477,7 @@ inline void attend(const AttentionTask& task, int kv_head, const int32_t* table,
   for (int segment = from / kSegment * kSegment; segment < to; segment += kSegment) {
     if (is_rounded) prefetch_rounded(head, segment + kSegment, to);
     with_store(task.cache.store, [&](auto s) {
-      attend_segment<decltype(s)::value>(task, head, work, first, limit, count, segment, std::max(from, segment),
+      attend_segment<decltype(s)::value>(task, head, work, first, limit, slopes, count, segment, std::max(from, segment),
                                          std::min(to, segment + kSegment), is_kept, sums, partial);
     });
   }

@@ -164,7 +164,7 @@ Floats attend(const Kernels& kernels, int head_dim, int value_dim, int context, 
   std::vector<Partial> partial(static_cast<size_t>(count));
   std::vector<uint8_t> scratch(kernels.attention_scratch_bytes(task.cache.widest()) + 64);
   auto* room = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
-  kernels.attend(task, 0, table.data(), queries.data(), first.data(), limit.data(), count, 0, context, 0, sums.data(),
+  kernels.attend(task, 0, table.data(), queries.data(), first.data(), limit.data(), nullptr, count, 0, context, 0, sums.data(),
                  partial.data(), room);
   for (int i = 0; i < count; ++i)
     kernels.finish(sums.data() + i * wide, partial[static_cast<size_t>(i)], nullptr, value_dim,

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.adapted_models import AdaptableModel, adaptable_model
 from tests.support.paged_run import PagedRun
 from tests.support.random_adapters import llama_shapes, plain_config, random_tensor, write_adapter
+from tests.support.tiny_models import load_ours, make_reference
 from tokenmill.errors import DamagedFile, ModelError, TokenmillError, UnsupportedModel
+from tokenmill.lora.read import read_adapter
 from tokenmill.lora.sizes import adapter_size
 from tokenmill.weights.source import row_order
 
@@ -193,3 +195,19 @@ def test_an_adapter_of_a_file_with_quantised_weights(stories_dir: Path, shared_d
         results.append(PagedRun(loaded.model, 2, 16, block_size=16, adapters=[1, 0]).feed({0: TOKENS, 1: TOKENS}))
     assert (results[0][:5] - results[0][5:]).abs().max() > 3.0  # what the adapter does
     assert (results[0] - results[1]).abs().max() < 0.5
+
+
+def test_adapters_of_transposed_matrices(tmp_path: Path) -> None:
+    """GPT-2's files have rows and columns exchanged; the adapters' factors do not, whatever `fan_in_fan_out` says."""
+    spec = load_ours(make_reference("gpt2"), tmp_path / "model").spec
+    name, hidden = "base_model.model.transformer.h.1.attn.c_attn", spec.hidden_size
+    a, b = torch.randn(4, hidden), torch.randn(3 * hidden, 4)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    config = plain_config(target_modules=["c_attn"], layers_to_transform=[1], fan_in_fan_out=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+    found = read_adapter(folder, spec, lambda _: torch.empty(0)).matrices
+    parts = [found[f"layers.1.{part}"] for part in ("q", "k", "v")]
+    scale = config["lora_alpha"] / config["r"]
+    torch.testing.assert_close(torch.cat([part.b @ part.a for part in parts]), scale * (b @ a))

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support.dense_models import DENSE
 from tests.support.native_models import native_model
 from tests.support.paged_run import PagedRun, feed_in_chunks
 from tests.support.tiny_models import CURRENT, FAMILIES, NATIVE_SIZES, VOCAB, load_ours, make_reference
@@ -63,6 +64,23 @@ def test_native_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert unsupported_reason(ComputeRequest(ours.spec, "cpu", "float32", "float32", 16)) is None
     native = native_model(ours.spec, open_weights(tmp_path, ours.spec), max_context=ours.spec.max_context)
     compare_logits(native, theirs, block_size=16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_available()[0], reason=is_available()[1])
+@pytest.mark.parametrize("name", DENSE)
+def test_native_rows_are_the_same_alone_and_together(name: str, tmp_path: Path) -> None:
+    """Rows at different points, one decoding, two in chunks: bit for bit what each is alone."""
+    spec = load_ours(make_reference(name), tmp_path).spec
+    native = native_model(spec, open_weights(tmp_path, spec), max_context=spec.max_context)
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(3, VOCAB, (count,), generator=generator).tolist() for count in (30, 17, 40)]
+    run = PagedRun(native, num_rows=3, max_len=48, block_size=16)
+    run.feed({0: rows[0][:-1]})
+    run.feed({2: rows[2][:9]})
+    together = run.feed({2: rows[2][9:], 0: rows[0][-1:], 1: rows[1]})
+    alone = [feed_in_chunks(PagedRun(native, 1, 48, 16), 0, row, 64) for row in rows]
+    assert torch.equal(together, torch.cat([alone[2][9:], alone[0][-1:], alone[1]]))
 
 
 def compare_logits(

@@ -55,6 +55,10 @@ def test_a_gate_of_experts_for_all_tokens_is_deterministic() -> None:
         ),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mlp=MlpSpec(8, "clamped_silu_7")),))}, "limited after"),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=BLOCKS),))}, "selected blocks"),
+        (
+            {"spec": replace(SPEC, layers=(replace(LAYER, mixer=Gqa(2, 2, 64, 1.0, None, slopes=(0.5, 0.2))),))},
+            "ALiBi",
+        ),
         ({"spec": replace(SPEC, layers=(replace(LAYER, mixer=MAMBA),))}, "keys of 24 dimensions"),
         (
             {"spec": replace(SPEC, layers=(replace(LAYER, side_mixer=replace(MAMBA, key_dim=256)),))},

@@ -34,7 +34,7 @@ def test_counts_are_torch_s_own(family: str, tmp_path: Path) -> None:
     spec = find_model(str(file)).spec
     # Biases of the choice of experts, and numbers of activations, are buffers.
     buffers = [one for name, one in reference.named_buffers() if name.endswith(("_bias", "act_fn.beta", "act_fn.eps"))]
-    num_unused = 2 * spec.hidden_size if family == "opt" else 0  # rows of positions
+    num_unused = 2 * spec.hidden_size if family in ("opt", "biogpt") else 0  # rows of positions
     assert num_parameters(spec) + num_unused == sum(p.numel() for p in (*reference.parameters(), *buffers))
     with torch.inference_mode():
         output = reference(torch.arange(3, 10)[None], use_cache=True)

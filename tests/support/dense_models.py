@@ -70,6 +70,11 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
          "attention_types": [[["global", "local"], 1], [["local"], 1]]},
     ),
     "opt": ("OPTConfig", {**OLDER, "ffn_dim": 80}),
+    "biogpt": ("BioGptConfig", {"num_key_value_heads": None, "tie_word_embeddings": False}),
+    "bloom": ("BloomConfig", OLDER),
+    "bloom_odd_heads": ("BloomConfig", {**OLDER, "num_attention_heads": 6}),
+    "mpt": ("MptConfig", {**OLDER, "attn_config": {"clip_qkv": 0.9}}),
+    "nanochat": ("NanoChatConfig", {}),
     "gptj": ("GPTJConfig", {**OLDER, "rotary_dim": 8}),
     "codegen": ("CodeGenConfig", {**OLDER, "rotary_dim": 8}),
 }  # fmt: skip

@@ -97,6 +97,32 @@ def _gpt2(config: Config) -> Config:
     }
 
 
+def _bloom(config: Config) -> Config:
+    return {
+        **_layer_norm(config),
+        **NO_ROPE_BASE,
+        "context_length": config["hidden_size"],
+        "feed_forward_length": 4 * config["hidden_size"],
+        "attention.head_count_kv": config["num_attention_heads"],
+    }
+
+
+def _mpt(config: Config) -> Config:
+    return {
+        **_layer_norm(config),
+        **NO_ROPE_BASE,
+        "feed_forward_length": 4 * config["hidden_size"],
+        "attention.head_count_kv": None,
+        "attention.clamp_kqv": config["attn_config"]["clip_qkv"],
+        "attention.max_alibi_bias": float(config["attn_config"]["alibi_bias_max"]),
+    }
+
+
+def _hunyuan(config: Config) -> Config:
+    rope, size = config["rope_parameters"], config["head_dim"]
+    return {"rope.freq_base": rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))}
+
+
 def _by_part(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
     """Rows of all queries, then of all keys, then of all values; they alternate in checkpoints."""
     if "query_key_value" in name:
@@ -108,6 +134,10 @@ def _by_part(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
         rows = (parts[:, :-2], parts[:, [-2]], parts[:, [-1]])
         tensor = torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in rows])
     yield name, tensor
+
+
+def _bloom_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
+    yield from _by_part(name.removeprefix("transformer."), tensor, config)
 
 
 def _gpt2_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
@@ -144,5 +174,10 @@ DENSE_CONVERTERS: dict[str, Converter] = {
     "falcon": (_falcon, _by_part),
     "gpt2": (_gpt2, _gpt2_tensors),
     "starcoder": (_gpt2, plain),
+    "bloom": (_bloom, _bloom_tensors),
+    "mpt": (_mpt, plain),
+    "phi2": (lambda config: {**_layer_norm(config), **_rotated(config), **NO_ROPE_BASE}, plain),
+    "stablelm": (lambda config: {**_layer_norm(config), **_rotated(config)}, plain),
+    "hunyuan-dense": (_hunyuan, plain),
     "youtu": (_youtu, latent_tensors),
 }

@@ -80,6 +80,7 @@ VARIANTS = {
     "qk_norm": with_attention(qk_norm="head"),
     "biases": with_attention(qkv_bias=True, out_bias=True),
     "sinks": with_attention(has_sinks=True),
+    "slopes": with_attention(slopes=(0.5, 0.3, 0.25, 0.1, 0.06, 0.01), rope=None),
     "odd_heads": with_attention(num_heads=5, num_kv_heads=1, head_dim=8, rope=RopeSpec(10000.0, 4)),
     "no_rope": with_attention(rope=None),
     "many_heads": with_attention(num_heads=30, num_kv_heads=1, head_dim=16, rope=RopeSpec(500.0, 16)),

@@ -133,6 +133,9 @@ class Gqa:
     window: int | None = None  # a token sees itself and the window-1 tokens before it
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # one learned logit per head joins the softmax
+    slopes: tuple[
+        float, ...
+    ] = ()  # ALiBi, per head: a score grows by slope * (key's position - query's); none: no bias
     is_chunked: bool = False  # a token sees only its own chunk of `window` tokens, not a sliding window
     value_dim: int | None = None  # if values have another width than keys
     value_scale: float = 1.0  # multiplies values

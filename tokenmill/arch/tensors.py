@@ -17,6 +17,7 @@ Conversions work on whole rows, so that they apply to quantised rows too:
     unit_axis    theirs has an axis of length one that ours lacks (the channel axis of a depthwise convolution)
     interleaved  rows of each head alternate between the two halves of the rotation (GGUF's llama files);
                  ours has the first half, then the second
+    is_swapped   rows of each head have the second half of the rotation first (nanochat)
     values       theirs has each head's keys, transposed; another tensor has its values (GGUF's latent attention)
     minus_exp    theirs is -e^ours (GGUF's decays of recurrent layers)
     in_groups    theirs has a row for each group of a recurrent mixer, ours is one vector
@@ -353,6 +354,7 @@ class Rule:
     woven: tuple[str, ...] = ()  # our parts, in the order in which they alternate
     add: float = 0.0
     interleaved: bool = False
+    is_swapped: bool = False  # theirs rotates the other way: each head has our second half first
     transposed: bool = False
     unit_axis: int | tuple[int, ...] | None = None
     times: str | None = None  # ours is theirs times this matrix, which has a row per channel of a recurrent key
@@ -388,6 +390,7 @@ class TensorSource:
     interleaved_heads: int = 0  # 0: rows are in our order already
     rotary_dim: int = 0
     rotary_start: int = 0  # the first of a head's rows that are rotated
+    swapped_heads: int = 0  # heads whose halves are exchanged; 0: none
 
 
 def sources_of(spec: ModelSpec, rules: Rules) -> dict[str, TensorSource]:
@@ -429,6 +432,9 @@ def _source(spec: ModelSpec, rules: Rules, name: str, shape: tuple[int, ...]) ->
         source = replace(source, shape=(groups, shape[0] // groups), is_flattened=True)
     if rule.interleaved:
         source = _interleaved(source, layer, part)
+    if rule.is_swapped and isinstance(layer.mixer, Gqa):
+        mixer = layer.mixer
+        source = replace(source, swapped_heads=mixer.num_heads if part.startswith("q") else mixer.num_kv_heads)
     if rule.fused:
         source = _fused(source, layer, rule, part)
     if rule.unit_axis is not None:
@@ -597,6 +603,12 @@ def interleaved_pairs(rules: Rules) -> Rules:
     """Return the rules for a model that rotates neighbouring dimensions of q and k."""
     turned = [f"layers.{{i}}.{part}.{kind}" for part in ("q", "k") for kind in ("weight", "bias")]
     return {**rules, **{name: replace(rules[name], interleaved=True) for name in turned}}
+
+
+def swapped_halves(rules: Rules) -> Rules:
+    """Return the rules for a model that rotates q and k by negative angles: by ours with the halves exchanged."""
+    turned = [f"layers.{{i}}.{part}.{kind}" for part in ("q", "k") for kind in ("weight", "bias")]
+    return {**rules, **{name: replace(rules[name], is_swapped=True) for name in turned}}
 
 
 # Norms only after attention and MLP, under the names that other families use for the norms before them.

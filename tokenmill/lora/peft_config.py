@@ -44,6 +44,7 @@ class PeftConfig:
     exclude_modules: tuple[str, ...] | str | None
     layers: tuple[int, ...] | None  # only these
     target_parameters: tuple[str, ...]
+    is_for_transposed: bool = False  # `fan_in_fan_out`: the adapted matrices are stored transposed
 
     def rank_of(self, module: str) -> int:
         value = _by_pattern(self.rank_pattern, module, self.rank)
@@ -87,8 +88,6 @@ def read_peft_config(values: Mapping[str, Any], place: str) -> PeftConfig:
         fields.refuse(f"bias {bias!r} is not implemented: adapters with trained biases change more than matrices")
     if fields.get("modules_to_save"):
         fields.refuse(f"modules_to_save {fields.get('modules_to_save')!r} is not implemented: such modules are whole")
-    if fields.get("fan_in_fan_out"):
-        fields.refuse("fan_in_fan_out is not implemented: matrices of these models are not transposed")
     start = fields.get("init_lora_weights")
     if start not in _PLAIN_STARTS:
         hint = "convert it to a plain LoRA when saving (path_initial_model_for_weight_conversion)"
@@ -111,6 +110,7 @@ def read_peft_config(values: Mapping[str, Any], place: str) -> PeftConfig:
         exclude_modules=_modules(fields, "exclude_modules"),
         layers=layers or None,
         target_parameters=_words(fields, "target_parameters"),
+        is_for_transposed=bool(fields.get("fan_in_fan_out")),
     )
 
 

@@ -68,6 +68,8 @@ class PeftReader:
     def matrices(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, LowRank]:
         modules, saved = _sorted(tensors, self.place)
         targets = peft_targets(self.spec)
+        if self.config.is_for_transposed and not targets.has_transposed:
+            raise UnsupportedModel(f"{self.place}: fan_in_fan_out is set, but no matrix of this model is transposed")
         found: dict[str, LowRank] = {}
         for module in modules.values():
             for name, matrix in self._matrices(module, targets):

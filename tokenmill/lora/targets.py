@@ -67,6 +67,10 @@ class Targets:
     modules: Mapping[str, tuple[AdapterTarget, ...]]
     experts: Mapping[str, tuple[ExpertsTarget, ...]]  # by the module that has them
 
+    @property
+    def has_transposed(self) -> bool:
+        return any(target.source.transposed for parts in self.modules.values() for target in parts)
+
 
 def peft_targets(spec: ModelSpec) -> Targets:
     """Return the targets by names of transformers' modules, with all prefixes of the family's checkpoints."""
@@ -96,7 +100,7 @@ def targets_by(spec: ModelSpec, rules: Rules) -> Targets:
     experts: dict[tuple[str, str], list[AdapterTarget]] = {}
     for name, source in _matrices(spec, rules).items():
         if EXPERTS not in name:
-            rows, columns = source.shape
+            rows, columns = reversed(source.shape) if source.transposed else source.shape
             modules.setdefault(_module(source.names[0]), []).append(AdapterTarget(name, source, rows, columns))
             continue
         rows, columns = source.shape[-2:]
@@ -123,7 +127,7 @@ def _matrices(spec: ModelSpec, rules: Rules) -> dict[str, TensorSource]:
     sources = {
         name.removesuffix(".weight"): source
         for name, source in sources_of(spec, rules).items()
-        if kinds[name].kind in ("linear", "embedding")
+        if kinds[name].kind in ("linear", "embedding") and name != "positions.weight"
     }
     if spec.tied_head and "head.weight" in rules:
         sources["head"] = TensorSource((rules["head.weight"].pattern,), (spec.vocab_size, spec.hidden_size))

@@ -63,12 +63,14 @@ class Attention:
         self._norms = self._head_norms(name, load)
         self._variant = None if spec.is_plain else spec
         sinks = load.vector(f"{name}.sinks") if spec.has_sinks else None
-        self._args = AttentionArgs(spec.scale, spec.window, spec.softcap, sinks, spec.is_chunked)
+        slopes = torch.tensor(spec.slopes, device=load.device) if spec.slopes else None
+        self._args = AttentionArgs(spec.scale, spec.window, spec.softcap, sinks, spec.is_chunked, slopes)
         self._index = None if spec.block_indexer is None else BlockChooser(spec, name, layer, norm_eps, load)
 
     @property
     def kind(self) -> Hashable:
-        return self.spec, form_of((self._norms, self._args.sinks)), self._index and self._index.kind
+        own = form_of((self._norms, self._args.sinks, self._args.slopes))
+        return self.spec, own, self._index and self._index.kind
 
     def attend(self, projected: torch.Tensor, step: ForwardContext, regions: Regions) -> torch.Tensor:
         """Stacked projections [T, (heads + 2 kv_heads) * D (+ indexer inputs)] → attention outputs [T, heads * D]"""

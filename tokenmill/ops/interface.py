@@ -91,6 +91,7 @@ class AttentionArgs:
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # float32 [heads]
     is_chunked: bool = False  # chunked attention: the window starts at multiples of its size
+    slopes: torch.Tensor | None = None  # float32 [heads], of ALiBi
 
 
 class Norm(NamedTuple):

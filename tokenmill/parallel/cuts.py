@@ -348,4 +348,5 @@ def _own_heads(layer: LayerSpec, size: int, rank: int) -> LayerSpec:
     found = split_heads(mixer.num_heads, mixer.num_kv_heads, size)
     assert found is not None, "see `cuts_heads`"
     queries, keys = (cut.widths[rank] for cut in found)
-    return replace(layer, mixer=replace(mixer, num_heads=queries, num_kv_heads=keys))
+    slopes = mixer.slopes[slice(*found[0].spans[rank])]
+    return replace(layer, mixer=replace(mixer, num_heads=queries, num_kv_heads=keys, slopes=slopes))

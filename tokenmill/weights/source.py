@@ -295,7 +295,11 @@ def transformed(
     for at in reversed(source.unit_axes):
         data, shape = data.squeeze(at), (*shape[:at], *shape[at + 1 :])
     axis = len(shape) - 1 if source.is_vector or len(shape) == 1 else len(shape) - 2  # of rows
-    if raw.quant and len(shape) == 1 and (source.rows or source.woven or source.interleaved_heads):
+    if (
+        raw.quant
+        and len(shape) == 1
+        and (source.rows or source.woven or source.interleaved_heads or source.swapped_heads)
+    ):
         raise UnsupportedModel(f"tensor {raw.name!r}: a quantised vector cannot be split or reordered")
     if source.transposed:
         if raw.quant:
@@ -314,6 +318,9 @@ def transformed(
     order = None
     if source.interleaved_heads:
         order = row_order(shape[axis], source.interleaved_heads, source.rotary_dim, source.rotary_start)
+        order = order if rows is None else order[slice(*rows)]
+    elif source.swapped_heads:
+        order = torch.arange(shape[axis]).view(source.swapped_heads, 2, -1).flip(1).reshape(-1)
         order = order if rows is None else order[slice(*rows)]
     elif rows is not None:
         data = data.narrow(axis, rows[0], rows[1] - rows[0])

@@ -9,6 +9,7 @@ from tokenmill.arch.families.aria import ARIA
 from tokenmill.arch.families.axk1 import AXK1
 from tokenmill.arch.families.bailing_hybrid import BAILING_HYBRID
 from tokenmill.arch.families.bamba import BAMBA
+from tokenmill.arch.families.bloom import BLOOM, MPT
 from tokenmill.arch.families.cohere import COHERE
 from tokenmill.arch.families.cohere2 import COHERE2
 from tokenmill.arch.families.cohere2_moe import COHERE2_MOE
@@ -60,13 +61,14 @@ from tokenmill.arch.families.minimax_m3 import MINIMAX_M3
 from tokenmill.arch.families.ministral3 import MINISTRAL3
 from tokenmill.arch.families.mistral import MISTRAL
 from tokenmill.arch.families.mixtral import MIXTRAL
+from tokenmill.arch.families.nanochat import NANOCHAT
 from tokenmill.arch.families.nemotron import NEMOTRON
 from tokenmill.arch.families.nemotron_h import NEMOTRON_H
 from tokenmill.arch.families.olmo import OLMO2, OLMO3
 from tokenmill.arch.families.olmo1 import OLMO
 from tokenmill.arch.families.olmo_hybrid import OLMO_HYBRID
 from tokenmill.arch.families.olmoe import FLEX_OLMO, OLMOE
-from tokenmill.arch.families.opt import OPT
+from tokenmill.arch.families.opt import BIOGPT, OPT
 from tokenmill.arch.families.phi import PHI
 from tokenmill.arch.families.phi3 import PHI3, PHI4_MULTIMODAL
 from tokenmill.arch.families.phimoe import PHIMOE
@@ -189,6 +191,10 @@ ALL: tuple[Family, ...] = (
     KOLIBRI1,
     AXK1,
     DBRX,
+    BIOGPT,
+    BLOOM,
+    MPT,
+    NANOCHAT,
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in ALL}

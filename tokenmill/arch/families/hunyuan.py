@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tokenmill.arch.families.arcee import BIASES
 from tokenmill.arch.families.llama import LLAMA
 from tokenmill.arch.families.qwen3_moe import HF_ROUTED
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import Gqa, MlpSpec, MoeSpec, RopeSpec, RoutingSpec
-from tokenmill.arch.tensors import HF_LLAMA, HF_QK_NORM, Rule, Rules
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, HF_QK_NORM, Rule, Rules
 
 
 def _common_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -49,6 +51,7 @@ HUNYUAN_DENSE = Family(
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     qk_norm="head_after_rope",
+    gguf=GGUFTraits("hunyuan-dense", GGUF, config_keys=ConfigKeys(tensors=BIASES)),  # `alpha` is in the rope base
     common_keys=_common_keys,
     adjust_attention=_adjust_attention,
 )
@@ -77,6 +80,7 @@ HUNYUAN_MOE = replace(
     HUNYUAN_DENSE,
     name="hunyuan_v1_moe",
     model_types=("hunyuan_v1_moe",),
+    gguf=None,
     defaults={**HUNYUAN_DENSE.defaults, "num_experts": 1, "moe_topk": 1},
     hf_rules={
         **HUNYUAN_DENSE.hf_rules,

@@ -1,5 +1,5 @@
-"""OPT: learned embeddings of positions, of which the table has two unused rows first, LayerNorm and biases everywhere,
-an MLP of ReLUs."""
+"""OPT and BioGPT: learned embeddings of positions, of which the table has two unused rows first, LayerNorm and biases
+everywhere; an MLP of ReLUs in OPT, scaled embeddings in BioGPT."""
 
 from __future__ import annotations
 
@@ -71,4 +71,39 @@ OPT = replace(
     refused_flags=("_remove_final_layer_norm",),
     hf_prefixes=("model.decoder.", "decoder."),
     ignored_suffixes=(),
+)
+
+
+def _biogpt_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
+    scale = model.hidden_size**0.5 if fields.flag("scale_embedding") else 1.0
+    return replace(learned_positions(fields, model), embedding_scale=scale)
+
+
+_BIOGPT = {
+    **OPT.hf_rules,
+    "head.weight": Rule("output_projection.weight"),
+    **norm_names({"final_norm": "model.layer_norm"}),
+}
+
+BIOGPT = replace(
+    OPT,
+    name="biogpt",
+    model_types=("biogpt",),
+    defaults={
+        **GPT2.defaults,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "scale_embedding": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    hf_rules=_BIOGPT,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    activation_key="hidden_act",
+    norm_eps_key="layer_norm_eps",
+    adjust_model=_biogpt_model,
+    refused_flags=(),
+    hf_prefixes=("biogpt.",),
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.family import Family
+from tokenmill.arch.families.gpt_neox import fused_qkv
+from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import ModelSpec, NormSpec
-from tokenmill.arch.tensors import HF_LLAMA, Rule, with_norm_biases
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, Rule, with_norm_biases
 
 
 def _adjust_model(fields: ConfigFields, model: ModelSpec) -> ModelSpec:
@@ -38,6 +40,12 @@ PHI = Family(
         },
         "head.bias": Rule("lm_head.bias"),
     },
+    gguf=GGUFTraits(
+        "phi2",
+        {**with_norm_biases(GGUF), "head.bias": Rule("output.bias")},
+        config_keys=ConfigKeys({"layer_norm_eps": "attention.layer_norm_epsilon"}),
+        variant=fused_qkv("blk.{i}.attn_qkv"),  # of checkpoints that came with their own code
+    ),
     qkv_bias=True,
     out_bias=True,
     mlp_bias=True,

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenmill.arch.family import Family
+from tokenmill.arch.family import Family, GGUFTraits
 from tokenmill.arch.fields import ConfigFields
+from tokenmill.arch.gguf_config_keys import ConfigKeys
 from tokenmill.arch.spec import LayerSpec, NormSpec
-from tokenmill.arch.tensors import HF_LLAMA, with_norm_biases
+from tokenmill.arch.tensors import GGUF, HF_LLAMA, with_norm_biases
 
 
 def _adjust_layer(fields: ConfigFields, index: int, layer: LayerSpec) -> LayerSpec:
@@ -31,6 +32,15 @@ STABLELM = Family(
         "eos_token_id": 0,
     },
     hf_rules=with_norm_biases(HF_LLAMA),
+    gguf=GGUFTraits(
+        "stablelm",
+        with_norm_biases(GGUF),
+        config_keys=ConfigKeys(
+            {"layer_norm_eps": "attention.layer_norm_epsilon"},
+            {"use_qkv_bias": "blk.0.attn_q.bias", "qk_layernorm": "blk.0.attn_q_norm.weight"},
+            more=lambda fields, gguf: {"use_parallel_residual": "blk.0.ffn_norm.weight" not in gguf.tensors},
+        ),
+    ),
     qkv_bias="use_qkv_bias",
     norm=NormSpec("layer", has_bias=True),
     norm_eps_key="layer_norm_eps",

@@ -383,6 +383,7 @@ class NativeDecoder:
             "has_value_norm": attention.has_value_norm,
             "value_scale": attention.value_scale,
             "sinks": self._parts.vector(f"{name}.sinks") if attention.has_sinks else None,
+            "slopes": torch.tensor(attention.slopes) if attention.slopes else None,
             "heads": attention.num_heads,
             "kv_heads": attention.num_kv_heads,
             "head_dim": attention.head_dim,

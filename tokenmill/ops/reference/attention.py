@@ -36,6 +36,8 @@ class AttentionTask:
     tokens: torch.Tensor  # int64 [B * Q], the step's tokens that are the queries
     blocks: torch.Tensor  # int64 [B * N]
     visible: torch.Tensor  # bool [B, Q, N * block_size]; [B, kv_heads, Q, …] if each head sees other keys
+    queries: torch.Tensor | None = None  # int64 [B or 1, Q], positions; None: scores do not depend on distances
+    keys: torch.Tensor | None = None  # int64 [B or 1, N * block_size], positions
 
     @property
     def num_rows(self) -> int:
@@ -108,7 +110,8 @@ def _chunk_task(
     keys = torch.arange(len(blocks) * block_size, device=device) + first * block_size
     queries = torch.arange(*span, device=device)
     visible = _visible(queries.view(1, -1, 1), keys.view(1, 1, -1), reach)
-    return AttentionTask(torch.arange(tokens.start, tokens.stop, device=device), blocks, visible)
+    numbers = torch.arange(tokens.start, tokens.stop, device=device)
+    return AttentionTask(numbers, blocks, visible, queries.view(1, -1), keys.view(1, -1))
 
 
 def _decoding_task(
@@ -124,7 +127,7 @@ def _decoding_task(
     offsets = torch.arange(batch.block_size, device=table.device)
     keys = (numbers.unsqueeze(2) * batch.block_size + offsets).flatten(1)  # [B, N * block_size]
     visible = _visible(queries.view(-1, 1, 1), keys.unsqueeze(1), reach)
-    return AttentionTask(batch.query_starts[chosen].long(), blocks.flatten(), visible)
+    return AttentionTask(batch.query_starts[chosen].long(), blocks.flatten(), visible, queries.view(-1, 1), keys)
 
 
 def _visible(queries: torch.Tensor, keys: torch.Tensor, reach: Reach) -> torch.Tensor:
@@ -159,6 +162,10 @@ def _attend(queries: torch.Tensor, cache: LayerCache, task: AttentionTask, args:
     grouped = queries.view(rows, -1, kv_heads, num_heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)) * args.scale
     scores = scores.view(*grouped.shape[:4], -1)  # [B, kv_heads, G, Q, S]
+    if args.slopes is not None:
+        assert task.keys is not None and task.queries is not None, "planned without positions"
+        distances = (task.keys.unsqueeze(1) - task.queries.unsqueeze(2)).float()  # [B or 1, Q, S]
+        scores = scores + args.slopes.view(kv_heads, -1, 1, 1) * distances[:, None, None]
     if args.softcap is not None:
         scores = softcap(scores, args.softcap)
     by_head = task.visible if task.visible.dim() == 4 else task.visible.unsqueeze(1)

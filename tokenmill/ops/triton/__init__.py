@@ -43,6 +43,8 @@ def unsupported_reason(request: ComputeRequest) -> str | None:
             return f"heads of {attention.head_dim} dimensions"
         if attention.block_indexer is not None:
             return "attention over selected blocks of keys"
+        if attention.slopes:
+            return "attention with linear biases (ALiBi)"
         if attention.value_dim not in (None, attention.head_dim):
             return "values of another width than keys"
     if request.spec.activations & CLAMPED:

@@ -158,3 +158,35 @@ def test_a_tokenizer_of_one_user_reads_literally_without_a_copy(stories_dir: Pat
         expected = load_tokenizer(stories_dir).encode(text, parse_special=False)
         tokenizer.read_literally()
         assert tokenizer.encode(text, parse_special=False) == expected == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_vocabularies_of_gpt2_s_own_files(adds_bos: bool, tmp_path: Path) -> None:
+    """OPT's files: vocab.json and merges.txt, and a begin token that only the config asks for."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Tokenizer
+
+    text = "The tokenizer's words: 1234 numbers, été, naïve; 'tis don't  two spaces\n\ttab"
+    trained = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>"]
+    trained.train_from_iterator([text] * 4, vocab_size=320, special_tokens=special, show_progress=False)
+    trained.save_model(str(tmp_path))
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": adds_bos}))
+    theirs, ours = GPT2Tokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    for piece in (text, text + "</s>" + text, " leading", ""):
+        ids = ours.encode(piece, add_special_tokens=False)
+        assert ids == theirs.encode(piece, add_special_tokens=False)
+        assert ours.encode(piece) == [2] * adds_bos + ids
+
+
+def test_other_classes_need_a_tokenizer_json(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (tmp_path / "merges.txt").write_text("a b c d")
+    with pytest.raises(DamagedFile, match=r"merges\.txt"):
+        load_tokenizer(tmp_path)

@@ -1,6 +1,7 @@
 """Load a tokenizer from a Hugging Face model directory.
 
     tokenizer.json            the vocabulary and how text is split; the only required file
+    vocab.json, merges.txt    instead of it, for tokenizers of GPT-2's class (OPT)
     tokenizer_config.json     begin and end tokens, whether they are added, the chat template
     special_tokens_map.json   the same tokens, in older models
     chat_template.jinja       the chat template, in newer models; more in additional_chat_templates/
@@ -16,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from tokenmill.errors import DamagedFile, ModelError
 from tokenmill.text.tokenizer import Tokenizer, Traits, spelling_of_decoder
 
 _MAX_FILE_BYTES = 256 << 20  # the largest real tokenizer.json is under 40 MB
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a model directory. Raises ModelError if tokenizer.json is missing or a file is invalid."""
-    backend = _backend(folder)
     config = _json_object(folder / "special_tokens_map.json") | _json_object(folder / "tokenizer_config.json")
+    backend = _backend(folder, config)
     _add_listed_tokens(backend, config, folder)
     names = {name: text for name in _NAMES if (text := _token_text(config.get(name)))}
     bos, eos = _id_of(backend, names.get("bos_token")), _id_of(backend, names.get("eos_token"))
@@ -48,18 +50,32 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 # ── the vocabulary ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _backend(folder: Path) -> tokenizers.Tokenizer:
+def _backend(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    is_split = (
+        not path.is_file() and config.get("tokenizer_class") in _GPT2_CLASSES and (folder / "vocab.json").is_file()
+    )
+    if not path.is_file() and not is_split:
         raise ModelError(
             f"{folder} has no tokenizer.json",
             hint="save the tokenizer with the `tokenizers` library's format (transformers: save_pretrained)",
         )
-    source = _read(path)
+    source = "" if is_split else _read(path)
     try:
-        return tokenizers.Tokenizer.from_str(source)
+        return _byte_level_bpe(folder, config) if is_split else tokenizers.Tokenizer.from_str(source)
     except Exception as error:  # the library raises bare Exception
-        raise DamagedFile(f"{path} can't be read as a tokenizer: {error}") from error
+        named = folder / "vocab.json and merges.txt" if is_split else path
+        raise DamagedFile(f"{named} can't be read as a tokenizer: {error}") from error
+
+
+def _byte_level_bpe(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Return GPT-2's tokenizer from its own two files, as transformers converts it."""
+    backend = tokenizers.Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=_flag_or(config.get("add_prefix_space"), False))
+    backend.decoder = decoders.ByteLevel()
+    texts = dict.fromkeys(text for name in _NAMES if (text := _token_text(config.get(name))))
+    backend.add_special_tokens([AddedToken(text, special=True) for text in texts])
+    return backend
 
 
 def _add_listed_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:

@@ -55,7 +55,7 @@ def add_layer(decoder: Any, **changes: object) -> None:
     frame: dict[str, object] = {"attn_norm": norm, "mlp_norm": norm, "mlp": mlp(), "moe": None, "input": None}
     frame |= {name: changes.pop(name) for name in list(changes) if name in frame}
     parts: dict[str, object] = {part: linear(width, HIDDEN) for part in "qkv"} | {"o": linear(HIDDEN, width)}
-    parts |= {"heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "scale": 1.0}
+    parts |= {"heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "value_dim": HEAD_DIM, "scale": 1.0}
     decoder.add_layer(native().LayerFrame(HIDDEN, **frame), **(parts | changes))
 
 

@@ -155,9 +155,10 @@ template <Store S, int M, bool Fetch>
 void score_tile(const KeyPair<typename Stored<S>::Type>& pair, const float* q, int head_dim, float* out) {
   Floats acc[M][2];
   each_sum<M, 2>([&](int m, int n) { acc[m][n] = zeros(); });
+  constexpr int per_line = static_cast<int>(4 / sizeof(typename Stored<S>::Type));  // numbers of 16 keys in a cache line
   for (int d = 0; d < head_dim; ++d) {
     if constexpr (Fetch)
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < 2 && d % per_line == 0; ++n) {
         prefetch(pair.next[n] + 16 * d);
         prefetch_far(pair.values[n] + 16 * d);
       }
@@ -198,7 +199,7 @@ void narrow(const float* from, int count, typename Stored<S>::Type* to) {
   for (; i < count; ++i) to[i] = Stored<S>::put(from[i]);
 }
 
-// For short chunks, whose few tiles read a context once: prefetches the next keys while this pair is computed.
+// Prefetches the next keys while this pair is computed.
 template <class Cell>
 void fetch_next(const KeyPair<Cell>& pair, int n, int head_dim) {
   for (int at = 0; at < 16 * head_dim; at += static_cast<int>(64 / sizeof(Cell))) {
@@ -207,11 +208,16 @@ void fetch_next(const KeyPair<Cell>& pair, int n, int head_dim) {
   }
 }
 
+// Scores all queries in tiles of even size; the first one prefetches, if any does.
 template <Store S, bool Fetch>
 void score_queries(const KeyPair<typename Stored<S>::Type>& pair, const float* q, int count, int head_dim, float* out) {
-  for (int first = 0; first < count; first += kScoreQueries)
-    with_count<kScoreQueries>(std::min(kScoreQueries, count - first), [&](auto m) {
-      score_tile<S, decltype(m)::value, Fetch>(pair, q + first * kQueryStride, head_dim, out + first * kSegment);
+  const int tiles = (count + kScoreQueries - 1) / kScoreQueries, size = (count + tiles - 1) / tiles;
+  with_count<kScoreQueries>(size, [&](auto m) {
+    score_tile<S, decltype(m)::value, Fetch>(pair, q, head_dim, out);
+  });
+  for (int first = size; first < count; first += size)
+    with_count<kScoreQueries>(std::min(size, count - first), [&](auto m) {
+      score_tile<S, decltype(m)::value, false>(pair, q + first * kQueryStride, head_dim, out + first * kSegment);
     });
 }
 
@@ -237,21 +243,23 @@ void keep_segment(const HeadCache& head, const Workspace& work, int segment, int
   there = std::max(there, hi - segment);
 }
 
+// Whether tiles of many queries also read keys and values as they are stored, rather than converted to floats first.
+template <Store S>
+constexpr bool reads_as_stored() { return S == Store::F32 || !kConvertsFirst; }
+
 template <Store S>
 void score_segment(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi, bool is_kept) {
   const int head_dim = head.cache.head_dim;
   for (int at = lo / 32 * 32; at < hi; at += 32) {  // a segment is a multiple of 32, so pairs never cross its end
     const auto pair = key_pair<S>(head, at, lo, hi);
     float* out = work.scores + (at - segment);
-    if (count <= kScoreQueries) {
-      score_queries<S, true>(pair, work.q, count, head_dim, out);
-    } else if constexpr (S == Store::F32) {
-      score_queries<S, false>(pair, work.q, count, head_dim, out);
-    } else if (is_kept) {
+    if (is_kept) {
       const float* first = work.kept_keys + at * head_dim;
       const float* second = work.kept_keys + std::min(at + 16, (hi - 1) / 16 * 16) * head_dim;
       score_queries<Store::F32, false>({{first, second}, {}, {}}, work.q, count, head_dim, out);
-    } else {
+    } else if (reads_as_stored<S>() || count <= kScoreQueries) {
+      score_queries<S, true>(pair, work.q, count, head_dim, out);
+    } else if constexpr (!reads_as_stored<S>()) {
       float* wide[2] = {work.widened, work.widened + 16 * head_dim};
       for (int n = 0; n < 2; ++n) {
         fetch_next(pair, n, head_dim);
@@ -384,7 +392,7 @@ void sum_keys(MakeRows rows, const Workspace& work, int count, int wide, int lo,
 template <Store S>
 void sum_values(const HeadCache& head, const Workspace& work, int count, int segment, int lo, int hi, bool is_kept) {
   const int value_dim = head.cache.value_dim, wide = padded(value_dim);
-  if (value_dim == wide && (S == Store::F32 || count <= kValueQueries)) {
+  if (value_dim == wide && !is_kept && (reads_as_stored<S>() || count <= kValueQueries)) {
     const auto rows = [&](int column) { return PagedRows<S>{head, segment, column, static_cast<size_t>(value_dim)}; };
     return sum_keys<S>(rows, work, count, wide, lo, hi, false);
   }

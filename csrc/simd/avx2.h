@@ -12,6 +12,7 @@ inline constexpr int kSmallRows = 4;
 inline constexpr int kTileRows = 2;
 inline constexpr int kScoreQueries = 3;  // queries of a score tile, times two groups of 16 keys
 inline constexpr int kValueQueries = 2;  // queries of a value tile, times up to 64 numbers of a head
+inline constexpr bool kConvertsFirst = true;  // two-byte keys and values, once for all tiles of queries
 
 struct Floats {
   __m256 a, b;

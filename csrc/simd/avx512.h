@@ -12,6 +12,9 @@ inline constexpr int kSmallRows = 8;  // most activation rows a one-panel tile h
 inline constexpr int kTileRows = 6;   // rows of the two-panel tile: 12 int and 12 float accumulators, 8 left over
 inline constexpr int kScoreQueries = 8;  // queries of a score tile, times two groups of 16 keys
 inline constexpr int kValueQueries = 6;  // queries of a value tile, times up to 64 numbers of a head
+// Whether attention converts two-byte keys and values to floats once for all tiles of queries, before their products. With
+// 16 numbers in a register, converting them in every tile is cheaper than storing and reading them (docs/experiments).
+inline constexpr bool kConvertsFirst = false;
 
 struct Floats {  // 16 float32
   __m512 v;

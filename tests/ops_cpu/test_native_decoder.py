@@ -240,9 +240,25 @@ def test_long_contexts_shared_by_threads_change_no_bit() -> None:
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def _long_batch(tokens: list[int], start: int) -> ForwardBatch:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cutting_a_prompt_of_many_segments_changes_no_bit(dtype: torch.dtype) -> None:
+    """Two-byte keys of the first 1,024 tokens are converted once for all tiles, later ones are not."""
+    spec = replace(VARIANTS["llama"], max_context=1120)
+    model = native_model(spec, random_weights(spec, quantised=True), max_context=1120)
+    tokens = tokens_for(spec, 1100)
+    found = []
+    for cuts in ([1100], [1000, 4, 60, 35, 1]):
+        storage, start = KVStorage(layout_of(spec, dtype), 80, BLOCK, CPU), 0
+        for size in cuts:
+            hidden = model.forward(_long_batch(tokens[start : start + size], start, 80), storage)
+            start += size
+        found.append(model.logits(hidden[-1:]))
+    assert torch.equal(*found)
+
+
+def _long_batch(tokens: list[int], start: int, num_blocks: int = 64) -> ForwardBatch:
     positions = torch.arange(start, start + len(tokens))
-    table = torch.arange(1, 64, dtype=torch.int32).unsqueeze(0)
+    table = torch.arange(1, num_blocks, dtype=torch.int32).unsqueeze(0)
     groups = (GroupTables(table, positions + BLOCK),)
     ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
     context = torch.tensor([start + len(tokens)], dtype=torch.int32)

@@ -32,7 +32,7 @@ ENGINES = {"Tokenmill": "#0b5394", "OpenVINO": "#93a7b8", "llama.cpp": "#d5b58a"
 # Subjects in the order of the page; one that is not listed here follows the others.
 CHAPTERS = {
     "On a CPU": ["cpu-compare", "cpu-compare-zen4", "cpu-compare-1b", "cpu-engine", "cpu-rebuild", "cpu-turns",
-                 "cpu-busy-neighbour", "cpu-amx", "loading-memory"],
+                 "cpu-chunks", "cpu-busy-neighbour", "cpu-amx", "loading-memory"],
     "On a GPU": ["gpu-offline", "gpu-rebuild", "gpu-full-load", "gpu-steps-quantised", "gpu-moe-quantised",
                  "gpu-hybrids", "gpu-latent", "gpu-compressed", "gpu-adapters", "gpu-serving", "gpu-long-prompt",
                  "gpu-host-tier", "gpu-deterministic", "gpu-memory", "gpu-sampling", "gpu-guided", "gpu-start"],

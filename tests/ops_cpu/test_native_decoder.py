@@ -60,7 +60,19 @@ def test_every_variant_equals_the_torch_model(name: str) -> None:
 
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize(
-    "name", ["window", "conv", "conv_odd", "large_heads", "shared_index", "altup", "compressed_odd"]
+    "name",
+    [
+        "window",
+        "conv",
+        "conv_odd",
+        "large_heads",
+        "narrow_values",
+        "clamped",
+        "shared_index",
+        "blocks",
+        "altup",
+        "compressed_odd",
+    ],
 )
 def test_every_instruction_set_computes_the_same_model(name: str, isa: str) -> None:
     spec = VARIANTS[name]
@@ -86,7 +98,20 @@ def test_sixteen_bits_leave_quantised_models_as_they_are(name: str, isa: str) ->
 
 @pytest.mark.parametrize(("quantised", "bits"), [(False, "8"), (True, "8"), (True, "mixed"), (True, "16")])
 @pytest.mark.parametrize(
-    "name", ["llama", "window", "experts", "sinks", "conv", "large_heads", "shared_index", "altup", "compressed"]
+    "name",
+    [
+        "llama",
+        "window",
+        "experts",
+        "sinks",
+        "conv",
+        "large_heads",
+        "narrow_values",
+        "shared_index",
+        "blocks",
+        "altup",
+        "compressed",
+    ],
 )
 def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str) -> None:
     spec = VARIANTS[name]
@@ -98,7 +123,9 @@ def test_cutting_the_prompt_changes_no_bit(name: str, quantised: bool, bits: str
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [("8", torch.float32), ("mixed", torch.float16), ("16", torch.bfloat16)])
-@pytest.mark.parametrize("name", ["llama", "conv", "large_heads", "sparse", "altup", "compressed"])
+@pytest.mark.parametrize(
+    "name", ["llama", "conv", "large_heads", "narrow_values", "sparse", "blocks", "altup", "compressed"]
+)
 def test_neighbours_change_no_bit(name: str, bits: str, dtype: torch.dtype) -> None:
     """With numbers of two bytes, tiles of a prompt share the keys that one of them turned to floats."""
     spec = VARIANTS[name]

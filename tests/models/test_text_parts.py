@@ -154,8 +154,18 @@ def test_phi4_multimodal_reads_text_without_its_adapters(tmp_path: Path) -> None
     theirs = randomised(transformers.Phi4MultimodalForCausalLM(config))
     theirs.save_pretrained(tmp_path)
     compare(load(tmp_path), theirs)
+    tensors = load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in [name for name in tensors if name.startswith("model.layers.") and name.endswith("_proj.weight")]:
+        module = name.removesuffix("weight")
+        tensors[module + "base_layer.weight"] = tensors.pop(name)
+        tensors |= {f"{module}lora_{part}.{kind}.weight": torch.ones(2, 2) for part in "AB" for kind in KINDS}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "phi4mm"}))
+    compare(load(tmp_path), theirs)
 
 
+KINDS = ("vision", "speech")
 AUDIO: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2, "ext_pw_out_channel": 32,
     "nemo_conv_channels": 8, "depthwise_separable_out_channel": 32, "input_size": 16, "downsample_rate": 1,

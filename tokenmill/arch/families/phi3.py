@@ -8,6 +8,8 @@ from dataclasses import replace
 from tokenmill.arch.family import Family, GGUFTraits, every_layer
 from tokenmill.arch.tensors import GGUF, HF_LLAMA, Rule, Rules
 
+ADAPTED = "model.layers.{i}."
+
 
 def _fused(qkv: str, gate_up: str) -> Rules:
     return {
@@ -44,7 +46,7 @@ PHI3 = Family(
 PHI4_MULTIMODAL = replace(
     PHI3,
     name="phi4_multimodal",
-    model_types=("phi4_multimodal",),
+    model_types=("phi4_multimodal", "phi4mm"),
     defaults={
         **PHI3.defaults,
         "max_position_embeddings": 131072,
@@ -53,5 +55,12 @@ PHI4_MULTIMODAL = replace(
         "eos_token_id": [199999, 200020],
     },
     gguf=None,
+    # The files as first published contain the adapters of images and audio, which text does not use.
+    hf_variant={
+        **_fused(ADAPTED + "self_attn.qkv_proj.base_layer.weight", ADAPTED + "mlp.gate_up_proj.base_layer.weight"),
+        "layers.{i}.o.weight": Rule(ADAPTED + "self_attn.o_proj.base_layer.weight"),
+        "layers.{i}.down.weight": Rule(ADAPTED + "mlp.down_proj.base_layer.weight"),
+    },
     ignored_prefixes=("model.embed_tokens_extend.",),
+    ignored_suffixes=tuple(f".lora_{part}.{kind}.weight" for part in ("A", "B") for kind in ("vision", "speech")),
 )

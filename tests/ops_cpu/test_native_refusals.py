@@ -148,8 +148,6 @@ def test_what_can_only_be_written_to_a_copy_is_refused() -> None:
         lambda: decoder.best_logits(hidden, np.zeros(3, np.int64), np.zeros(6, np.float32)[::2]),
         lambda: decoder.forward(**batch_of([3]), hidden=np.zeros((3, HIDDEN))),
         lambda: decoder.logits_next([0], [0], [[0]], [1], np.zeros((1, 1, 1), np.int32), BLOCK, [], [], whole[:1]),
-        lambda: decoder.bind_cache(0, 0, apart_cache, cache),
-        lambda: decoder.bind_cache(0, 0, cache, apart_cache),
         lambda: native().softmax_rows(np.zeros((3, VOCAB), np.float32), apart),
         lambda: native().embed_rows(matrix(4, 4), np.zeros(1, np.int64), 1.0, np.zeros((1, 4))),
         lambda: native().pack("F32", 16, 32, np.zeros((16, 128), np.uint8), 1, room[::2]),
@@ -158,6 +156,9 @@ def test_what_can_only_be_written_to_a_copy_is_refused() -> None:
     for call in calls:
         with pytest.raises(TypeError, match="incompatible"):
             call()
+    for keys, values in ((apart_cache, cache), (cache, apart_cache)):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            decoder.bind_cache(0, 0, keys, values)
     cache.flags.writeable = False
     with pytest.raises(TypeError, match="incompatible"):
         decoder.bind_cache(0, 0, cache, cache)

@@ -93,7 +93,7 @@ def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.C
     assert command(str(shared_dir / "configs" / "deepseek-ai--DeepSeek-V4-Flash_config.json")) == 0
     assert "runs on a GPU  Triton kernels" in capsys.readouterr().out
     assert command(str(shared_dir / "configs" / "moonshotai--Kimi-K3_config.json")) == 0
-    assert "no: kimi_k3: activation 'situ' is not implemented" in capsys.readouterr().out
+    assert "no: model_type 'kimi_k3' is not implemented" in capsys.readouterr().out
 
 
 def test_no_two_settings_share_a_flag() -> None:

@@ -46,8 +46,8 @@ SCRIPT = script(
     {"match": with_tool("JokeDict"), "say": call("JokeDict", **JOKE)},
     {"match": with_tool("[Jj]oke"), "say": call("Joke", **JOKE)},
     {"match": with_tool("final_result"), "say": call("final_result", **CITY)},
-    {"match": with_tool("City"), "say": call("City", **CITY)},
-    {"match": with_tool("PartialCity"), "say": call("PartialCity", **CITY)},
+    {"match": with_tool("InstructorCity"), "say": call("InstructorCity", **CITY)},
+    {"match": with_tool("PartialInstructorCity"), "say": call("PartialInstructorCity", **CITY)},
     {"match": with_tool("weather"), "say": call("weather", city="Paris")},
     {"match": r"Well\?", "say": "yes"},
     *(

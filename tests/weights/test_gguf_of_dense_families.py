@@ -6,21 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from safetensors.torch import load_file
 
 from tests.support.dense_models import DENSE
 from tests.support.gguf_converted import CONVERTERS, Config, write_converted
 from tests.support.gguf_dense import DENSE_CONVERTERS, xielu_metadata
-from tests.support.paged_run import PagedRun, feed_in_chunks
-from tests.support.tiny_models import VOCAB, load_ours, make_reference
+from tests.support.gguf_logits import expect_logits
+from tests.support.tiny_models import load_ours, make_reference
 from tokenmill.arch.families import BY_MODEL_TYPE
 from tokenmill.arch.read import read_spec
-from tokenmill.models.decoder import Decoder
-from tokenmill.models.linear import Loader
-from tokenmill.ops.reference import REFERENCE_OPS
-from tokenmill.weights.source import open_weights
 
 RMS_EPS = {"rms_norm_eps": 2.0**-20}  # exact in float32, which is what GGUF stores
 EPS, EPSILON = {"layer_norm_eps": 2.0**-20}, {"layer_norm_epsilon": 2.0**-20}
@@ -79,13 +74,7 @@ def test_a_file_is_the_checkpoint_s_model(name: str, tmp_path: Path) -> None:
         expected.num_positions,
     )
     assert spec.layers == expected.layers or name in OTHER_ROPE
-    weights = open_weights(tmp_path / "model.gguf", spec)
-    weights.check()
-    model = Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu")))
-    tokens = torch.randint(3, VOCAB, (21,), generator=torch.Generator().manual_seed(1)).tolist()
-    found = feed_in_chunks(PagedRun(model, 1, 32), 0, tokens, 7)
-    with torch.inference_mode():
-        torch.testing.assert_close(found, theirs(torch.tensor([tokens])).logits[0], atol=2e-4, rtol=0)
+    expect_logits(tmp_path / "model.gguf", spec, theirs)
 
 
 def test_every_family_with_files_of_its_own_is_compared() -> None:

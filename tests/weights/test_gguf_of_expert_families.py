@@ -14,14 +14,10 @@ from safetensors.torch import load_file
 
 from tests.support.gguf_converted import Config, write_converted
 from tests.support.gguf_experts import EXPERT_CONVERTERS
-from tests.support.paged_run import PagedRun, feed_in_chunks
-from tests.support.tiny_models import LLAMA3_ROPE, VOCAB, load_ours, make_reference
+from tests.support.gguf_logits import expect_logits
+from tests.support.tiny_models import LLAMA3_ROPE, load_ours, make_reference
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import FrequencyFactors
-from tokenmill.models.decoder import Decoder
-from tokenmill.models.linear import Loader
-from tokenmill.ops.reference import REFERENCE_OPS
-from tokenmill.weights.source import open_weights
 
 EPS = {"rms_norm_eps": 2.0**-20}  # exact in float32, which is what GGUF stores
 LONG_ROPE = {
@@ -54,13 +50,7 @@ def test_a_file_is_the_checkpoint_s_model(name: str, tmp_path: Path) -> None:
     write_converted(path, arch, config, tensors, converter=EXPERT_CONVERTERS[arch])
     spec = read_spec(path)
     assert comparable(spec) == comparable(checkpoint.spec)
-    weights = open_weights(path, spec)
-    weights.check()
-    model = Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu")))
-    tokens = torch.randint(3, VOCAB, (21,), generator=torch.Generator().manual_seed(1)).tolist()
-    found = feed_in_chunks(PagedRun(model, 1, 32), 0, tokens, 7)
-    with torch.inference_mode():
-        torch.testing.assert_close(found, theirs(torch.tensor([tokens])).logits[0], atol=2e-4, rtol=0)
+    expect_logits(path, spec, theirs)
 
 
 def comparable(spec: Any) -> Any:
@@ -79,8 +69,4 @@ def test_factors_of_frequencies_are_llama_4_s_scaling(tmp_path: Path) -> None:
     write_converted(path, "llama4", config, load_file(tmp_path / "model.safetensors"))
     spec = read_spec(path)
     assert isinstance(spec.ropes[0].scaling, FrequencyFactors)
-    model = Decoder(spec, Loader(open_weights(path, spec), REFERENCE_OPS, torch.float32, torch.device("cpu")))
-    tokens = torch.randint(3, VOCAB, (21,), generator=torch.Generator().manual_seed(1)).tolist()
-    found = feed_in_chunks(PagedRun(model, 1, 32), 0, tokens, 7)
-    with torch.inference_mode():
-        torch.testing.assert_close(found, theirs(torch.tensor([tokens])).logits[0], atol=2e-4, rtol=0)
+    expect_logits(path, spec, theirs)

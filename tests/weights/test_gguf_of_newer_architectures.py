@@ -13,15 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.gguf_converted import Config, write_converted
+from tests.support.gguf_logits import expect_logits
 from tests.support.native_models import native_model
 from tests.support.paged_run import PagedRun, feed_in_chunks
 from tests.support.tiny_models import LATENT, VOCAB, YARN_ROPE, load_ours, make_reference
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.linear import Loader
 from tokenmill.ops.cpu import is_available
-from tokenmill.ops.reference import REFERENCE_OPS
 from tokenmill.weights.source import open_weights
 
 EPS = {"rms_norm_eps": 2.0**-20}  # exact in float32, which is what GGUF stores
@@ -111,13 +110,7 @@ def test_a_file_is_the_checkpoint_s_model(name: str, tmp_path: Path) -> None:
     checkpoint, theirs, path = converted(name, tmp_path)
     spec = read_spec(path)
     assert (comparable(spec) == comparable(checkpoint.spec)) != (name in OTHER_SPEC)
-    weights = open_weights(path, spec)
-    weights.check()
-    model = Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu")))
-    tokens = torch.randint(3, VOCAB, (21,), generator=torch.Generator().manual_seed(1)).tolist()
-    found = feed_in_chunks(PagedRun(model, 1, 32), 0, tokens, 7)
-    with torch.inference_mode():
-        torch.testing.assert_close(found, theirs(torch.tensor([tokens])).logits[0], atol=2e-4, rtol=0)
+    expect_logits(path, spec, theirs)
 
 
 @pytest.mark.skipif(not is_available()[0], reason=is_available()[1])

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,29 @@ def test_a_core_that_still_loads_is_not_waited_for(tmp_path: Path, monkeypatch: 
         await link.close()
 
     run(scenario())
+
+
+def test_a_close_that_is_cancelled_still_ends_the_core(tmp_path: Path) -> None:
+    """A second stop while the first one is carried out, on a machine whose threads are slow to start."""
+    core = CoreProcess(program=("-c", "import time; time.sleep(20)"))
+    link = ProcessCoreClient(EngineConfig(ModelConfig(model=str(tmp_path))), tmp_path, core)
+
+    async def scenario() -> None:
+        executor, gate = ThreadPoolExecutor(2), threading.Event()
+        asyncio.get_running_loop().set_default_executor(executor)
+        await link.start(lambda message: None)
+        await asyncio.sleep(0)  # its end is being watched now, by one of the threads
+        busy = asyncio.create_task(asyncio.to_thread(gate.wait))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(link.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        gate.set()
+        await busy
+
+    asyncio.run(scenario())
+    assert core.has_ended() and not Path(core.folder).exists()
 
 
 def test_a_program_ends_that_never_closed_its_engine(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -167,14 +168,19 @@ class ProcessCoreClient:
 
     async def close(self) -> None:
         self._is_closing = True
-        if self._child is not None:
-            with contextlib.suppress(zmq.ZMQError):
-                self.send(Shutdown())
-            await asyncio.to_thread(self._child.stop, is_responsive=self._num_received > 0)
-        if self._watching is not None and not self._watching.done():
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-        self._close_pipes()
+        try:
+            if self._child is not None:
+                with contextlib.suppress(zmq.ZMQError):
+                    self.send(Shutdown())
+                stop = partial(self._child.stop, is_responsive=self._num_received > 0)
+                # Shielded: cancelling this task before the executor has begun would leave the child running, and the
+                # thread that waits for its exit would keep this process from ending.
+                await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, stop))
+        finally:
+            if self._watching is not None and not self._watching.done():
+                self._watching.cancel()
+                await asyncio.gather(self._watching, return_exceptions=True)
+            self._close_pipes()
 
     def _close_pipes(self) -> None:
         if not self._context.closed:

@@ -350,7 +350,8 @@ class ModelLoader:
         tasks = [task for slot in slots for task in (slot.reading, slot.loading, slot.unloading) if task is not None]
         tasks += [self._sweeping] if self._sweeping is not None else []
         for task in tasks:
-            task.cancel()
+            if not task.cancelling():  # a load that was cancelled before is closing its core now
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         engines = [gate.loaded for gate in self._slots if gate.loaded is not None]
         await asyncio.gather(*(engine.close() for engine in engines))

@@ -263,8 +263,12 @@ def environment_names() -> set[str]:
 
 FAMILIES_HEAD = """## Families that run
 
-From safetensors directories (`model_type` in config.json) and from GGUF files (`general.architecture`), on CPU and GPU.
-A variant that is not implemented is refused by name when the model is loaded; nothing is guessed."""
+From safetensors directories (`model_type` in config.json) and from GGUF files (`general.architecture`), on CPUs and
+GPUs. A variant that is not implemented is refused by name when the model is loaded; nothing is guessed.
+
+Only on CPUs: BLOOM and MPT, OLMo Hybrid, Ling and Ring 3, Jamba, Mamba-1, Mamba-2 and Falcon Mamba. On GPUs,
+MiMo-V2-Flash and MiniMax-M3 use torch's own operations, which are slow. `tokenmill show config.json` says what computes
+a given model."""
 NAMES_HEAD = """## Short names
 
 `tokenmill pull NAME`, or any command that takes a MODEL. Any other model: the path of a GGUF file, a model directory,
@@ -321,7 +325,7 @@ def models() -> str:
         "# Models and weight formats",
         MADE,
         FAMILIES_HEAD,
-        table(["family", "what", "`model_type`", "GGUF", "traits"], family_rows()),
+        table(["models", "`model_type`", "GGUF", "traits"], family_rows()),
         NAMES_HEAD,
         table(["name", "about", "licence"], names),
         TEXT_PARTS_HEAD,
@@ -345,10 +349,19 @@ def about(family: Family) -> str:
 
 
 def family_rows() -> Iterator[list[str]]:
+    """Yield a row for each file of families, in alphabetical order of the models."""
+    by_file: dict[str, list[Family]] = {}
     for family in families.ALL:
-        types = ", ".join(f"`{name}`" for name in family.model_types)
-        in_gguf = "–" if family.gguf is None else f"`{family.gguf.arch}`"
-        yield [family.name, about(family), types, in_gguf, "; ".join(traits(family)) or "–"]
+        by_file.setdefault(about(family), []).append(family)
+    for what, members in sorted(by_file.items(), key=lambda item: item[0].casefold()):
+        types = [f"`{name}`" for family in members for name in family.model_types]
+        in_gguf = [f"`{family.gguf.arch}`" for family in members if family.gguf is not None]
+        found = [trait for family in members for trait in traits(family)]
+        yield [what, *(", ".join(dict.fromkeys(names)) or "–" for names in (types, in_gguf)), _joined(found)]
+
+
+def _joined(found: list[str]) -> str:
+    return "; ".join(dict.fromkeys(found)) or "–"
 
 
 def traits(family: Family) -> Iterable[str]:

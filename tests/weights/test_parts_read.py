@@ -15,7 +15,7 @@ from tests.support.gguf_families import VOCABULARY
 from tests.support.tiny_models import make_reference
 from tokenmill.arch.read import read_spec
 from tokenmill.config.by_name import engine_config
-from tokenmill.engine.ranks import load_part
+from tokenmill.engine.rank_part import load_part
 from tokenmill.engine.resolve import resolve_model_config
 from tokenmill.ops.cpu import is_available
 from tokenmill.parallel.shared import SharedGroup

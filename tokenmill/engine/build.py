@@ -121,8 +121,9 @@ def build_ranked_core(
     block_address: str,
 ) -> EngineCore:
     """Build a core whose model is computed by several ranks; this process is rank 0."""
-    from tokenmill.engine.ranked_blocks import ranked_records  # imported only if there are several ranks
-    from tokenmill.engine.ranks import Ranks, load_part
+    from tokenmill.engine.rank_part import load_part  # imported only if there are several ranks
+    from tokenmill.engine.ranked_blocks import ranked_records
+    from tokenmill.engine.ranks import Ranks
 
     config = resolved.config
     are_blocks_moved = may_move_blocks(config, spec, block_address)

@@ -31,7 +31,7 @@ import msgspec
 from tokenmill.engine.core_process import STOP_SIGNAL
 
 if TYPE_CHECKING:
-    from tokenmill.engine.ranks import RankStart
+    from tokenmill.engine.rank_part import RankStart
 
 ORPHAN_CHECK_S = 0.1
 PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -110,7 +110,8 @@ def serve_joined_rank(address: str, parent_pid: int, ticket: str, place: int, de
             start_sibling(address, invite.ticket, sibling, descriptor)
     listener = RankListener("", 0, key)
     send_port(leader, listener.port)
-    from tokenmill.engine.ranks import RankStart, join_group, run_follower  # torch is imported while others join
+    from tokenmill.engine.rank_part import RankStart, run_follower  # torch is imported while others join
+    from tokenmill.engine.ranks import join_group
     from tokenmill.parallel.stage_link import StageLink
 
     start = msgspec.msgpack.decode(leader.recv_bytes(), type=RankStart)
@@ -142,7 +143,8 @@ def start_sibling(address: str, ticket: str, place: int, descriptor: int) -> Non
 def serve_rank(leader: Connection, parent_pid: int) -> int:
     """Load the part of the model that rank 0 assigns, and execute its messages until it closes the connection."""
     prepare_process(parent_pid)
-    from tokenmill.engine.ranks import RankStart, join_group, open_link, run_follower
+    from tokenmill.engine.rank_part import RankStart, open_link, run_follower
+    from tokenmill.engine.ranks import join_group
 
     try:
         start = msgspec.msgpack.decode(leader.recv_bytes(), type=RankStart)

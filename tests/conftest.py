@@ -1,6 +1,7 @@
-"""Options, real data, the tests that need processes of their own, and skips that CI does not accept.
+"""Command-line options, fixtures of real models, tests that need their own process, and skips that CI treats as
+failures.
 
-Fixtures of real data skip with a reason where it is absent.
+A fixture of a real model skips the test, with a reason, if the model is absent.
 """
 
 from __future__ import annotations
@@ -48,25 +49,28 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
     _choose_interpreter(config)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by processes that tests start
     use_one_torch_thread()
 
 
 def use_one_torch_thread() -> None:
-    """Let torch compute with one thread: several test processes whose threads wait for each other by spinning take ten
-    times as long, and sums may depend on the number of threads. Engines set their own number."""
+    """Let torch compute with one thread. With more, several test processes whose threads spin while they wait for
+    each other take ten times as long, and sums may depend on the number of threads. Engines set their own number."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 
 def _choose_examples() -> None:
-    """Let property tests try the same examples in every run; `HYPOTHESIS_PROFILE=random` looks for new ones.
+    """Make property tests try the same examples in every run; `HYPOTHESIS_PROFILE=random` tries new ones.
 
-    Hypothesis also takes constants from the modules that a process happens to have loaded, which depends on how tests
-    are spread over processes: in a run that repeats, there are none.
+    Hypothesis also draws constants from the modules that a process has loaded, which depends on how tests are
+    distributed over processes. They are therefore disabled in repeatable runs.
     """
-    patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # of a busy machine
+    patient: dict[str, Any] = {
+        "deadline": None,
+        "suppress_health_check": [HealthCheck.too_slow],
+    }  # because the machine may be busy
     hypothesis_settings.register_profile("repeatable", derandomize=True, database=None, **patient)
     hypothesis_settings.register_profile("random", derandomize=False, **patient)
     profile = os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
@@ -76,7 +80,7 @@ def _choose_examples() -> None:
 
 
 def _choose_interpreter(config: pytest.Config) -> None:
-    """Turn Triton's interpreter on if only its tests run: a process chooses once, when kernels are defined."""
+    """Enable Triton's interpreter if only its tests run: a process decides once, when kernels are defined."""
     folder = config.invocation_params.dir
     chosen = [(folder / arg.split("::")[0]).resolve().is_relative_to(INTERPRETED) for arg in config.args]
     if all(chosen):
@@ -91,14 +95,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Without Triton (it is made for Linux) there is nothing to interpret, which is no failure."""
+    """Report success on systems without Triton (it requires Linux), where no interpreted test is collected."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and _is_interpreting() and find_spec("triton") is None:
         session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, then those with most tests. Workers get one file after another: a long one
-    at the end would keep one of them busy alone."""
+    """Run the slowest files first, then those with the most tests. Workers take one file after another, so a slow
+    file at the end would keep one worker busy alone."""
     lines = LONG_FILES.read_text(encoding="utf-8").splitlines()
     places = {config.rootpath / line.split()[-1]: place for place, line in enumerate(lines)}
     sizes = Counter(item.path for item in items)
@@ -115,7 +119,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Make a failure of a skip that must not happen in CI; an expected failure (xfail) is none."""
+    """Turn a skip that must not happen in CI into a failure. Expected failures (xfail) are left alone."""
     if os.environ.get("CI") != "true" or not report.skipped or hasattr(report, "wasxfail"):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -141,13 +145,14 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> None:
-    """Whatever number of threads the engines of other tests have left."""
+    """Reset torch to one thread, since engines of earlier tests may have changed the number."""
     use_one_torch_thread()
 
 
 @pytest.fixture(autouse=True)
 def logs_as_before() -> Iterator[None]:
-    """Commands that a test runs in this process write their log to its captured stderr, which is closed afterwards."""
+    """Restore the log configuration after each test. Commands that run in this process log to the captured stderr,
+    which is closed after the test."""
     logs = [logging.getLogger(name) for name in ("tokenmill", *LIBRARIES)]
     before = [(log, log.level, log.propagate, list(log.handlers)) for log in logs]
     yield
@@ -158,7 +163,7 @@ def logs_as_before() -> Iterator[None]:
 
 
 class FailedSteps(logging.Handler):
-    """Keeps what the cores of this process log of steps that raised."""
+    """Collects the log records of engine steps that raised in this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +184,8 @@ def failed_steps() -> Iterator[FailedSteps]:
 
 @pytest.fixture(autouse=True)
 def no_step_fails(request: pytest.FixtureRequest, failed_steps: FailedSteps) -> Iterator[None]:
-    """A step that raises is tried again in parts, and answers may be right all the same: that would hide its fault."""
+    """Fail the test if an engine step raised. The engine retries the rows of a failed step in parts, so answers may
+    be right and hide the fault."""
     failed_steps.seen.clear()
     yield
     if request.node.get_closest_marker("failing_steps") is None:
@@ -188,7 +194,7 @@ def no_step_fails(request: pytest.FixtureRequest, failed_steps: FailedSteps) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_packed_is_kept() -> Iterator[None]:
-    """Large real models leave nothing in the user's store."""
+    """Disable the cache of packed weights, so that large real models write nothing to the user's store."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_cache, "MIN_SOURCE_BYTES", sys.maxsize)
         yield
@@ -218,7 +224,7 @@ def qwen_coder_path(shared_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def lfm2_dir(shared_dir: Path) -> Path:
-    """A trained model of short convolutions and attention with 200,000 parameters, and its golden answers."""
+    """A trained model with short convolutions, attention and 200,000 parameters, and its golden answers."""
     return shared_dir / "goldens" / "tiny" / "lfm2"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.hybrids import MODELS, RANDOM, WrongDrafts, greedy, interrupted, scored, story, tiny
-from tests.support.mixed_requests import Answers, make_asks, run_together
+from tests.support.mixed_requests import Answers, make_requests, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.recurrent import Recurrent
@@ -213,14 +213,14 @@ def test_preemption_at_every_position_changes_no_token(name: str, positions: ran
 
 @pytest.fixture(scope="module")
 def alone(shared_dir: Path) -> Answers:
-    return run_together(hybrid(shared_dir, backend="cpu", prefix_caching=False), make_asks(7, 60), rng=None)
+    return run_together(hybrid(shared_dir, backend="cpu", prefix_caching=False), make_requests(7, 60), rng=None)
 
 
 @native
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_mixed_requests_together_and_alone(setting: str, alone: Answers, shared_dir: Path) -> None:
     """To the last bit of every logprob; with samples of n > 1, which are forks."""
-    asks = make_asks(7, 60)
+    asks = make_requests(7, 60)
     llm = hybrid(shared_dir, backend="cpu", **SETTINGS[setting])
     assert run_together(llm, asks, random.Random(setting)) == alone
     stats = llm.core.stats()
@@ -252,7 +252,7 @@ def test_a_second_turn_and_few_states(name: str, shared_dir: Path) -> None:
 @pytest.mark.parametrize("name", [*MODELS, *RANDOM])
 def test_a_thousand_random_interleavings(name: str, shared_dir: Path) -> None:
     """200 mixed requests of each model, five times together: in another order, with other pools, budgets and drafts."""
-    asks = make_asks(11)
+    asks = make_requests(11)
     alone = run_together(hybrid(shared_dir, name, "cpu", prefix_caching=False), asks, rng=None)
     for number, settings in enumerate(SETTINGS.values()):
         llm = hybrid(shared_dir, name, "cpu", **settings)

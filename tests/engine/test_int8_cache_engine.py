@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.mixed_requests import make_asks, run_together
+from tests.support.mixed_requests import make_requests, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.ops.cpu import is_available
 
-ASKS = make_asks(7)[:24]
+ASKS = make_requests(7)[:24]
 SETTINGS: dict[str, dict[str, Any]] = {
     "small chunks, shared blocks": {"token_budget": 37, "max_running": 23},
     "a pool that is far too small": {"num_blocks": 24, "max_running": 32, "token_budget": 48, "speculate": "ngram"},

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.hybrids import story, tiny
-from tests.support.mixed_requests import make_asks, run_together
+from tests.support.mixed_requests import make_requests, run_together
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.read import read_spec
 from tokenmill.config.by_name import engine_config
@@ -40,7 +40,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def always_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compute these small models may be faster than to fetch: that is not what is tested here."""
     monkeypatch.setattr(BlockTraffic, "seconds", lambda self, found: 0.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
@@ -141,7 +141,7 @@ def test_a_disk_that_fills_up_changes_no_answer(
 
 def test_mixed_requests_in_two_engines_on_one_folder(tmp_path: Path, stories_dir: Path) -> None:
     """Every kind of parameter, in pools that are far too small, so that blocks come and go all the time."""
-    asks = make_asks(7)[:24]
+    asks = make_requests(7)[:24]
     expected = run_together(opened(stories_dir, None, num_blocks=400), asks, rng=None)
     engines = [opened(stories_dir, tmp_path, num_blocks=24, max_running=8, token_budget=48) for _ in range(2)]
     for number, llm in enumerate([*engines, *engines]):

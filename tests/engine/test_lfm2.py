@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.mixed_requests import Answers, add_greedy, make_asks, run_together, slow_but
+from tests.support.mixed_requests import Answers, add_greedy, make_requests, run_together, slow_but
 from tokenmill import LLM, SamplingParams
 from tokenmill.arch.cost import kv_bytes, kv_bytes_per_token
 from tokenmill.arch.read import read_spec
@@ -97,7 +97,7 @@ def test_the_cache_is_counted_in_bytes(lfm2_dir: Path) -> None:
 @pytest.fixture(scope="module")
 def alone(lfm2_dir: Path) -> Answers:
     llm = LLM(str(lfm2_dir), backend="cpu", threads=1, prefix_caching=False, speculate="off")
-    return run_together(llm, make_asks(7), rng=None)
+    return run_together(llm, make_requests(7), rng=None)
 
 
 @native
@@ -107,7 +107,7 @@ def test_200_mixed_requests_together_and_alone(setting: str, alone: Answers, lfm
     settings = {"speculate": "off", **SETTINGS[setting]}
     settings["speculate"] = settings["speculate"].replace("random", str(random_dir))
     llm = LLM(str(lfm2_dir), backend="cpu", threads=1, **settings)
-    assert run_together(llm, make_asks(7), random.Random(setting)) == alone
+    assert run_together(llm, make_requests(7), random.Random(setting)) == alone
     stats = llm.core.stats()
     assert stats.kv_blocks_used == 0
     if "num_blocks" in settings:

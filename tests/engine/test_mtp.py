@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.modeling_layers import MtpModel
 
-from tests.support.mixed_requests import make_asks, run_together, slow_but
+from tests.support.mixed_requests import make_requests, run_together, slow_but
 from tests.support.mtp_heads import add_head, make_head
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import InvalidConfig, UnsupportedModel
@@ -37,7 +37,7 @@ def with_head(name: str, shared_dir: Path, folder: Path) -> tuple[transformers.P
 @pytest.mark.parametrize("name", slow_but(("deepseek_v3", "qwen3_5"), TRAINED))
 def test_answers_are_the_same_with_and_without(name: str, shared_dir: Path, tmp_path: Path) -> None:
     with_head(name, shared_dir, tmp_path / "model")
-    asks = make_asks(3, 30)
+    asks = make_requests(3, 30)
     alone = run_together(LLM(str(tmp_path / "model"), threads=1, speculate="off"), asks, None)
     for settings in ({}, TIGHT):
         llm = LLM(str(tmp_path / "model"), threads=1, speculate="mtp", **settings)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_kv_tiers import LENGTH, NUM_PROMPTS, always_worth_it, answers, opened, path_of
+from tests.engine.test_kv_tiers import LENGTH, NUM_PROMPTS, always_fetch, answers, opened, path_of
 from tests.fleet.test_roles import NUM_PROMPTS as NUM_LONG
 from tests.fleet.test_roles import NUM_TOKENS, config_for, long_prompts
 from tests.fleet.test_roles import answers as answers_of_roles
@@ -25,7 +25,7 @@ from tokenmill.engine.core_supervisor import MakeClient
 from tokenmill.errors import InvalidConfig
 from tokenmill.ops.cpu import is_available
 
-__all__ = ["always_worth_it", "folder"]  # fixtures
+__all__ = ["always_fetch", "folder"]  # fixtures
 pytestmark = pytest.mark.skipif(not is_available()[0], reason="ranks compute the same bits with native kernels")
 
 TP2: dict[str, Any] = {"tp": 2, "link": "threads"}

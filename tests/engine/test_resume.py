@@ -17,7 +17,7 @@ from tests.support.every_kind_of_request import (
     mixed_requests,
     special_requests,
 )
-from tests.support.mortal_core import Kills, lives_of
+from tests.support.mortal_core import Kills, crashing_clients
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import build_core
@@ -36,7 +36,7 @@ def answers(
     frontend = load_frontend(config)
 
     async def scenario() -> tuple[list[Answer | BaseException], AsyncEngine]:
-        make = lives_of(lambda: build_core(frontend.config, frontend.model_path), iter(lives), kills)
+        make = crashing_clients(lambda: build_core(frontend.config, frontend.model_path), iter(lives), kills)
         engine = AsyncEngine(frontend, make)
         await engine.open()
         try:

@@ -17,7 +17,7 @@ import pytest
 from tests.support.mixed_requests import (
     NUM_REQUESTS,
     Answers,
-    make_asks,
+    make_requests,
     run_together,
     slow_but,
 )
@@ -51,13 +51,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def alone(backend: str, stories_dir: Path) -> Answers:
     llm = LLM(str(stories_dir), backend=backend, threads=1, prefix_caching=False)
-    return run_together(llm, make_asks(7, REQUESTS_OF[backend]), rng=None)
+    return run_together(llm, make_requests(7, REQUESTS_OF[backend]), rng=None)
 
 
 @pytest.mark.parametrize("setting", slow_but(DEFAULT_SETTINGS, SETTINGS))
 def test_batches_change_nothing(setting: str, backend: str, alone: Answers, stories_dir: Path) -> None:
     llm = LLM(str(stories_dir), backend=backend, threads=1, speculate="off", **SETTINGS[setting])
-    together = run_together(llm, make_asks(7, REQUESTS_OF[backend]), random.Random(setting))
+    together = run_together(llm, make_requests(7, REQUESTS_OF[backend]), random.Random(setting))
     _assert_same(alone, together, TOLERANCE[backend])
     stats = llm.core.stats()
     assert stats.kv_blocks_used == 0
@@ -68,7 +68,7 @@ def test_batches_change_nothing(setting: str, backend: str, alone: Answers, stor
 
 
 def test_a_prompt_fed_token_by_token_changes_nothing(backend: str, alone: Answers, stories_dir: Path) -> None:
-    few = [(number, ask) for number, ask in enumerate(make_asks(7, REQUESTS_OF[backend])) if ask.params.n == 1][:10]
+    few = [(number, ask) for number, ask in enumerate(make_requests(7, REQUESTS_OF[backend])) if ask.params.n == 1][:10]
     llm = LLM(str(stories_dir), backend=backend, threads=1, **CHUNK_OF_ONE)
     together = run_together(llm, [ask for _, ask in few], rng=None)
     expected = {(place, 0): alone[(number, 0)] for place, (number, _) in enumerate(few)}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.mixed_requests import Answers, Ask, make_asks, run_together, slow_but
+from tests.support.mixed_requests import Answers, RandomRequest, make_requests, run_together, slow_but
 from tests.support.scripted_engine import CONFIG, VOCAB, byte_input_processor, tokens_of
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.build import assemble
@@ -45,11 +45,11 @@ GRAMMARS = (
 TIGHT = {"num_blocks": 40, "max_running": 24, "token_budget": 48}
 
 
-def mixed_asks() -> list[Ask]:
+def mixed_asks() -> list[RandomRequest]:
     """Those of the promise, a third of them greedy as they are, and 100 more of which half follow a grammar."""
     rng = random.Random(11)
-    asks = [Ask(ask.prompt, cheap(ask.params, rng)) for ask in make_asks(3)]
-    asks += [Ask(rng.choice(asks).prompt, guided(rng)) for _ in range(NUM_REQUESTS - len(asks))]
+    asks = [RandomRequest(ask.prompt, cheap(ask.params, rng)) for ask in make_requests(3)]
+    asks += [RandomRequest(rng.choice(asks).prompt, guided(rng)) for _ in range(NUM_REQUESTS - len(asks))]
     return asks
 
 

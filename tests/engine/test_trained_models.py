@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.hybrids import WrongDrafts
-from tests.support.mixed_requests import make_asks, run_together
+from tests.support.mixed_requests import make_requests, run_together
 from tests.support.trained_models import GREEDY, MORE, NAMES, STREAMED, golden_cases, num_equal_tokens
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
@@ -55,7 +55,7 @@ def test_golden_answers(trained_dir: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma4", "gpt_oss"])
 def test_some_mixed_requests_together_and_alone(name: str, shared_dir: Path) -> None:
     """Windows, shared keys and values, embeddings of each layer; sinks, biases and experts: to the last bit."""
-    folder, asks = str(shared_dir / "goldens" / "tiny" / name), make_asks(7, 24)
+    folder, asks = str(shared_dir / "goldens" / "tiny" / name), make_requests(7, 24)
     alone = run_together(LLM(folder, backend="cpu", threads=1, prefix_caching=False, speculate="off"), asks, rng=None)
     llm = LLM(folder, backend="cpu", threads=1, speculate="off", token_budget=37, max_running=13)
     assert run_together(llm, asks, random.Random(0)) == alone
@@ -67,9 +67,11 @@ def test_some_mixed_requests_together_and_alone(name: str, shared_dir: Path) -> 
 def test_200_mixed_requests_together_and_alone(setting: str, trained_dir: Path) -> None:
     """To the last bit of every logprob; with samples of n > 1, prefix hits, preemption and drafts."""
     common: dict[str, Any] = {"backend": "cpu", "threads": 1}
-    alone = run_together(LLM(str(trained_dir), **common, prefix_caching=False, speculate="off"), make_asks(7), rng=None)
+    alone = run_together(
+        LLM(str(trained_dir), **common, prefix_caching=False, speculate="off"), make_requests(7), rng=None
+    )
     llm = LLM(str(trained_dir), **{**common, "speculate": "off", **setting_of(trained_dir, setting)})
-    assert run_together(llm, make_asks(7), random.Random(setting)) == alone
+    assert run_together(llm, make_requests(7), random.Random(setting)) == alone
     assert llm.core.stats().kv_blocks_used == 0
 
 
@@ -78,7 +80,7 @@ def test_200_mixed_requests_together_and_alone(setting: str, trained_dir: Path) 
 def test_mixed_requests_on_the_reference(name: str, shared_dir: Path) -> None:
     """The same tokens alone and together, cut, preempted, after prefix hits and behind wrong drafts; torch's sums may
     differ in their last bits."""
-    folder, asks = shared_dir / "goldens" / "tiny" / name, make_asks(7)
+    folder, asks = shared_dir / "goldens" / "tiny" / name, make_requests(7)
     common: dict[str, Any] = {"backend": "reference", "device": "cpu", "threads": 1}
     alone = run_together(LLM(str(folder), **common, prefix_caching=False, speculate="off"), asks, rng=None)
     for number, setting in enumerate(setting_of(folder, name) for name in SETTINGS):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.support.cores_with_sockets import LIMIT_S, Scene, always_worth_it, folder, maker, nothing, run, with_seeds
+from tests.support.cores_with_sockets import LIMIT_S, Scene, always_fetch, folder, maker, nothing, run, with_seeds
 from tests.support.every_kind_of_request import answer, assert_same, config_of, mixed_requests, special_requests
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.engine.frontend import load_frontend
@@ -14,7 +14,7 @@ from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.types import PromptRequest
 
-__all__ = ["always_worth_it", "folder"]  # fixtures
+__all__ = ["always_fetch", "folder"]  # fixtures
 
 
 def streams(number: int, num_tokens: int) -> list[ClientRequest]:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from websockets.asyncio.client import connect
 
-from tests.support.cores_with_sockets import always_worth_it, folder, maker, with_seeds
+from tests.support.cores_with_sockets import always_fetch, folder, maker, with_seeds
 from tests.support.cut_link import CutLink
 from tests.support.every_kind_of_request import (
     STORY,
@@ -45,7 +45,7 @@ from tokenmill.fleet.places import CountedPlace, Places
 from tokenmill.types import PromptRequest
 from tokenmill.version import VERSION
 
-__all__ = ["always_worth_it", "folder"]  # fixtures
+__all__ = ["always_fetch", "folder"]  # fixtures
 
 KEY = read_key(None, "a key that is long enough")
 
@@ -372,7 +372,7 @@ class ThreadOnHost(ThreadCoreClient):
 
 @pytest.mark.parametrize("way", ["between two hosts", "between a host and the front", "over a link that is cut"])
 def test_streams_move_to_another_machine_with_their_blocks(
-    way: str, stories_dir: Path, folder: Path, always_worth_it: None, monkeypatch: pytest.MonkeyPatch
+    way: str, stories_dir: Path, folder: Path, always_fetch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To and fro: what is asked for goes through the links, and nearly nothing is computed again."""
     monkeypatch.setattr("tokenmill.fleet.host.RelayedCoreClient", partial(ThreadOnHost, folder=folder))

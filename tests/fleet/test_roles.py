@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cores_with_sockets import LIMIT_S, NUMBERS, always_worth_it, folder, maker, nothing, run, with_seeds
+from tests.support.cores_with_sockets import LIMIT_S, NUMBERS, always_fetch, folder, maker, nothing, run, with_seeds
 from tests.support.every_kind_of_request import answer, assert_same, config_of, mixed_requests, special_requests
-from tests.support.mortal_core import lives_of
+from tests.support.mortal_core import crashing_clients
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.build import build_core
@@ -30,7 +30,7 @@ from tokenmill.fleet.router import PrefixRouter
 from tokenmill.kv.tiers.peer import BlockServer
 from tokenmill.types import PromptRequest
 
-__all__ = ["always_worth_it", "folder"]  # fixtures
+__all__ = ["always_fetch", "folder"]  # fixtures
 NUM_PROMPTS, LENGTH, NUM_TOKENS = 5, 203, 6
 SPLIT: tuple[Role, ...] = ("prefill", "decode")
 
@@ -109,7 +109,7 @@ def test_either_side_may_die(dying: int, folder: Path, stories_dir: Path) -> Non
 
     def mortal(index: int) -> MakeClient:
         lives = iter(chain([2, 3, 2], repeat(1 << 60)) if index == dying else repeat(1 << 60))
-        return lives_of(
+        return crashing_clients(
             lambda: build_core(
                 frontend.config, frontend.model_path, block_address=str(folder / f"{index}.{next(NUMBERS)}")
             ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.mixed_requests import ALONE, make_asks, run_together
+from tests.support.mixed_requests import ALONE, make_requests, run_together
 from tokenmill import LLM, SamplingParams
 
 pytestmark = [
@@ -46,6 +46,6 @@ def test_golden_answers(deterministic: bool, kv_dtype: str, lfm2_dir: Path) -> N
 def test_the_same_tokens_alone_and_together(lfm2_dir: Path) -> None:
     """Deterministic kernels: 60 mixed requests, with samples of n > 1, prefix hits and preemption."""
     settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "deterministic": True}
-    alone = run_together(LLM(str(lfm2_dir), **settings, prefix_caching=False, **ALONE), make_asks(7, 60), rng=None)
+    alone = run_together(LLM(str(lfm2_dir), **settings, prefix_caching=False, **ALONE), make_requests(7, 60), rng=None)
     llm = LLM(str(lfm2_dir), **settings, token_budget=64, max_running=24, num_blocks=90)
-    assert run_together(llm, make_asks(7, 60), random.Random(1)) == alone
+    assert run_together(llm, make_requests(7, 60), random.Random(1)) == alone

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.hybrids import MODELS as HYBRIDS
-from tests.support.mixed_requests import ALONE, make_asks, run_together
+from tests.support.mixed_requests import ALONE, make_requests, run_together
 from tests.support.trained_models import GREEDY, MORE, NAMES, STREAMED, golden_cases, num_equal_tokens
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
@@ -58,7 +58,7 @@ def test_the_same_tokens_alone_and_together(trained_dir: Path) -> None:
     settings = settings_of(trained_dir, deterministic=True)
     more = 3 if trained_dir.name == "deepseek_v4" else 1  # a sequence has tables of seven kinds
     small = LLM(str(trained_dir), **settings, prefix_caching=False, **{**ALONE, "num_blocks": 200 * more})
-    alone = run_together(small, make_asks(7, 60), rng=None)
+    alone = run_together(small, make_requests(7, 60), rng=None)
     llm = LLM(str(trained_dir), **settings, token_budget=64, max_running=24, num_blocks=90 * more)
-    assert run_together(llm, make_asks(7, 60), random.Random(1)) == alone
+    assert run_together(llm, make_requests(7, 60), random.Random(1)) == alone
     require_golden(llm, trained_dir)

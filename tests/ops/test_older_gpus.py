@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from tests.support.compiled_launches import KernelLaunch
 from tests.support.compute_requests import WANTED
-from tests.support.warm_up import LLAMA, MAX_CONTEXT, QWEN, asked_at_once, warm_up_for
+from tests.support.warm_up import LLAMA, MAX_CONTEXT, QWEN, compile_at_once, warm_up_for
 from tokenmill.engine.backends import TRITON
 from tokenmill.ops.triton.gemm import splitk
 from tokenmill.ops.triton.launch import capabilities
@@ -93,7 +93,7 @@ def launches(name: int | str, config: dict[str, Any], **how: Any) -> Iterator[Ke
     with (
         patch.object(Kernel, "_launch", launch),
         patch.object(torch.Tensor, "pin_memory", lambda self: self),
-        patch("tokenmill.runner.warmup.compile_in_parallel", asked_at_once),
+        patch("tokenmill.runner.warmup.compile_in_parallel", compile_at_once),
         patch("tokenmill.ops.triton.launch.pdl.overlaps", lambda: isinstance(name, int) and name >= 90),
         patch("tokenmill.ops.triton.attention.kv_cache.has_fp8", lambda device: isinstance(name, int) and name >= 89),
         patch.object(splitk, "has_ptx", lambda: isinstance(name, int)),

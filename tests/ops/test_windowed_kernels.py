@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.support.compiled_launches import HOPPER, HOPPER_SHARED, launches_on_hopper
-from tests.support.warm_up import asked_at_once, warm_up_for
+from tests.support.warm_up import compile_at_once, warm_up_for
 
 KERNELS = {
     "_prepare", "_prepare_index", "_make_entry", "_attend", "_merge", "_multiply_groups", "_connect", "_read",
@@ -33,7 +33,7 @@ def test_kernels_are_compiled_and_fit(
     with (
         launches_on_hopper() as launches,
         patch.object(torch.Tensor, "pin_memory", lambda self: self),
-        patch("tokenmill.runner.warmup.compile_in_parallel", asked_at_once),
+        patch("tokenmill.runner.warmup.compile_in_parallel", compile_at_once),
     ):
         warm_up = warm_up_for(config, block_size=128, dtype=dtype, deterministic=deterministic)
         for batch in (warm_up._batch([(700, 1), (5, 2048)]), warm_up.decoding(1), warm_up.decoding(100)):

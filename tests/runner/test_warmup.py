@@ -21,7 +21,7 @@ from tests.support.warm_up import (
     MAX_ROWS,
     QWEN,
     FinishedCompilation,
-    asked_at_once,
+    compile_at_once,
     warm_up_for,
 )
 from tokenmill.ops.triton.launch.kernel import Kernel
@@ -53,7 +53,7 @@ def forms(work: Callable[[], object]) -> set[Any]:
     with (
         patch.object(Kernel, "_launch", launch),
         patch.object(torch.Tensor, "pin_memory", lambda self: self),
-        patch("tokenmill.runner.warmup.compile_in_parallel", asked_at_once),
+        patch("tokenmill.runner.warmup.compile_in_parallel", compile_at_once),
     ):
         work()
     return found

@@ -1,1 +1,1 @@
-"""What several test files share: small models, servers, engines and inputs. Nothing here is a test."""
+"""Code shared by several test files: small models, servers, engines and inputs. It contains no tests."""

@@ -1,4 +1,4 @@
-"""Small models with slots for adapters, on both backends of a CPU."""
+"""Small models with adapter slots, for both CPU backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: pages that are open in it, and what is wrong with their look."""
+"""A headless Chromium for tests: opens pages, and reports layout faults and console messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 
 
 def find_chromium() -> str:
-    """The path of a Chromium; the test is skipped where there is none."""
+    """Return the path of a Chromium, or skip the test if there is none."""
     found = os.environ.get("TOKENMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip("no Chromium: apt-get install chromium-headless-shell, or TOKENMILL_TEST_CHROMIUM=/path/to/one")
@@ -35,7 +35,7 @@ def find_chromium() -> str:
 
 @contextmanager
 def open_chromium() -> Iterator[Browser]:
-    """A browser; while it is open, nothing else in this process may run an event loop."""
+    """Open a browser. While it is open, no other event loop may run in this process."""
     from playwright.sync_api import Error, sync_playwright  # slow to import
 
     path = find_chromium()
@@ -49,7 +49,7 @@ def open_chromium() -> Iterator[Browser]:
 
 
 class ReportPage:
-    """A report in a browser: what it asks for and what it complains of is noted."""
+    """A report opened in a browser; records its requests and its console messages."""
 
     def __init__(self, browser: Browser, file: Path) -> None:
         self.complaints: list[str] = []
@@ -64,7 +64,7 @@ class ReportPage:
             self.complaints.append(f"asks for {request.url}")
 
     def look(self, width: int, scheme: Any) -> list[str]:
-        """What overlaps, is cut off or is missing at this width."""
+        """Return what overlaps, is cut off or is missing at this width."""
         self.page.set_viewport_size({"width": width, "height": 900})
         self.page.emulate_media(color_scheme=scheme)
         found: list[str] = self.page.evaluate(FAULTS)

@@ -1,4 +1,4 @@
-"""The command line as a process: with a scripted model, or as it is installed."""
+"""Runs the command line as a process: with a scripted model, or as installed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> 
 
 
 def wait_for_no_engine(environment: dict[str, str]) -> None:
-    """No process is left that was started with this test's own store in its environment."""
+    """Wait until no process is left that was started with this test's store in its environment."""
     deadline = time.monotonic() + 60
     while engines_of(environment["TOKENMILL_HOME"]):
         assert time.monotonic() < deadline
@@ -71,8 +71,8 @@ def started_with(pid: int) -> bytes:
 
 
 class TerminalScreen:
-    """What a terminal showed and was not yet waited for: text that comes in one piece is not lost between two waits.
-    `emulated` has what a person sees."""
+    """The output of a program in a terminal. `unseen` holds what no `expect` has consumed yet, so text that arrives
+    together is not lost between two calls; `emulated` is the screen that a user would see."""
 
     def __init__(self, terminal: int, columns: int) -> None:
         self.terminal, self.unseen = terminal, b""
@@ -87,7 +87,7 @@ class TerminalScreen:
         self.unseen = self.unseen.partition(wanted)[2]
 
     def type_until(self, keys: bytes, wanted: bytes, timeout_s: float = 60.0) -> None:
-        """Type the same again every second until an answer comes."""
+        """Repeat the same input every second until the expected output arrives."""
         deadline, typed_s = time.monotonic() + timeout_s, -math.inf
         while wanted not in self.unseen:
             assert time.monotonic() < deadline, f"{wanted!r} did not come; got {self.unseen[-500:]!r}"
@@ -98,7 +98,7 @@ class TerminalScreen:
         self.unseen = self.unseen.partition(wanted)[2]
 
     def expect_seen(self, is_there: Callable[[list[str]], bool], timeout_s: float = 60.0) -> None:
-        """Wait until what a person sees is as it should be."""
+        """Wait until the emulated screen satisfies a condition."""
         deadline = time.monotonic() + timeout_s
         while not is_there(self.emulated.lines()):
             assert time.monotonic() < deadline, "\n".join(["it did not come; there is:", *self.emulated.lines()])
@@ -125,11 +125,12 @@ class TerminalScreen:
 def in_terminal(
     environment: dict[str, str], *arguments: str, columns: int = 100, program: tuple[str, ...] = (str(SCRIPT),)
 ) -> Iterator[TerminalScreen]:
-    """The scripted command line, or another program, in a terminal of so many columns; it must have ended well at the
-    end."""
+    """Run the scripted command line, or another program, in a terminal with the given number of columns; require
+    that it exits with status 0."""
     child, terminal = pty.fork()
     if child == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests started in the background of a script inherit its deafness
+        # A test run started in the background of a script ignores SIGINT, and its children inherit that.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.execve(sys.executable, [sys.executable, *program, *arguments], environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     try:

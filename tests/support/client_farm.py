@@ -1,10 +1,10 @@
-"""Clients of other makers, as their users install them: virtual environments and Node packages, made on demand.
+"""Third-party clients as users install them: virtual environments and Node packages, created on demand.
 
-They lie in `build/clients` (or $TOKENMILL_CLIENTS), each beside a mark of what was installed, so that a changed list is
-installed anew. Without a package index the tests that need them are skipped.
+They are in `build/clients` (or $TOKENMILL_CLIENTS), each with a file that records what was installed; if the
+requirements change, they are reinstalled. Without a package index the tests that need them are skipped.
 
-A client runs with a home of its own, and with a proxy for every host but this machine: the `Canary`, which answers
-nothing and remembers who came. A client that calls home fails its test.
+A client runs with a home directory of its own, and with a proxy for every host but this machine: the `Canary`, which
+answers nothing and records all callers. A client that contacts another host fails its test.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ INSTALL_TIMEOUT_S = 900
 INSTALL_SCRIPTS = (
     "@anthropic-ai/claude-code/install.cjs",
     "opencode-ai/postinstall.mjs",
-)  # put programs in their place
+)  # these install scripts put the packages' binaries in place
 
 
 def python_with(name: str) -> Path:
-    """The Python of an environment with the packages of `tests/clients/requirements-NAME.txt`."""
+    """Return the Python of an environment with the packages of `tests/clients/requirements-NAME.txt`."""
     requirements = CLIENTS / f"requirements-{name}.txt"
     place = FARM / name
     python = place / "bin" / "python"
@@ -53,8 +53,8 @@ def python_with(name: str) -> Path:
 
 
 def node_modules() -> tuple[Path, Path]:
-    """A Node that is new enough, and the folder with the packages of `tests/clients/package.json`; programs that import
-    them lie in its folder `programs`."""
+    """Return a sufficiently new Node, and the folder with the packages of `tests/clients/package.json`; its
+    subfolder `programs` has the programs that import them."""
     node = python_with("node").parent / "node"
     place = FARM / "node-modules"
     package = CLIENTS / "package.json"
@@ -75,12 +75,12 @@ def node_modules() -> tuple[Path, Path]:
 
 
 def node_program(name: str) -> list[str]:
-    """The command that starts a program that npm installed."""
+    """Return the command that starts a program installed by npm."""
     return [str(node_modules()[1] / "node_modules" / ".bin" / name)]
 
 
 def _once(place: Path, wanted: Path, install: object) -> None:
-    """Install unless what is wanted is there; one test process at a time."""
+    """Install unless the recorded requirements are the wanted ones; one test process at a time."""
     assert callable(install)
     FARM.mkdir(parents=True, exist_ok=True)
     mark = place / ".installed"
@@ -100,12 +100,12 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
     subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
 
 
-# ── clients that stay at home ──────────────────────────────────────────────────────────────────────────
+# ── clients without network access ───────────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class Canary:
-    """A proxy that must not be used."""
+    """A proxy that fails the test if a client uses it."""
 
     url: str
     callers: list[bytes] = field(default_factory=list)
@@ -120,7 +120,7 @@ def listening_canary() -> Iterator[Canary]:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # closed: the test is over
+            except OSError:  # closed at the end of the test
                 return
             with connection:
                 connection.settimeout(1)
@@ -140,7 +140,7 @@ def listening_canary() -> Iterator[Canary]:
 
 
 def environment_of(home: Path, canary: Canary, **extra: str) -> dict[str, str]:
-    """The environment of a client: its own home, and the canary between it and the world."""
+    """Return a client's environment variables: its own home, and the canary as its proxy."""
     home.mkdir(parents=True, exist_ok=True)
     proxies = {name: canary.url for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy")}
     here = {name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")}
@@ -148,13 +148,13 @@ def environment_of(home: Path, canary: Canary, **extra: str) -> dict[str, str]:
     return {**kept, **proxies, **here, "HOME": str(home), **extra}
 
 
-# ── the server that they meet ──────────────────────────────────────────────────────────────────────────
+# ── the server that they call ───────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
 def script_process(folder: Path, script: dict[str, Any], template: Path, *options: str) -> Iterator[ServerProcess]:
-    """`tokenmill serve scripted:FILE`, a process like any user's; the model's name is `scripted` unless the options say
-    another."""
+    """Run `tokenmill serve scripted:FILE` as a separate process. The model's name is `scripted` unless the options
+    set another."""
     file = folder / "scripted.json"
     file.write_text(json.dumps(script))
     port = free_port()
@@ -168,6 +168,6 @@ def script_process(folder: Path, script: dict[str, Any], template: Path, *option
 
 @contextmanager
 def serving_script(folder: Path, script: dict[str, Any], template: Path) -> Iterator[str]:
-    """The URL of such a process."""
+    """Run such a process and return its URL."""
     with script_process(folder, script, template) as server:
         yield server.url

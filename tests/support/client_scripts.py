@@ -1,4 +1,4 @@
-"""Scripts of models that clients are tested with, in the words of Qwen3: calls and thoughts between tags."""
+"""Model scripts for tests of clients, in the format of Qwen3: tool calls and thoughts between tags."""
 
 from __future__ import annotations
 

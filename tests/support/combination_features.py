@@ -1,7 +1,8 @@
-"""What a request may ask for, or meet: each feature as fields of an OpenAI body, and what shows that it was kept.
+"""Features of requests and engines that are tested in pairs: each has fields of an OpenAI body and a check that it took
+effect.
 
-`check` gets the trial of a pair and looks at one feature of it. The reference is always the same request with that
-feature taken away: what remains is the other one, one at a time.
+`check` receives the trial of a pair and checks one feature of it. The reference is the same request without that
+feature, so that only the other one remains.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TOLERANCE = 1e-4
 
 
 class FeatureTrial(Protocol):
-    """A pair of features, run."""
+    """The result of running a pair of features."""
 
     body: dict[str, Any]
     answer: RequestOutput
@@ -36,11 +37,11 @@ class FeatureTrial(Protocol):
     def has(self, name: str) -> bool: ...
 
     def without(self, name: str) -> RequestOutput:
-        """The answer to the same request, one feature less."""
+        """Return the answer to the same request without one feature."""
         ...
 
     def rescored(self, choice: CompletionOutput) -> list[float]:
-        """Logprobs of a choice's tokens when they are given as part of a prompt."""
+        """Return the logprobs of a choice's tokens when they are part of the prompt."""
         ...
 
 
@@ -59,7 +60,7 @@ def keeps_tokens(trial: FeatureTrial, name: str) -> None:
     assert tokens(trial.answer) == tokens(trial.without(name)), f"{name} changes tokens"
 
 
-# ── what is asked for ──────────────────────────────────────────────────────────────────────────────────
+# ── features that a request selects ─────────────────────────────────────────────────────────────────────
 
 
 def check_n(trial: FeatureTrial) -> None:
@@ -69,7 +70,7 @@ def check_n(trial: FeatureTrial) -> None:
 
 
 def check_beam(trial: FeatureTrial) -> None:
-    if not trial.has("penalties"):  # which are part of a beam's score
+    if not trial.has("penalties"):  # penalties are part of a beam's score
         for choice in trial.answer.outputs:
             assert choice.cumulative_logprob == pytest.approx(sum(trial.rescored(choice)), abs=1e-3)
     sums = [choice.cumulative_logprob / len(choice.token_ids) for choice in trial.answer.outputs]  # type: ignore[operator]
@@ -94,7 +95,7 @@ def check_prompt_logprobs(trial: FeatureTrial) -> None:
 
 def check_schema(trial: FeatureTrial) -> None:
     for choice in trial.answer.outputs:
-        if not trial.has("stop string"):  # whose own check says what is left
+        if not trial.has("stop string"):  # its own check compares the truncated text
             assert choice.finish_reason == "stop"
             jsonschema.validate(json.loads(choice.text), SCHEMA)
 
@@ -106,7 +107,7 @@ def check_regex(trial: FeatureTrial) -> None:
 
 
 def check_penalties(trial: FeatureTrial) -> None:
-    """A penalty of 2 for each time before makes repeats rare, where there is a choice."""
+    """Require fewer repeated tokens than without penalties, if the tokens are free to vary."""
     if not (trial.has("schema") or trial.has("regex") or trial.has("stop string")):
         assert num_repeats(trial.answer) < num_repeats(trial.without("penalties"))
 
@@ -124,10 +125,10 @@ def check_seed(trial: FeatureTrial) -> None:
 
 
 def check_stop(trial: FeatureTrial) -> None:
-    """What is said without it, up to where it would be said."""
+    """Require the text that is generated without the stop string, truncated where the string first occurs."""
     (stop,) = trial.body["stop"]
     assert any(choice.stop_reason == stop for choice in trial.answer.outputs)
-    if trial.has("beam"):  # a hypothesis that ends makes room for another
+    if trial.has("beam"):  # a hypothesis that ends is replaced by another
         assert not any(stop in choice.text for choice in trial.answer.outputs)
         return
     for choice, free in zip(trial.answer.outputs, trial.without("stop string").outputs, strict=True):
@@ -136,12 +137,12 @@ def check_stop(trial: FeatureTrial) -> None:
 
 
 def check_shift(trial: FeatureTrial) -> None:
-    """The prompt nearly fills the context; the answer does not end there."""
+    """Require an answer of full length although the prompt nearly fills the context."""
     if not (trial.has("schema") or trial.has("regex") or trial.has("stop string")):
         assert all(len(choice.token_ids) == trial.body["max_tokens"] for choice in trial.answer.outputs)
 
 
-# ── what it meets ──────────────────────────────────────────────────────────────────────────────────────
+# ── features of the engine ─────────────────────────────────────────────────────────────────────────────
 
 
 def check_prefix_cache(trial: FeatureTrial) -> None:
@@ -152,7 +153,7 @@ def check_prefix_cache(trial: FeatureTrial) -> None:
 
 def check_speculation(trial: FeatureTrial) -> None:
     keeps_tokens(trial, "speculation")
-    # Beams choose among alternatives: nothing is guessed for them.
+    # No tokens are drafted for beams.
     assert (trial.answer.num_drafted_tokens > 0) is not trial.has("beam")
 
 

@@ -1,7 +1,8 @@
-"""Every pair of features, really run on the trained model of 260K parameters: what it does, or why it is refused.
+"""Runs every pair of features on the trained model of 260K parameters, and records whether it works or why it is
+refused.
 
-A pair is run alone, and once more among strangers in one batch with all other pairs; both must say the same. Then each
-of the two features is checked against the same request without it (`combination_features.py`).
+A pair runs alone, and again in one batch with all other pairs; both runs must give the same tokens. Then each feature
+is checked against the same request without it (`combination_features.py`).
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from tokenmill.types import Event, PromptRequest
 
 Pair = tuple[str, ...]
 CONTEXT = 128
-PROMPT, LONG_PROMPT = 40, 120  # tokens; the long one leaves an answer no room
+PROMPT, LONG_PROMPT = 40, 120  # tokens; the long one leaves no room for an answer
 MAX_TOKENS = 40
-STEPS_BEFORE = 2  # that a request has before it is preempted; a constrained one is done in few
+STEPS_BEFORE = 2  # of a request before it is preempted; few, since constrained answers are short
 PAIRS: list[Pair] = list(combinations([feature.name for feature in FEATURES], 2))
 STORY = "Once upon a time there was a little girl named Lily. She loved to play outside in the park with her friends. "
 
 
 @dataclass(frozen=True)
 class PairVerdict:
-    """`refusal` None: it works."""
+    """The result of a pair: it works if `refusal` is None."""
 
     refusal: str | None = None
 
 
 class TrialEngines:
-    """The engines that trials run on, each opened once."""
+    """The engines that run the trials; each is opened once."""
 
     def __init__(self, model: Path) -> None:
         self._model = str(model)
@@ -55,7 +56,7 @@ class TrialEngines:
     # ── one request ────────────────────────────────────────────────────────────────────────────────────
 
     def body(self, names: Pair, is_tried: bool = True) -> dict[str, Any]:
-        """Where it is tried, the stop string is one that the answer would have."""
+        """Build the request of some features. With `is_tried` the stop string is part of the answer."""
         length = LONG_PROMPT if "context shift" in names else PROMPT
         body: dict[str, Any] = {
             "model": self.open().frontend.name,
@@ -71,34 +72,34 @@ class TrialEngines:
             body["stop"] = [free[len(free) // 2 :][:2]]
         return body
 
-    def asked(self, names: Pair) -> PromptRequest:
+    def request_of(self, names: Pair) -> PromptRequest:
         llm = self.open()
         call = parse_completion(self.body(names), llm.frontend.info(CONTEXT), ServerConfig())
         return call.requests[0]
 
     def alone(self, names: Pair) -> RequestOutput:
-        """The only request of its engine; some features bring what it takes to meet them."""
+        """Answer a request alone in its engine, with the engine's features set up so that they take effect."""
         if names not in self._alone:
             self._alone[names] = self._run(names)
         return self._alone[names]
 
     def _run(self, names: Pair) -> RequestOutput:
-        asked, has_cache, is_preempted = self.asked(names), "prefix cache" in names, "preemption" in names
+        client_request, has_cache, is_preempted = self.request_of(names), "prefix cache" in names, "preemption" in names
         llm = self.open(
             prefix_caching=has_cache,
             speculate="ngram" if "speculation" in names else "off",
             max_running=3 if is_preempted else 8,
         )
-        if has_cache or "speculation" in names:  # something to find, something to guess from
-            answered(llm, [asked])
-        return self._run_preempted(llm, asked) if is_preempted else answered(llm, [asked])[0]
+        if has_cache or "speculation" in names:  # fills the prefix cache and the recent answers
+            generate(llm, [client_request])
+        return self._run_preempted(llm, client_request) if is_preempted else generate(llm, [client_request])[0]
 
-    def _run_preempted(self, llm: LLM, asked: PromptRequest) -> RequestOutput:
-        """After some steps strangers of higher priority come and need every row."""
+    def _run_preempted(self, llm: LLM, client_request: PromptRequest) -> RequestOutput:
+        """Answer a request that is preempted after some steps, when requests of higher priority need every row."""
         before = llm.core.stats().preemptions
         events: list[Event | TokenmillError] = []
-        request = llm._submit(asked, lambda output, arrived, is_over: events.extend(arrived))
-        folds = [EventFold() for _ in range(asked.params.n)]
+        request = llm._submit(client_request, lambda output, arrived, is_over: events.extend(arrived))
+        folds = [EventFold() for _ in range(client_request.params.n)]
         for number in range(MAX_TOKENS * 10):
             if number == STEPS_BEFORE:
                 self._crowd_out(llm)
@@ -109,24 +110,24 @@ class TrialEngines:
             assert isinstance(event, Event)
             folds[event.index].add(event)
         answer = request_output(request, None, folds)
-        assert llm.core.stats().preemptions > before and answer.finished, "nobody was preempted"
+        assert llm.core.stats().preemptions > before and answer.finished, "no request was preempted"
         return answer
 
     def _crowd_out(self, llm: LLM) -> None:
         params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)
         for number in range(3):
-            strange = PromptRequest(prompt=self.story[number : number + 20], params=params)
-            llm._submit(strange, lambda output, arrived, is_over: None)
+            urgent = PromptRequest(prompt=self.story[number : number + 20], params=params)
+            llm._submit(urgent, lambda output, arrived, is_over: None)
 
     def together(self, several: list[Pair]) -> list[RequestOutput]:
-        """All in one batch of an engine that is set quite differently."""
+        """Answer all pairs in one batch, by an engine with different settings."""
         llm = self.open(prefix_caching=True, token_budget=61, max_running=24, speculate="ngram")
-        return answered(llm, [self.asked(names) for names in several])
+        return generate(llm, [self.request_of(names) for names in several])
 
 
-def answered(llm: LLM, asked: list[PromptRequest]) -> list[RequestOutput]:
-    """By way of the engine's own front, which also takes priorities."""
-    answers = llm._answer(RequestRows(asked, None, lambda one, _: one), progress=False)
+def generate(llm: LLM, requests: list[PromptRequest]) -> list[RequestOutput]:
+    """Answer requests through the engine's front, which also accepts priorities."""
+    answers = llm._answer(RequestRows(requests, None, lambda one, _: one), progress=False)
     for answer in answers:
         if answer.error is not None:
             raise InvalidRequest(answer.error)
@@ -134,7 +135,7 @@ def answered(llm: LLM, asked: list[PromptRequest]) -> list[RequestOutput]:
 
 
 class PairTrial:
-    """A pair of features, run alone."""
+    """The result of running a pair of features alone."""
 
     def __init__(self, bench: TrialEngines, names: Pair) -> None:
         self.bench, self.names = bench, names
@@ -150,13 +151,14 @@ class PairTrial:
     def rescored(self, choice: CompletionOutput) -> list[float]:
         prompt = self.answer.prompt_token_ids
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, context_shift=True)
-        scored = answered(self.bench.open(), [PromptRequest(prompt=prompt + choice.token_ids, params=params)])[0]
+        scored = generate(self.bench.open(), [PromptRequest(prompt=prompt + choice.token_ids, params=params)])[0]
         assert scored.prompt_logprobs is not None
         return [info.logprob for info in scored.prompt_logprobs[len(prompt) :] if info is not None]
 
 
 def verdict(bench: TrialEngines, names: Pair) -> PairVerdict:
-    """Raises AssertionError where a pair is taken and does not do what it should."""
+    """Run a pair and return its verdict. Raises AssertionError if the pair is accepted but does not work as it
+    should."""
     try:
         trial = PairTrial(bench, names)
     except InvalidRequest as error:
@@ -169,5 +171,5 @@ def verdict(bench: TrialEngines, names: Pair) -> PairVerdict:
 def same_together(bench: TrialEngines, several: list[Pair]) -> None:
     for names, answer in zip(several, bench.together(several), strict=True):
         alone = bench.alone(names)
-        assert tokens(answer) == tokens(alone), f"{names} answers otherwise among strangers"
+        assert tokens(answer) == tokens(alone), f"{names} answers differently in a batch with others"
         assert [choice.text for choice in answer.outputs] == [choice.text for choice in alone.outputs]

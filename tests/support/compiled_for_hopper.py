@@ -1,5 +1,5 @@
-"""What compilers make of the kernels in Gluon for Hopper, on any machine. A program of its own: Gluon's builders
-complain at the end of a process that had them under pytest."""
+"""What compilers produce from the Gluon kernels for Hopper; runs on any machine. It is a separate program, since a
+process that used Gluon's builders under pytest reports errors when it exits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokenmill.ops.triton.quant.hopper_gemm_int import TILES as STRIP_TILES
 from tokenmill.ops.triton.quant.hopper_gemm_int import _hopper_gemm_int, pick_hopper_int_config
 
 H200 = named_gpu("H200")
-SHARED = 227 * 1024  # a program's at most on Hopper
+SHARED = 227 * 1024  # shared memory of a program on Hopper, at most
 POINTERS = {"bias": "*bf16", "out": "*bf16", "parts": "*fp32", "arrived": "*i32"}
 NUMBERS = ("num_rows", "num_out", "num_in", "splits")
 
@@ -49,7 +49,7 @@ def made(kernel: Kernel, types: dict[str, str], constants: dict[str, Any], warps
 
 
 def left_factors(compiled: Any, shape: str) -> list[str]:
-    """How each product's begins: registers in braces, or the address of a tile"""
+    """Return where the left operand of each product is: registers in braces, or the address of a tile."""
     return re.findall(rf"wgmma\.mma_async\S*{shape}\S* \{{[^}}]*\}}, (\S)", compiled.asm["ptx"])
 
 
@@ -89,7 +89,7 @@ def check_products(num_rows: int, element: str, columns: int, activation: str, s
 
 
 def check_fp4(rows: int, group: int) -> None:
-    """Numbers of a row are read 16 bytes a thread, and no weight moves between threads."""
+    """Require that a thread reads 16 bytes of a row at a time, and that weights are not moved between threads."""
     cut = pick_dense_fp4_config(Product(rows, 28672, 4096, NVFP4[torch.bfloat16], H200))
     types = {"weight": "*i16", **POINTERS, "scales": "*u8", "factors": "*fp32"}
     check_dense_4_bits(cut, types, group, has_table=False)
@@ -109,7 +109,7 @@ def check_dense_4_bits(cut: DenseFp4Config, types: dict[str, str], group: int, *
 
 
 def check_table(rows: int, group: int, scales: str) -> None:
-    """The same of codes of a table."""
+    """Require the same of quantised values that are indices into a table."""
     cut = pick_dense_fp4_config(Product(rows, 28672, 4096, TABLE_FORMS["NF4", torch.bfloat16], H200))
     types = {"weight": "*i16", **POINTERS, "scales": scales, "factors": "*i32"}
     check_dense_4_bits(cut, types, group, has_table=True)

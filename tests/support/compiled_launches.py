@@ -1,5 +1,4 @@
-"""Launches of Triton kernels that are noted instead of run, and what compilers make of them for a GPU that is not
-here."""
+"""Records launches of Triton kernels instead of running them, and compiles them for a GPU that is not present."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
 from tokenmill.ops.triton.launch.pdl import launch_options
 
 HOPPER = GPUTarget("cuda", 90, 32)
-HOPPER_SHARED = 227 * 1024  # a program's at most
+HOPPER_SHARED = 227 * 1024  # shared memory of a program, at most
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.uint8: "u8",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
@@ -26,7 +25,7 @@ NAMES = {
 
 
 class KernelLaunch:
-    """A kernel and its arguments, as a compiler sees them."""
+    """A kernel and its arguments, as the compiler sees them."""
 
     def __init__(self, jitted: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         named = [parameter.name for parameter in jitted.params]
@@ -70,8 +69,8 @@ class KernelLaunch:
 
 @contextmanager
 def launches_on_hopper(*modules: ModuleType) -> Iterator[dict[Any, KernelLaunch]]:
-    """Kernels that are launched inside, each form once: with programmatic dependent launch, and with PTX in `modules`.
-    What they would have written is undefined."""
+    """Record the kernels launched inside the block, each distinct form once: with programmatic dependent launch, and
+    with PTX for the kernels in `modules`. Their outputs are undefined."""
     found: dict[Any, KernelLaunch] = {}
 
     def launch(self: Kernel, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""A small model that the Triton backend accepts."""
+"""A small model that the Triton backend supports."""
 
 from __future__ import annotations
 

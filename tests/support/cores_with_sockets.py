@@ -1,4 +1,4 @@
-"""Cores in threads that give each other blocks over sockets: their answers while something happens to them."""
+"""Runs cores in threads that exchange blocks over sockets, and returns their answers while a test disturbs them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from tokenmill.types import PromptRequest
 
 Scene = Callable[[AsyncEngine], Awaitable[None]]
 LIMIT_S = 120.0
-NUMBERS = count()  # of cores: none has another's address
+NUMBERS = count()  # makes each core's address unique
 
 
 @pytest.fixture(autouse=True)
-def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To compute these small models may be faster than to fetch: that is not what is tested here."""
+def always_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let cores always fetch blocks. Computing these small models may be faster than fetching, which is not what is
+    tested."""
     monkeypatch.setattr(BlockTraffic, "seconds", lambda self, found: 0.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.DEFAULT_LIMIT_S", 60.0)
@@ -40,13 +41,13 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short path, as sockets need."""
+    """A folder with a short path, since paths of Unix sockets are limited."""
     with TemporaryDirectory(prefix="tm-") as name:
         yield Path(name)
 
 
 def maker(frontend: ModelFrontend, folder: Path, index: int) -> MakeClient:
-    """Make cores in threads, each with a socket of its own."""
+    """Make clients of cores in threads; each core has its own socket."""
 
     def make() -> ThreadCoreClient:
         address = str(folder / f"{index}.{next(NUMBERS)}")
@@ -55,8 +56,8 @@ def maker(frontend: ModelFrontend, folder: Path, index: int) -> MakeClient:
     return make
 
 
-def run(config: EngineConfig, folder: Path, asked: list[ClientRequest], num: int, scene: Scene) -> tuple[Any, Any]:
-    """The answers of so many cores while something happens to them, and their statistics."""
+def run(config: EngineConfig, folder: Path, requests: list[ClientRequest], num: int, scene: Scene) -> tuple[Any, Any]:
+    """Return the answers and the statistics of `num` cores; `scene` runs at the same time as the requests."""
     frontend = load_frontend(config)
 
     async def scenario() -> tuple[Any, Any]:
@@ -64,7 +65,7 @@ def run(config: EngineConfig, folder: Path, asked: list[ClientRequest], num: int
         engine = AsyncEngine(frontend, makers, router=PrefixRouter(num))
         await engine.open()
         try:
-            answers = [asyncio.create_task(answer(engine, one)) for one in asked]
+            answers = [asyncio.create_task(answer(engine, one)) for one in requests]
             happening = asyncio.ensure_future(scene(engine))
             found = await asyncio.gather(*answers, return_exceptions=True)
             await happening
@@ -79,10 +80,10 @@ async def nothing(engine: AsyncEngine) -> None:
     pass
 
 
-def with_seeds(asked: list[ClientRequest]) -> list[ClientRequest]:
+def with_seeds(requests: list[ClientRequest]) -> list[ClientRequest]:
     return [
         msgspec.structs.replace(one, params=msgspec.structs.replace(one.params, seed=number))
         if isinstance(one, PromptRequest) and one.params.seed is None
         else one
-        for number, one in enumerate(asked)
+        for number, one in enumerate(requests)
     ]

@@ -1,4 +1,4 @@
-"""A way between two machines that is slow and breaks: a TCP relay on this machine."""
+"""A slow, unreliable connection between two machines: a TCP relay on this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import contextlib
 
 
 class CutLink:
-    """Hands bytes on after a delay, and cuts every connection each time that so many have come back through it."""
+    """Forwards bytes after a delay, and cuts every connection once a number of bytes has come back through it."""
 
     def __init__(self, port: int, *, delay_s: float, cut_bytes: int, num_cuts: int) -> None:
-        """`port`: where it leads to. `cut_bytes`: from there, after which the connection is cut."""
+        """`port`: the destination. `cut_bytes`: a connection is cut after so many bytes from the destination."""
         self.num_cuts = 0
-        self.seen = bytearray()  # all that came through, both ways
+        self.seen = bytearray()  # bytes forwarded, in both directions
         self._port = port
         self._delay_s = delay_s
         self._cut_bytes = cut_bytes
@@ -23,7 +23,7 @@ class CutLink:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def open(self) -> int:
-        """The port that leads there."""
+        """Start to listen; return the relay's port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -58,7 +58,7 @@ class CutLink:
             self._writers.discard(one)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_back: bool) -> None:
-        """`is_back`: from the one who connected, which is the machine with the cores."""
+        """Forward bytes. `is_back`: from the machine that connected, which has the cores."""
         loop = asyncio.get_running_loop()
         while data := await reader.read(1 << 16):
             self.seen += data
@@ -68,7 +68,8 @@ class CutLink:
                 self._num_back = 0
                 self.num_cuts += 1
                 loop.call_soon(self.cut)
-        loop.call_later(self._delay_s, writer.close)  # who closes a connection waits until the other side has too
+        # Closing a connection waits until the other side has closed it too.
+        loop.call_later(self._delay_s, writer.close)
 
     @staticmethod
     def _write(writer: asyncio.StreamWriter, data: bytes) -> None:

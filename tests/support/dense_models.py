@@ -1,4 +1,5 @@
-"""Tiny random models of dense families, from small ones of today to GPT-2: what differs from `tiny_models.SIZES`."""
+"""Tiny random models of dense families, from current small ones to GPT-2: how their configs differ from
+`tiny_models.SIZES`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LATENT = {
     "v_head_dim": 14,
 }  # fmt: skip
 WINDOWS = {"sliding_window": 9, "num_hidden_layers": 4}
-OLDER = {"tie_word_embeddings": False, "num_key_value_heads": None, "intermediate_size": None}  # other keys
+# Their configs use other keys.
+OLDER = {"tie_word_embeddings": False, "num_key_value_heads": None, "intermediate_size": None}
 # name: (config class, what differs)
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 16, "tie_word_embeddings": True}),

@@ -1,8 +1,7 @@
-"""A CUDA runner without a GPU: graphs are forward passes at once, in the order of their launch, as on a stream.
+"""A CUDA runner without a GPU: a graph is a forward pass that runs immediately, in launch order, as on a stream.
 
-Everything but the kernels is the real runner: which rows go where, what is kept until a step is collected, which tokens
-are known to the device alone. Rows take the most likely token that their masks allow; those that sample are left to
-tests on a GPU.
+Everything but the kernels is the real runner: the assignment of rows, what is kept until a step is collected, and which
+tokens only the device knows. Rows take the most likely token that their mask allows; sampling is tested on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 def greedy(
     model: Model, hidden: torch.Tensor, _mode: str = "eager", adapters: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The most likely tokens, negative where the logits are not finite, as the kernels say it."""
+    """Return the most likely tokens, negative for logits that are not finite, as the kernels do."""
     logits = model.logits(hidden) if adapters is None else model.logits(hidden, adapters=adapters)
     return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
 
@@ -43,7 +42,7 @@ class Arrived:
 
 
 class EagerGraphs:
-    """Stands in for `DecodeGraphs`; the tables of the rows are its own, as they are a device's."""
+    """Replaces `DecodeGraphs`; has its own copy of the rows' block tables, as a device has."""
 
     def __init__(
         self, model: Model, storage: KVStorage, sampler: DeviceSampler, max_rows: int, max_blocks: int, max_context: int
@@ -52,7 +51,7 @@ class EagerGraphs:
         self.newest = torch.zeros(max_rows, dtype=torch.int64)
         self.row_slots = torch.zeros(max_rows + 1, dtype=torch.int32)
         self._tables = torch.zeros(len(storage.layout.groups), max_rows, max_blocks, dtype=torch.int32).numpy()
-        self._hidden = torch.empty(0)  # where every step leaves its states
+        self._hidden = torch.empty(0)  # every step writes its hidden states here
         self.rows = SimpleNamespace(change=self._change)
         self.num_pending = self.num_given = 0
 
@@ -70,7 +69,7 @@ class EagerGraphs:
 
     def hidden(self, inputs: DecodeInputs, *, is_adapted: bool = False) -> torch.Tensor:
         states = self._forward(inputs, is_adapted)
-        self._hidden.fill_(float("nan"))  # the states of the step before are overwritten
+        self._hidden.fill_(float("nan"))  # overwrites the hidden states of the previous step
         self._hidden = states
         return states
 
@@ -91,7 +90,7 @@ class EagerGraphs:
 
 
 def eager_runner(monkeypatch: pytest.MonkeyPatch) -> type[CudaRunner]:
-    """The CUDA runner, with everything that needs a GPU replaced."""
+    """The CUDA runner with everything that needs a GPU replaced."""
 
     def event(self: CudaRunner) -> Any:
         return Arrived()

@@ -1,4 +1,4 @@
-"""What a person sees on a terminal: the cursor movements of a program carried out on a grid of characters.
+"""The screen that a user sees: applies a program's cursor movements to a grid of characters.
 
 Enough of a VT100 for line editors and progress lines: text with wide characters, a line that wraps when the next
 character comes, cursor movement, erasing, scrolling. Colours are not kept. `lines()` has what scrolled away too.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from wcwidth import wcwidth  # comes with prompt_toolkit
+from wcwidth import wcwidth  # a dependency of prompt_toolkit
 
 ESCAPE = re.compile(r"\x1b(?:\[([?>=]?)([0-9;]*)([@-~])|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()#][0-9A-Z]|[=>78DEHMc])")
 UNFINISHED = re.compile(r"\x1b(?:\[[?>=]?[0-9;]*|\][^\x07]*|[()#])?$")
@@ -20,7 +20,7 @@ class EmulatedScreen:
     def __init__(self, columns: int, rows: int = 40) -> None:
         self.columns, self.rows = columns, rows
         self.scrolled: list[str] = []
-        self.reply = b""  # what the terminal has to answer
+        self.reply = b""  # replies of the terminal to queries
         self._cells = [[" "] * columns for _ in range(rows)]
         self._row = self._column = 0
         self._wraps = True
@@ -57,7 +57,7 @@ class EmulatedScreen:
             self._write(character, wcwidth(character))
 
     def _write(self, character: str, width: int) -> None:
-        if width <= 0:  # stands on the character before it
+        if width <= 0:  # combines with the character before it
             cells, place = self._cells[self._row], max(0, self._column - 1)
             cells[place] += character
             return
@@ -113,5 +113,5 @@ class EmulatedScreen:
                 self.reply += f"\x1b[{self._row + 1};{min(self._column, self.columns - 1) + 1}R".encode()
             case "h" | "l" if given[0] == 7 and kind == "?":
                 self._wraps = final == "h"
-            case _:  # colours, modes of the keyboard: nothing moves
+            case _:  # colours and keyboard modes move nothing
                 pass

@@ -1,5 +1,5 @@
-"""Requests of every kind that keeps something besides its tokens, all that a client sees of an answer, and the answers
-of one engine that nothing happens to: what must not change when cores die, move or lie on other machines."""
+"""Requests of every kind that has state besides its tokens, and their answers from an undisturbed engine. Answers
+must be the same when cores die, move, or run on other machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.mixed_requests import make_asks
+from tests.support.mixed_requests import make_requests
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.input_processor import ClientRequest
@@ -29,7 +29,7 @@ def config_of(stories: Path, *, speculate: str = "auto") -> EngineConfig:
 
 
 def special_requests() -> list[ClientRequest]:
-    """One of each kind that keeps something besides its tokens."""
+    """Return one request of each kind that has state besides its tokens."""
     words = Guided.regex(r"(the|a) (cat|dog|bird)( (sat|ran|saw a tree)){2,6}\.")
     object_schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
     each = {
@@ -44,24 +44,24 @@ def special_requests() -> list[ClientRequest]:
         "past the context": SamplingParams(temperature=0.7, seed=8, max_tokens=600, ignore_eos=True),
         "penalties": SamplingParams(presence_penalty=0.5, repetition_penalty=1.2, dry_multiplier=0.8, seed=9),
     }
-    asked: list[ClientRequest] = [
+    requests: list[ClientRequest] = [
         PromptRequest(prompt=STORY, params=params, request_id=name) for name, params in each.items()
     ]
-    return [*asked, EmbedRequest(prompt=STORY, request_id="embedding")]
+    return [*requests, EmbedRequest(prompt=STORY, request_id="embedding")]
 
 
 def mixed_requests(count: int) -> list[ClientRequest]:
     return [
-        PromptRequest(prompt=ask.prompt, params=ask.params, request_id=f"mixed {number}")
-        for number, ask in enumerate(make_asks(11, count))
+        PromptRequest(prompt=drawn.prompt, params=drawn.params, request_id=f"mixed {number}")
+        for number, drawn in enumerate(make_requests(11, count))
     ]
 
 
-async def answer(engine: AsyncEngine, asked: ClientRequest) -> Answer:
-    """All that a client sees, choice by choice; what was found in the cache is no part of the promise."""
+async def answer(engine: AsyncEngine, request: ClientRequest) -> Answer:
+    """Return all that a client sees, by choice. The number of cached tokens is left out, since it may differ."""
     choices: dict[int, dict[str, Any]] = {}
     prompt_logprobs: list[Any] = []
-    async for event in engine.submit(asked):
+    async for event in engine.submit(request):
         choice = choices.setdefault(event.index, {"text": "", "ids": [], "logprobs": []})
         choice["text"] += event.text
         choice["ids"] += event.token_ids
@@ -74,16 +74,16 @@ async def answer(engine: AsyncEngine, asked: ClientRequest) -> Answer:
     return [sorted(choices.items()), prompt_logprobs]
 
 
-async def undisturbed_answers(config: EngineConfig, asked: list[ClientRequest]) -> list[Answer]:
+async def undisturbed_answers(config: EngineConfig, requests: list[ClientRequest]) -> list[Answer]:
     engine = await AsyncEngine.start(config, in_process=True)
     try:
-        return await asyncio.gather(*(answer(engine, one) for one in asked))
+        return await asyncio.gather(*(answer(engine, one) for one in requests))
     finally:
         await engine.close()
 
 
-def assert_same(asked: list[ClientRequest], found: list[Any], expected: list[Any]) -> None:
-    for one, there, wanted in zip(asked, found, expected, strict=True):
+def assert_same(requests: list[ClientRequest], found: list[Any], expected: list[Any]) -> None:
+    for one, there, wanted in zip(requests, found, expected, strict=True):
         assert there == wanted, one.request_id
 
 

@@ -1,7 +1,7 @@
-"""A rank whose window is memory of the host, in Triton's interpreter: `... DESCRIPTOR RANK SIZE TASK`.
+"""A rank whose exchange window is host memory, in Triton's interpreter: `... DESCRIPTOR RANK SIZE TASK`.
 
-The windows of all ranks lie one behind the other in a file that they share. Tasks: `join`, parts of several shapes come
-together; `sum`, numbers of several shapes are added up; `stop`, a wait for ranks that never come is ended.
+The windows of all ranks are consecutive parts of a shared file. Tasks: `join` gathers parts of several shapes; `sum`
+adds tensors of several shapes; `stop` ends a wait for ranks that never come.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tokenmill.parallel.device import ARRIVAL_BYTES, DeviceGroup
 ROOM_BYTES = 1 << 10  # so that some parts need several exchanges
 WINDOW_BYTES = ARRIVAL_BYTES + 2 * ROOM_BYTES
 WHOLE_SUM_BYTES, SUM_BLOCK = 1 << 10, 16
-NUM_RENDEZVOUS = 9  # so that hosts meet before some exchanges, and not before others
-PROGRAMS = 3  # the interpreter runs one after the other
+NUM_RENDEZVOUS = 9  # so that hosts synchronise before some exchanges only
+PROGRAMS = 3  # the interpreter runs programs one after another
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class HostWindow:
 
 
 def group_over(descriptor: int, rank: int, size: int) -> DeviceGroup:
-    """The file begins with the records by which hosts meet, which take less than a window."""
+    """Make a group over a shared file, which begins with the records by which hosts synchronise; these take less
+    than a window."""
     shared = mmap.mmap(descriptor, 0)
     windows = [HostWindow(shared, (1 + number) * WINDOW_BYTES) for number in range(size)]
     rendezvous = partial(device.rendezvous_over_file, descriptor)
@@ -54,13 +55,13 @@ def join_parts(group: DeviceGroup) -> None:
     for num_rows, widths, dtype in [
         (3, [5] * size, torch.float32),
         (4, [64 + 16 * rank for rank in range(size)], torch.bfloat16),  # uneven
-        (7, [3 + rank for rank in range(size)], torch.bfloat16),  # words of two bytes
-        (40, [16] * size, torch.float32),  # more than a room
+        (7, [3 + rank for rank in range(size)], torch.bfloat16),  # elements of two bytes
+        (40, [16] * size, torch.float32),  # more than ROOM_BYTES
         (1, [24] * size, torch.float16),
         (1, [1] * size, torch.uint8),
     ] * 2:
         whole = (torch.randn(num_rows, sum(widths)) * 99).to(dtype)
-        own = torch.split(whole, widths, dim=-1)[group.rank]  # rows that do not lie behind each other
+        own = torch.split(whole, widths, dim=-1)[group.rank]  # rows that are not contiguous
         assert torch.equal(group.join(own, widths), whole), (num_rows, widths)
         assert all(map(torch.equal, group.all_gather(own, widths), torch.split(whole, widths, dim=-1)))
 
@@ -70,13 +71,13 @@ def sum_numbers(group: DeviceGroup) -> None:
     for shape, dtype in [
         ((3, 5), torch.float32),
         ((4, 64), torch.float16),
-        ((7, 33), torch.float16),  # more than a rank adds up alone
-        ((40, 16), torch.float32),  # more than a room
+        ((7, 33), torch.float16),  # more than each rank adds on its own
+        ((40, 16), torch.float32),  # more than ROOM_BYTES
         ((1, 8), torch.float32),  # less than a block for each rank
     ] * 2:
         each = [(torch.randn(shape) * 9).to(dtype) for _ in range(group.size)]
         wide = torch.cat((each[group.rank], each[0]), dim=-1)
-        found = group.sum(wide[:, : shape[1]])  # rows that do not lie behind each other
+        found = group.sum(wide[:, : shape[1]])  # rows that are not contiguous
         expected = torch.zeros(shape)
         for part in each:
             expected = expected + part

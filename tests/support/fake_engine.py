@@ -1,7 +1,7 @@
-"""An engine of the same shape as the real one that answers from a script: server tests run in milliseconds.
+"""A scripted engine with the interface of the real one, so that server tests run in milliseconds.
 
-A token is a byte (ids 0 to 255), 256 begins a prompt. Every answer is `engine.answer`, word by word, unless the test
-sets something else. What is running is visible in `engine.running`, what was given up in `engine.aborted`.
+A token is a byte (ids 0 to 255); 256 begins a prompt. Every answer is `engine.answer`, word by word, unless the test
+sets something else. `engine.running` has the open requests, `engine.aborted` the aborted ones.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class FakeEngine:
     first_delay_s: float = 0.0
     prepare_delay_s: float = 0.0
     num_preparing: int = 0
-    is_held: bool = False  # streams stop behind their first event until the engine drains
+    is_held: bool = False  # streams pause after their first event until the engine drains
     max_running: int = 1000
-    most_running: int = 0  # at one time, so far
+    most_running: int = 0  # highest number of requests at one time
     failure: TokenmillError | None = None  # raised after `fail_after` events
     fail_after: int = 3
     state: str = "ready"
@@ -56,24 +56,27 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     seen: list[ClientRequest] = field(default_factory=list)
 
-    async def prepare(self, asked: ClientRequest) -> PreparedRequest:
+    async def prepare(self, client_request: ClientRequest) -> PreparedRequest:
         self._require_room()
         self.num_preparing += 1
         try:
             await asyncio.sleep(self.prepare_delay_s)
         finally:
             self.num_preparing -= 1
-        ids = self._prompt_ids(asked)
-        if len(ids) >= self.info.max_context + isinstance(asked, EmbedRequest):  # a vector needs no room for an answer
+        ids = self._prompt_ids(client_request)
+        # An embedding needs no room for an answer.
+        if len(ids) >= self.info.max_context + isinstance(client_request, EmbedRequest):
             raise ContextLengthExceeded(
                 f"the prompt has {len(ids)} tokens",
                 param="messages",
                 num_tokens=len(ids),
                 limit=self.info.max_context - 1,
             )
-        params = SamplingParams() if isinstance(asked, EmbedRequest) else asked.params
-        request = Request(request_id=asked.request_id, prompt_token_ids=ids, params=params, max_tokens=0, seed=0)
-        return PreparedRequest(asked, request)
+        params = SamplingParams() if isinstance(client_request, EmbedRequest) else client_request.params
+        request = Request(
+            request_id=client_request.request_id, prompt_token_ids=ids, params=params, max_tokens=0, seed=0
+        )
+        return PreparedRequest(client_request, request)
 
     def submit(self, prepared: PreparedRequest) -> FakeStream:
         self._require_room()
@@ -168,7 +171,7 @@ class FakeStream(AsyncIterator[Event]):
         return self._events[self.num_sent - 1]
 
     async def _pause(self, seconds: float) -> None:
-        """Short, or in portions, so that closing the engine is noticed."""
+        """Sleep in short portions, so that closing the engine is noticed."""
         end = asyncio.get_running_loop().time() + seconds
         while (left := end - asyncio.get_running_loop().time()) > 0 and self._engine.state != "dead":
             await asyncio.sleep(min(left, 0.05))
@@ -188,7 +191,7 @@ class FakeStream(AsyncIterator[Event]):
         params = self._request.params
         choices = [self._choice(index, params, prompt_ids) for index in range(params.n)]
         events: list[Event] = []
-        for step in range(max(map(len, choices))):  # interleaved, as a batch would bring them
+        for step in range(max(map(len, choices))):  # interleaved, as by a batch
             events += [choice[step] for choice in choices if step < len(choice)]
         return events
 

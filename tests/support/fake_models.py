@@ -1,4 +1,4 @@
-"""Several fake models behind gates and one loader, in the test's own event loop or behind a server."""
+"""Several fake models, each behind a gate, with one loader; in the test's own event loop or behind a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE_BYTES = 2 * GB
 
 
 class FakeSource:
-    """A model that is loaded in a moment; what was started and closed is counted."""
+    """A model that loads in a moment; counts the engines that were started and closed."""
 
     def __init__(self, name: str, size: int = GB, load_s: float = 0.01) -> None:
         self.info = replace(INFO, name=name)
@@ -55,7 +55,7 @@ class FakeSource:
 
 
 class CountedEngine(FakeEngine):
-    """An engine that checks that nothing runs in it when it is closed."""
+    """An engine that checks that no request is running when it is closed."""
 
     def __init__(self, source: FakeSource) -> None:
         super().__init__(info=source.info, delay_s=source.delay_s)

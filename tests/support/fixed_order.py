@@ -1,8 +1,8 @@
-"""Triton's interpreter with sums in an order that the kernel alone decides.
+"""Triton's interpreter with a fixed order of additions.
 
-The interpreter hands `tl.dot` and `tl.sum` to numpy, whose matrix library adds up in an order that depends on the
-processor and on the shapes of the factors. A GPU's matrix units add in column order, whatever the other side of a tile.
-A check that two ways to launch a kernel give the same bits therefore needs sums that we compute ourselves.
+The interpreter passes `tl.dot` and `tl.sum` to numpy, whose matrix library adds in an order that depends on the
+processor and on the shapes of both factors. A GPU's matrix units add in column order, whatever the size of the tile. A
+check that two launches of a kernel give the same bits therefore needs sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _dot(_: Any, a: Any, b: Any, accumulator: Any, *__: object) -> Any:
 
 
 def _sum(reduction: Any, operand: Any) -> Any:
-    """Add neighbours pairwise, in an order that depends on the length of the axis alone."""
+    """Add neighbours pairwise, in an order that depends only on the length of the axis."""
     values = operand.handle.data
     axis = reduction.axis
     values = values.reshape(-1) if axis is None else np.moveaxis(values, axis, -1)
@@ -40,7 +40,7 @@ def _sum(reduction: Any, operand: Any) -> Any:
 
 @contextmanager
 def sums_in_fixed_order() -> Iterator[None]:
-    """Let `tl.dot` and `tl.sum` add up in a fixed order while the block runs."""
+    """Make `tl.dot` and `tl.sum` add in a fixed order inside the block."""
     with (
         patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
         patch.object(interpreter.ReduceOps, "sum", _sum),

@@ -1,5 +1,6 @@
-"""What llama.cpp's converter makes of checkpoints with latent attention, recurrent layers or Gemma 4's: metadata under
-its keys, tensors under the names of the `gguf` package's own map, with its transpositions, orders and signs."""
+"""The output of llama.cpp's converter for checkpoints with latent attention, recurrent layers, or Gemma 4's:
+metadata under its keys, and tensors under the names of the `gguf` package, with the converter's transpositions,
+orders and signs."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def write_converted(
     converter: Converter | None = None,
     more: Config | None = None,
 ) -> None:
-    """`is_old`: as files with latent attention were before heads had matrices of their own; `more`: metadata that is
-    not under the architecture's name."""
+    """Write a GGUF file as the converter would. `is_old`: as files with latent attention were before each head had
+    its own matrices; `more`: metadata without the architecture's prefix."""
     metadata, edit = (_old_latent, plain) if is_old else converter or CONVERTERS[arch]
     writer = gguf.GGUFWriter(path, arch)
     for key, value in padded_vocabulary(VOCABULARY, config["vocab_size"]).items():
@@ -72,7 +73,7 @@ def write_converted(
 
 
 def _llama3_factors(config: Config) -> torch.Tensor:
-    """The factor of each frequency, as the converter of Llama computes it"""
+    """Return the factor of each frequency, as the converter computes it for Llama."""
     rope, size = config["rope_parameters"], config["head_dim"]
     lengths = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, size, 2) / size)
     low, high = (rope["original_max_position_embeddings"] / rope[f"{end}_freq_factor"] for end in ("low", "high"))
@@ -110,7 +111,7 @@ def _common(config: Config) -> Config:
 
 
 def stacked(tensors: Tensors) -> Tensors:
-    """Matrices of all experts as one, and those of all streams"""
+    """Stack the matrices of all experts, and those of all streams."""
     found: Tensors = {}
     groups: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -518,7 +519,7 @@ def _sparse_latent(config: Config) -> Config:
     }
 
 
-# ── one number or name each ────────────────────────────────────────────────────────────────────────────
+# ── families with few differences ──────────────────────────────────────────────────────────────────────
 
 
 def _growing(config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of dense checkpoints: metadata beyond the common keys, and changes of tensors."""
+"""The output of llama.cpp's converter for dense checkpoints: additional metadata, and changes of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _nemotron_tensors(name: str, tensor: torch.Tensor, config: Config) -> Rename
 
 
 def _rotated(config: Config) -> Config:
-    """The part of a head that rotates"""
+    """Return how many dimensions of a head rotate."""
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {"rope.dimension_count": int(size * config["rope_parameters"]["partial_rotary_factor"])}
 
@@ -124,7 +124,7 @@ def _hunyuan(config: Config) -> Config:
 
 
 def _by_part(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
-    """Rows of all queries, then of all keys, then of all values; they alternate in checkpoints."""
+    """Order rows as all queries, then all keys, then all values; checkpoints interleave them by head."""
     if "query_key_value" in name:
         heads, kv_heads = config["num_attention_heads"], config["num_attention_heads"]
         if config["model_type"] == "falcon":
@@ -146,7 +146,7 @@ def _gpt2_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
 
 
 def _apertus_tensors(name: str, tensor: torch.Tensor, config: Config) -> Renamed:
-    """The numbers of activations are metadata (`xielu_metadata`)."""
+    """Leave out the activations' parameters, which become metadata (`xielu_metadata`)."""
     if ".act_fn." not in name:
         yield name, tensor
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of checkpoints with routed experts: metadata beyond the common keys, and changes of
+"""The output of llama.cpp's converter for checkpoints with routed experts: additional metadata, and changes of
 tensors."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small configurations of every family that GGUF files have."""
+"""Small configurations of every family that has GGUF files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logits of a GGUF file's model against those of transformers' model whose weights it holds."""
+"""Compares the logits of a GGUF file's model with those of the transformers model whose weights it holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmill.weights.source import open_weights
 
 
 def expect_logits(path: Path, spec: ModelSpec, theirs: Any) -> None:
-    """Load a file with every tensor that the spec wants, and compare 21 tokens through the paged path."""
+    """Load a file with every tensor of the spec, and compare the logits of 21 tokens through the paged KV cache."""
     weights = open_weights(path, spec)
     weights.check()
     model = Decoder(spec, Loader(weights, REFERENCE_OPS, torch.float32, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of Jamba and of models of recurrent layers alone (see `gguf_converted.py`)."""
+"""The output of llama.cpp's converter for Jamba and for purely recurrent models (see `gguf_converted.py`)."""
 
 from __future__ import annotations
 

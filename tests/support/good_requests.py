@@ -1,4 +1,4 @@
-"""A body for every route that takes one: right, with as many of its fields as go together, for the model `scripted`."""
+"""A valid body for every route that takes one, with as many fields as can be combined, for the model `scripted`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A program of its own that answers prompts with several ranks on GPUs: `python -m tests.support.gpu_rank_program`.
+"""A separate program that answers prompts with several ranks on GPUs: `python -m tests.support.gpu_rank_program`.
 
-Its process must not have opened the GPU before CUDA MPS is there, which the tests' own may have. Reads what to do as
-JSON from standard input; its last line has the tokens and logprobs.
+It is separate since a process must not open the GPU before CUDA MPS runs, and the tests' process may have. It reads its
+task as JSON from standard input; its last line of output has the tokens and logprobs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tokenmill.config.by_name import engine_config
 from tokenmill.types import PromptRequest
 
 
-def params_of(given: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**{"seed": 7, "max_tokens": 30, "ignore_eos": True, **given})
+def params_of(settings: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"seed": 7, "max_tokens": 30, "ignore_eos": True, **settings})
 
 
 def children_of(pid: int) -> list[int]:
@@ -28,28 +28,28 @@ def children_of(pid: int) -> list[int]:
 
 
 def rank_processes() -> list[int]:
-    """The ranks of this program's core, but for the first, which is the core."""
+    """Return the ranks of this program's core, except the first, which is the core itself."""
     found = [pid for core in children_of(os.getpid()) for pid in children_of(core)]
     return [pid for pid in found if Path(f"/proc/{pid}/comm").read_text().startswith("rank-")]
 
 
-async def through_a_kill(asked: dict[str, Any]) -> list[list[int]]:
-    """Stream answers; a rank is killed once the first of them has some tokens."""
-    engine = await AsyncEngine.start(engine_config(asked["model"], {"device": "cuda", **asked["settings"]}))
+async def stream_through_rank_kill(task: dict[str, Any]) -> list[list[int]]:
+    """Stream answers, and kill a rank once the first answer has some tokens."""
+    engine = await AsyncEngine.start(engine_config(task["model"], {"device": "cuda", **task["settings"]}))
 
     async def stream(number: int) -> list[int]:
-        request = PromptRequest(prompt=asked["prompts"][number], params=params_of(asked["params"][number]))
+        request = PromptRequest(prompt=task["prompts"][number], params=params_of(task["params"][number]))
         tokens: list[int] = []
         async for event in engine.submit(request):
             tokens += event.token_ids
-            if number == 0 and len(tokens) >= asked["kill_after"] and not killed:
+            if number == 0 and len(tokens) >= task["kill_after"] and not killed:
                 killed.extend(rank_processes())
                 os.kill(killed[0], signal.SIGKILL)
         return tokens
 
     killed: list[int] = []
     try:
-        tokens = await asyncio.gather(*(stream(number) for number in range(len(asked["prompts"]))))
+        tokens = await asyncio.gather(*(stream(number) for number in range(len(task["prompts"]))))
         assert killed and killed != rank_processes(), "other ranks have taken over"
         return tokens
     finally:
@@ -57,13 +57,13 @@ async def through_a_kill(asked: dict[str, Any]) -> list[list[int]]:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    if "kill_after" in asked:
-        print(json.dumps({"errors": [], "tokens": asyncio.run(through_a_kill(asked))}))
+    task = json.load(sys.stdin)
+    if "kill_after" in task:
+        print(json.dumps({"errors": [], "tokens": asyncio.run(stream_through_rank_kill(task))}))
         return
-    llm = LLM(asked["model"], device="cuda", fast_start=True, **asked["settings"])
-    params = [params_of(one) for one in asked["params"]]
-    found = llm.generate(asked["prompts"], params, adapter=asked.get("adapter"), progress=False)
+    llm = LLM(task["model"], device="cuda", fast_start=True, **task["settings"])
+    params = [params_of(one) for one in task["params"]]
+    found = llm.generate(task["prompts"], params, adapter=task.get("adapter"), progress=False)
     errors = [one.error for one in found if one.error]
     tokens = [one.outputs[0].token_ids for one in found]
     logprobs = [[step.logprob for step in one.outputs[0].logprobs or []] for one in found]

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ tensors written by hand, and a model in parts beside its plain twin."""
+"""Hand-written GPTQ and AWQ tensors, and a model in these formats beside an unquantised model with the same values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-AWQ_PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}  # which part of a word has output 0, 1, ... of its own
+AWQ_PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}  # position in a word of outputs 0, 1, ...
 
 
 def signed(word: int) -> int:
@@ -19,7 +19,7 @@ def signed(word: int) -> int:
 
 
 def bit_words(values: list[int], bits: int) -> list[int]:
-    """Words of 32 bits, values one behind the other without gaps"""
+    """Pack values into words of 32 bits, without gaps."""
     whole = sum(value << (bits * place) for place, value in enumerate(values))
     return [signed((whole >> at) & 0xFFFFFFFF) for at in range(0, len(values) * bits, 32)]
 
@@ -27,7 +27,7 @@ def bit_words(values: list[int], bits: int) -> list[int]:
 def quantised(
     weight: torch.Tensor, group: int, *, symmetric: bool, bits: int = 4
 ) -> tuple[list[list[int]], list[list[int]], torch.Tensor]:
-    """codes [out][in], zeros [out][groups], scales float16 [out, groups]"""
+    """Quantise a matrix. Returns codes [out][in], zeros [out][groups] and float16 scales [out, groups]."""
     rng = random.Random(0)
     num_out, num_in = weight.shape
     grouped = weight.view(num_out, num_in // group, group)
@@ -94,7 +94,7 @@ def config_of(layout: str) -> dict[str, Any]:
 
 
 def write_twins(folder: Path, layout: str, *, hidden: int, group: int, symmetric: bool) -> tuple[Path, Path]:
-    """A plain checkpoint, and one in parts with the same values"""
+    """Write an unquantised checkpoint, and a quantised one with the same values."""
     sizes = {"vocab_size": 96, "hidden_size": hidden, "intermediate_size": hidden * 3 // 2, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Schemas, regexes and grammars made to hurt: deep, huge, ambiguous, self-referring, exploding."""
+"""Hostile schemas, regexes and grammars: deep, huge, ambiguous, self-referential, or exponentially large."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 def _crossed_alternatives() -> dict[str, Any]:
-    """Ten times ten alternatives that must all hold at once: 10 ** 10 combinations."""
+    """Build ten times ten alternatives that must all hold at once: 10 ** 10 combinations."""
     branch = [
         {"anyOf": [{"properties": {f"p{i}": {"const": j}}, "required": [f"p{i}"]} for j in range(10)]}
         for i in range(10)

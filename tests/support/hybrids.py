@@ -1,4 +1,4 @@
-"""Requests for models with recurrent layers, whose states lie at multiples of 64 tokens."""
+"""Requests for models with recurrent layers, whose states are stored at multiples of 64 tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANDOM = ("olmo_hybrid", "bailing_hybrid", "jamba", "mamba", "falcon_mamba", "ma
 """Those that there are with random weights only"""
 
 
-_made: dict[str, TemporaryDirectory[str]] = {}  # models with random weights, until the process ends
+_made: dict[str, TemporaryDirectory[str]] = {}  # keeps models with random weights until the process ends
 
 
 def tiny(shared_dir: Path, name: str) -> Path:
@@ -43,7 +43,7 @@ def tiny(shared_dir: Path, name: str) -> Path:
 
 
 class WrongDrafts:
-    """A drafter that proposes tokens at random, for every sequence in every step: hardly one of them is right."""
+    """A proposer of random tokens, for every sequence in every step; hardly any is accepted."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -75,7 +75,7 @@ def greedy(llm: LLM, prompt: list[int], max_tokens: int = 6, **changes: Any) -> 
 
 
 def interrupted(llm: LLM, prompt: list[int], max_tokens: int, position: int) -> list[int]:
-    """The tokens of a request beside which an urgent one arrives once `position` of its tokens are known."""
+    """Return the tokens of a request that an urgent one preempts once `position` tokens are known."""
     tokens: list[int] = []
     add_greedy(llm, "patient", prompt, max_tokens, priority=1)
     while llm.core.has_work:
@@ -87,7 +87,7 @@ def interrupted(llm: LLM, prompt: list[int], max_tokens: int, position: int) -> 
 
 
 def scored(llm: LLM, prompt: list[int], **changes: Any) -> list[tuple[list[int], list[float]]]:
-    """Tokens and logprobs of each choice."""
+    """Return tokens and logprobs of each choice."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 0, **changes})
     (answer,) = llm.generate([prompt], params)
     return [(output.token_ids, [one.logprob for one in output.logprobs or []]) for output in answer.outputs]

@@ -1,4 +1,4 @@
-"""What must hold of a plan and of what is in flight, beside the scheduler's own `check_integrity`."""
+"""Invariants of plans and of steps in flight, besides the scheduler's own `check_integrity`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tokenmill.types import BACKGROUND_PRIORITY, StepPlan
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan, config: SchedulerConfig, *, is_short: bool) -> None:
-    """The budget is kept, and no running sequence is left out, unless it waits for blocks (`is_short`), for others in
-    the background, or for requests that are retried apart from it after a failed step."""
+    """Require that the budget is kept and that the plan has every running sequence, except those that wait for
+    blocks (`is_short`), yield to others as background work, or are retried separately after a failed step."""
     assert 0 < plan.num_tokens <= config.num_tokens
     rows = [row.row for row in plan.rows]
     retried = scheduler.retried_requests
@@ -24,7 +24,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, config: SchedulerConfig, *,
 
 
 def check_in_flight(scheduler: Scheduler, runner: SimulatedRunner) -> None:
-    """No block is free while a plan in flight may write it."""
+    """Require that no block is free while a plan in flight may write it."""
     assert scheduler.num_in_flight == runner.num_in_flight
     free = [block for block in runner.blocks_in_flight() if runner.cache.pool.is_free(block)]
     assert not free, f"blocks {free} are free while a step in flight writes them"

@@ -44,7 +44,7 @@ def logits(
     deterministic: bool = False,
     source: WeightSource | None = None,
 ) -> torch.Tensor:
-    """Return the logits of a long prompt, of a short one, then of one more token of each."""
+    """Return the logits of a long prompt, of a short one, and of one more token of each."""
     device, block = torch.device("cuda"), 16
     ops = build_ops(deterministic=deterministic) if backend == "triton" else REFERENCE_OPS
     model = Decoder(SPEC, Loader(source or dummy_weights(SPEC, device=device), ops, dtype, device))

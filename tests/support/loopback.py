@@ -1,4 +1,4 @@
-"""A server under test, as the tests hold it."""
+"""A server under test, with its URL, application, engine and HTTP client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.fake_engine import FakeEngine
 from tokenmill.server.keys import KeyRecord, write_keys
 
 CHAT: dict[str, Any] = {"model": "fake/tiny", "messages": [{"role": "user", "content": "Hi"}]}
-GENERATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # one in every dialect: path and body
+GENERATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # one request in every dialect: path and body
     "openai": ("/v1/chat/completions", CHAT),
     "anthropic": ("/v1/messages", {**CHAT, "max_tokens": 9}),
     "ollama": ("/api/chat", CHAT),
@@ -35,7 +35,7 @@ class RunningServer:
         return self.http.post(self.url + path, json=body, **extra)  # type: ignore[arg-type]
 
     def status(self, path: str, headers: dict[str, str]) -> int:
-        """The status of a GET whose body may never end."""
+        """Return the status of a GET whose body may never end."""
         with self.http.stream("GET", self.url + path, headers=headers) as reply:
             return reply.status_code
 
@@ -47,7 +47,7 @@ Serving = Callable[..., RunningServer]
 
 
 def keys_file(folder: Path, **records: dict[str, Any]) -> Path:
-    """A file of keys that are their own names."""
+    """Write a file of API keys, each named like the key itself."""
     made = [
         KeyRecord(id=name, sha256=hashlib.sha256(name.encode()).hexdigest(), **fields)
         for name, fields in records.items()

@@ -1,4 +1,4 @@
-"""Wrong bodies for every route of the OpenAI dialect, and the shape of the error that answers them."""
+"""Malformed bodies for every route of the OpenAI dialect, and the shape of the error response."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NUMERIC = {
     EMBED: ["dimensions", "priority"],
     RESPONSE: [*SAMPLING, "max_output_tokens", "top_logprobs", "max_tool_calls"],
 }
-# As raw JSON, because some of these no JSON library would write.
+# As raw JSON, since JSON libraries refuse to write some of these.
 NOT_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e400", "true", "[]", "{}", '"1"', "[1]", "1" * 30]
 FLAGS = ["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"]
 WRONG_BODIES = [
@@ -214,7 +214,7 @@ OTHER_CASES: list[tuple[str, str, Any]] = [
 
 
 def cases() -> Iterator[tuple[str, bytes, str | None]]:
-    """(path, body, the field to blame)"""
+    """Return (path, body, the field that the error must name)."""
     for path in GOOD:
         for body in WRONG_BODIES:
             yield path, body, None
@@ -241,7 +241,7 @@ def with_raw(body: dict[str, Any], name: str, value: str) -> bytes:
 
 
 def orjson_or_raw(body: dict[str, Any]) -> bytes:
-    import json  # orjson writes no whole numbers beyond 64 bits
+    import json  # orjson writes no integers beyond 64 bits
 
     return json.dumps(body).encode()
 

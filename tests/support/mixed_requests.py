@@ -1,4 +1,4 @@
-"""Random requests with every kind of parameter, run alone or together: for comparisons of their tokens."""
+"""Random requests with all kinds of parameters, run alone or together, to compare their tokens."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Answers = dict[tuple[int, int], tuple[list[int], list[float]]]  # (request, choi
 
 
 @dataclass(frozen=True)
-class Ask:
+class RandomRequest:
     prompt: list[int]
     params: SamplingParams
 
 
 def slow_but(default: Iterable[str], settings: Iterable[str]) -> list[object]:
-    """Settings as a test's parameters: the named ones in every run, all others with the slow tests."""
+    """Return test parameters: the settings in `default` run always, all others only with the slow tests."""
     kept = set(default)
     assert kept <= set(settings)
     return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in settings]
 
 
-def make_asks(seed: int, count: int = NUM_REQUESTS) -> list[Ask]:
+def make_requests(seed: int, count: int = NUM_REQUESTS) -> list[RandomRequest]:
     rng = random.Random(seed)
     stems = [[1, *(rng.randrange(3, 512) for _ in range(rng.choice([0, 15, 40, 90])))] for _ in range(12)]
-    return [Ask(rng.choice(stems) + _tail(rng), _params_of(rng)) for _ in range(count)]
+    return [RandomRequest(rng.choice(stems) + _tail(rng), _params_of(rng)) for _ in range(count)]
 
 
 def _tail(rng: random.Random) -> list[int]:
@@ -44,9 +44,9 @@ def _tail(rng: random.Random) -> list[int]:
 
 
 def _params_of(rng: random.Random) -> SamplingParams:
-    params = _common_knobs(rng)
+    params = _common_params(rng)
     assert params.seed is not None
-    rng = random.Random(params.seed)  # of its own: how many and how long the requests are is left as it was
+    rng = random.Random(params.seed)  # a separate generator: the number and the lengths of the requests stay the same
     return msgspec.structs.replace(
         params,
         mirostat=rng.choice([0, 0, 0, 2]),
@@ -59,7 +59,7 @@ def _params_of(rng: random.Random) -> SamplingParams:
     )
 
 
-def _common_knobs(rng: random.Random) -> SamplingParams:
+def _common_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(
         n=rng.choice([1, 1, 1, 2, 3]),
         temperature=rng.choice([0.0, 0.0, 0.7, 1.0, 1.4]),
@@ -78,17 +78,17 @@ def _common_knobs(rng: random.Random) -> SamplingParams:
     )
 
 
-def run_together(llm: LLM, asks: list[Ask], rng: random.Random | None) -> Answers:
-    """With `rng` the requests arrive in random order at random moments, else one after the other, each alone."""
-    waiting = list(enumerate(asks))
+def run_together(llm: LLM, requests: list[RandomRequest], rng: random.Random | None) -> Answers:
+    """Run the requests: with `rng` they arrive in random order at random times, else one after another, each alone."""
+    waiting = list(enumerate(requests))
     if rng is not None:
         rng.shuffle(waiting)
     answers: Answers = {}
     while waiting or llm.core.has_work:
         arriving = rng.randrange(0, 12) if rng is not None else int(not llm.core.has_work)
-        for number, ask in waiting[:arriving]:
-            asked = PromptRequest(prompt=ask.prompt, params=ask.params, request_id=str(number))
-            llm.core.add(llm.frontend.input_processor(512).process(asked))
+        for number, drawn in waiting[:arriving]:
+            request = PromptRequest(prompt=drawn.prompt, params=drawn.params, request_id=str(number))
+            llm.core.add(llm.frontend.input_processor(512).process(request))
         waiting = waiting[arriving:]
         for output in llm.core.step():
             assert output.error is None, output
@@ -99,7 +99,7 @@ def run_together(llm: LLM, asks: list[Ask], rng: random.Random | None) -> Answer
 
 
 def add_greedy(llm: LLM, name: str, prompt: list[int], max_tokens: int, priority: int) -> None:
-    """Add a greedy request to the core, beside those that run."""
+    """Add a greedy request to a core that may be running others."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    asked = PromptRequest(prompt=prompt, params=params, request_id=name, priority=priority)
-    llm.core.add(llm.frontend.input_processor(512).process(asked))
+    request = PromptRequest(prompt=prompt, params=params, request_id=name, priority=priority)
+    llm.core.add(llm.frontend.input_processor(512).process(request))

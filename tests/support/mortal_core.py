@@ -1,4 +1,5 @@
-"""Cores in threads that die when a test wants it: after so many outputs, or when they are given a certain request."""
+"""Cores in threads that die when a test wants them to: after a number of outputs, or when they produce a certain
+output."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ Kills = Callable[[SequenceOutput], bool]
 IMMORTAL = 1 << 60
 
 
-class MortalMailbox(QueueMailbox):
-    """The mailbox of a core that dies in the middle of a step: what the step brought is lost."""
+class CrashingMailbox(QueueMailbox):
+    """The mailbox of a core that dies in the middle of a step; the step's outputs are lost."""
 
     def __init__(self, inbox: queue.SimpleQueue[ToCore], deliver: Receive, num_outputs: int, kills: Kills) -> None:
         super().__init__(inbox, deliver)
@@ -33,19 +34,20 @@ class MortalMailbox(QueueMailbox):
         self._deliver(message)
 
 
-class MortalCoreClient(ThreadCoreClient):
+class CrashingCoreClient(ThreadCoreClient):
     def __init__(self, build: Callable[[], EngineCore], num_outputs: int, kills: Kills = lambda _: False) -> None:
-        """`num_outputs`: how many outputs it lives for. `kills`: whether an output is one that it dies of."""
+        """`num_outputs`: the core dies after so many outputs. `kills`: tells whether an output makes the core die."""
         super().__init__(build)
         self._num_outputs = num_outputs
         self._kills = kills
 
     def _run(self, deliver: Receive) -> None:
-        run_loop(self._build(), MortalMailbox(self._inbox, deliver, self._num_outputs, self._kills))
+        run_loop(self._build(), CrashingMailbox(self._inbox, deliver, self._num_outputs, self._kills))
 
 
-def lives_of(
+def crashing_clients(
     build: Callable[[], EngineCore], lives: Iterator[int], kills: Kills = lambda _: False
-) -> Callable[[], MortalCoreClient]:
-    """Make clients whose cores live for so many outputs each; after the last of `lives` they do not die of age."""
-    return lambda: MortalCoreClient(build, next(lives, IMMORTAL), kills)
+) -> Callable[[], CrashingCoreClient]:
+    """Make clients whose cores die after the given numbers of outputs; once `lives` is exhausted, only `kills` ends
+    a core."""
+    return lambda: CrashingCoreClient(build, next(lives, IMMORTAL), kills)

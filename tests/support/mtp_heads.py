@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models with a head that predicts one more token: transformers' own head, with random weights."""
+"""Checkpoints of tiny models with a multi-token prediction head: transformers' own head, with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_tex
 
 
 def make_head(model: transformers.PreTrainedModel, seed: int = 0) -> MtpModel:
-    """A head over a model, whose every tensor is far from trivial."""
+    """Make a head over a model; every tensor is far from trivial."""
     config = model.config
     config.num_mtp_layers = 1
     if getattr(config, "layer_types", None) is not None:
@@ -39,7 +39,7 @@ def make_head(model: transformers.PreTrainedModel, seed: int = 0) -> MtpModel:
 
 
 def add_head(head: MtpModel, folder: Path) -> None:
-    """Write a head's tensors beside those of its model, under the names that published checkpoints have."""
+    """Write a head's tensors into its model's checkpoint, under the names that published checkpoints use."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     is_qwen = config["model_type"].startswith(QWEN)

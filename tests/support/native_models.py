@@ -1,4 +1,5 @@
-"""Small models of every kind that the native decoder computes, with random weights, beside their torch twins."""
+"""Small models of every kind that the native decoder supports, with random weights, beside torch models with the
+same weights."""
 
 from __future__ import annotations
 
@@ -238,7 +239,7 @@ def storage_for(spec: ModelSpec, rows: int, dtype: torch.dtype = torch.float32) 
 def batch_of(
     spec: ModelSpec, rows: list[tuple[int, list[int], int]], dtype: torch.dtype = torch.float32
 ) -> ForwardBatch:
-    """rows: (which sequence, new tokens, tokens already in the cache); logits of every token are wanted."""
+    """Build a batch that wants logits of every token. rows: (sequence, new tokens, tokens already in the cache)."""
     layout = layout_of(spec, dtype)
     ids = [token for _, tokens, _ in rows for token in tokens]
     positions = [start + i for _, tokens, start in rows for i in range(len(tokens))]
@@ -261,7 +262,7 @@ def batch_of(
 
 def _group(rows: list[tuple[int, list[int], int]], group: int, layout: KVLayout) -> GroupTables:
     first = [1 + (row * len(layout.groups) + group) * BLOCKS_PER_ROW for row, _, _ in rows]
-    # blocks of a row are handed out backwards, so that a table that is ignored shows
+    # a row's blocks are in reverse order, so that a block table that is ignored changes the result
     scale = layout.rows_per_block[group]
     tables = [[scale * (base + BLOCKS_PER_ROW - 1 - i) for i in range(BLOCKS_PER_ROW)] for base in first]
     slots = [
@@ -283,7 +284,7 @@ def all_logits(
     cuts: list[int],
     kv_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Logits of all tokens, fed in chunks of the given sizes."""
+    """Return the logits of all tokens, fed in chunks of the given sizes."""
     storage, start, parts = storage_for(spec, 1, kv_dtype), 0, []
     for size in cuts:
         batch = batch_of(spec, [(0, tokens[start : start + size], start)], kv_dtype)

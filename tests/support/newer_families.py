@@ -1,4 +1,4 @@
-"""Small models with attention over chosen entries, experts without gates and GGUF's order of recurrent heads."""
+"""Small models with sparse attention, experts without gates, and GGUF's order of recurrent heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("deepseek_v32", "glm_moe_dsa", "nemotron_h", "qwen3_5 as GGUF")
 
 
 def model_path(name: str, folder: Path, shared_dir: Path) -> Path:
-    """A checkpoint: Nemotron's trained one, others with random weights; or a file"""
+    """Return a checkpoint (Nemotron's trained one, others with random weights) or a GGUF file."""
     if name == "nemotron_h":
         return shared_dir / "goldens" / "tiny" / name
     if name != "qwen3_5 as GGUF":

@@ -1,8 +1,8 @@
-"""One of two processes that move blocks by NIXL: `python -m tests.support.nixl_program serve SOCKET`, or `read SOCKET
-[stop PID | kill PID]`, which stops or kills the other process when it has said where its blocks lie.
+"""One of two processes that transfer blocks by NIXL: `python -m tests.support.nixl_program serve SOCKET`, or `read
+SOCKET [stop PID | kill PID]`, which stops or kills the other process after it has sent the addresses of its blocks.
 
-`serve` answers until its standard input ends. `read` prints a JSON object: which blocks arrived whole, and in `then`
-what a second fetch brought after the other process was let go on.
+`serve` answers until its standard input ends. `read` prints a JSON object: which blocks arrived intact, and in `then`
+the result of a second fetch after the other process continued.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIELDS = CacheField("keys", (2, 64), "float16"), CacheField("values", (2, 64), "
 LAYOUT = KVLayout((CacheGroup(FIELDS, None, tuple(range(12))),))
 NUM_BLOCKS, BLOCK_SIZE = 200, 16
 DIGEST = b"d" * 32
-DEVICE = torch.device(os.environ.get("NIXL_PROGRAM_DEVICE", "cpu"))  # where the pools lie
+DEVICE = torch.device(os.environ.get("NIXL_PROGRAM_DEVICE", "cpu"))  # device of the pools
 NAMES = [BlockName(0, number.to_bytes(16, "big")) for number in range(1, NUM_BLOCKS)]
 ABSENT = BlockName(0, b"x" * 16)
 
@@ -54,7 +54,7 @@ def records_of(storage: KVStorage) -> BlockRecords:
 
 
 class NixlCore:
-    """A pool whose blocks are registered, and that others may read."""
+    """A pool whose blocks are registered, so that others may read them."""
 
     def __init__(self, address: str, seed: int = 3, *, has_nixl: bool = True) -> None:
         self.storage = filled_pool(seed)
@@ -94,7 +94,7 @@ def read(address: str, what: str = "", pid: int = 0) -> dict[str, Any]:
         real = agent.read
 
         def disturbed(other: BlockMap, group: int, blocks: Sequence[tuple[int, Record]], limit_s: float) -> None:
-            os.kill(pid, signal.SIGSTOP)  # it serves nobody now, so that the transfer is under way
+            os.kill(pid, signal.SIGSTOP)  # it no longer answers, so the transfer is interrupted
             if what == "kill":
                 threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
             real(other, group, blocks, limit_s)
@@ -105,7 +105,7 @@ def read(address: str, what: str = "", pid: int = 0) -> dict[str, Any]:
     names = [*NAMES[:60], ABSENT]
     found = fetched(tier, names, own)
     tier.close()
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "seconds": time.monotonic() - began,
         "whole": [data == right for data, right in zip(found, want[:60], strict=False)],
         "absent": found[-1] is None,
@@ -113,15 +113,15 @@ def read(address: str, what: str = "", pid: int = 0) -> dict[str, Any]:
     }
     if what == "stop":
         os.kill(pid, signal.SIGCONT)
-        told["is_read_again"] = agent.can_read(told_map(address))
+        report["is_read_again"] = agent.can_read(fetch_block_map(address))
         again = PeerTier(address, DIGEST, agent)
-        told["then"] = fetched(again, NAMES[:60], own) == want[:60]
+        report["then"] = fetched(again, NAMES[:60], own) == want[:60]
         again.close()
-    return told
+    return report
 
 
-def told_map(address: str) -> BlockMap:
-    """The map of the core at an address, asked for by an agent that has seen no failure."""
+def fetch_block_map(address: str) -> BlockMap:
+    """Return the block map of the core at an address, requested by an agent that has seen no failure."""
     tier = PeerTier(address, DIGEST, MemoryAgent(records_of(filled_pool(1)), [0]))
     found = tier._readable()
     tier.close()
@@ -134,4 +134,4 @@ if __name__ == "__main__":
         serve(sys.argv[2])
     else:
         print(json.dumps(read(sys.argv[2], *sys.argv[3:4], *map(int, sys.argv[4:]))), flush=True)
-        os._exit(0)  # NIXL may wait for a process that is gone
+        os._exit(0)  # NIXL may wait for a process that has ended

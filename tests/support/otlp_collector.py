@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry spans: takes OTLP over HTTP, parses its protobuf, keeps what it has seen."""
+"""A collector of OpenTelemetry spans: accepts OTLP over HTTP, parses the protobuf, and keeps the spans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Collector:
     resources: list[dict[str, Any]]
 
     def of(self, trace_id: str) -> dict[str, SeenSpan]:
-        """The spans of a trace, by name."""
+        """Return the spans of a trace, by name."""
         return {span.name: span for span in self.spans if span.trace_id == trace_id}
 
 

@@ -1,4 +1,4 @@
-"""What the scripted model behind the page says: plain answers, a tool call, markdown, and attacks on its readers."""
+"""The script of the model behind the web page: plain answers, a tool call, markdown, and attacks on the page."""
 
 from __future__ import annotations
 

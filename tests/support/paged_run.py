@@ -1,4 +1,4 @@
-"""Drives a model through the paged path without a scheduler: shuffled blocks, prompt chunks, rows together."""
+"""Runs a model through the paged KV cache without a scheduler: shuffled blocks, prompt chunks, several rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def compute_dtype(model: Decoder | NativeDecoder) -> str:
-    """Return the data type of activations, which is that of the head's input."""
+    """Return the data type of activations, which is that of the output projection's input."""
     if isinstance(model, NativeDecoder):
         return "float32"
     embedded = model.embedding.rows(torch.zeros(1, dtype=torch.int64))
@@ -26,14 +26,14 @@ def compute_dtype(model: Decoder | NativeDecoder) -> str:
 
 
 def shuffled(*shape: int) -> torch.Tensor:
-    """Ids from 1 on, int32, out of order."""
+    """Return block ids from 1, int32, in random order."""
     ids = list(range(1, 1 + math.prod(shape)))
     random.Random(0).shuffle(ids)
     return torch.tensor(ids, dtype=torch.int32).view(shape)
 
 
 class PagedRun:
-    """Rows with room for `max_len` tokens each; their blocks lie scattered over the pool, out of order."""
+    """Rows with room for `max_len` tokens each; their blocks are spread over the pool in random order."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PagedRun:
         num_blocks = 1 + groups * num_rows * per_row
         rows = torch.tensor(layout.rows_per_block[:groups], dtype=torch.int32).view(groups, 1, 1)
         tables = [shuffled(groups, num_rows, per_row) * rows]
-        num_others = 1 + num_rows * per_row if layout.is_recurrent else 0  # cells, and states
+        num_others = 1 + num_rows * per_row if layout.is_recurrent else 0  # ids of cells, and of states
         tables += [shuffled(1, num_rows, per_row) for _ in layout.groups[groups:]]
         self.tables = torch.cat(tables)
         self.storage = KVStorage(layout, num_blocks, block_size, CPU, num_cells=num_others, num_states=num_others)
@@ -60,7 +60,7 @@ class PagedRun:
         self.adapters = None if adapters is None else torch.tensor(adapters, dtype=torch.int32)
 
     def feed(self, tokens: dict[int, list[int]], every_logit: bool = True) -> torch.Tensor:
-        """Feeds new tokens to some rows; logits of all of them, one after another, or of each row's last."""
+        """Feed new tokens to some rows; return the logits of all of them, one after another, or of each row's last."""
         batch = self._batch(tokens, every_logit)
         for row, ids in tokens.items():
             self.lengths[row] += len(ids)
@@ -92,7 +92,7 @@ class PagedRun:
 
 
 def feed_in_chunks(run: PagedRun, row: int, tokens: list[int], chunk: int) -> torch.Tensor:
-    """Logits [len(tokens), vocab] of one row fed chunk by chunk."""
+    """Return the logits [len(tokens), vocab] of one row fed chunk by chunk."""
     return torch.cat([run.feed({row: tokens[at : at + chunk]}) for at in range(0, len(tokens), chunk)])
 
 

@@ -1,4 +1,4 @@
-"""Adapters of random numbers with the logits that PEFT computes with them (`tests/goldens/record_peft.py`)."""
+"""Random adapters with the logits that PEFT computes with them (`tests/goldens/record_peft.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def model_folder(shared: Path, title: str) -> Path:
 
 
 def error_of_logits(title: str, loaded: AdaptableModel, folder: Path) -> float:
-    """The largest error of a prompt's logits, in two chunks beside a row without an adapter. `folder`: for its file"""
+    """Return the largest error of a prompt's logits, computed in two chunks beside a row without an adapter.
+    `folder`: where to write the adapter."""
     case = CASES[title]
     adapter = write_adapter(folder, case["config"], case["shapes"])
     if case["saved"]:  # PEFT saves an embedding that it adapts

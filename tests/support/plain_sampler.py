@@ -1,4 +1,4 @@
-"""The sampler in plain Python: every step as its definition reads, on lists of floats. The truth of these tests."""
+"""The sampler in plain Python, used as the reference: every step follows its definition, on lists of floats."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def epsilon(logits: list[float], p: SamplingParams) -> list[float]:
 
 
 def xtc(logits: list[float], p: SamplingParams) -> list[float]:
-    """As it acts when its chance (here 1) has come."""
+    """Apply the step as if its random choice (here with probability 1) had selected it."""
     probs = softmax(logits)
     reaching = sorted((i for i, q in enumerate(probs) if q >= p.xtc_threshold), key=lambda i: probs[i])
     return only(logits, set(range(len(logits))) - set(reaching[1:]))
@@ -120,12 +120,12 @@ def mirostat(logits: list[float], mu: float) -> list[float]:
 
 
 def mirostat_mu(mu: float, drawn: int, logits: list[float], p: SamplingParams) -> float:
-    """After a draw from `logits`, which mirostat has cut."""
+    """Return mu after a draw from `logits`, which mirostat has truncated."""
     return mu - p.mirostat_eta * (-math.log2(softmax(logits)[drawn]) - p.mirostat_tau)
 
 
 def dry(logits: list[float], p: SamplingParams, tokens: list[int], breakers: list[list[int]]) -> list[float]:
-    """By trying every earlier place and comparing backwards, token by token."""
+    """Compare backwards from every earlier position, token by token."""
     window = tokens if p.dry_penalty_last_n < 0 else tokens[len(tokens) - min(p.dry_penalty_last_n, len(tokens)) :]
     since = _since_breaker(window, breakers)
     if len(window) <= p.dry_allowed_length or since < p.dry_allowed_length:
@@ -153,7 +153,7 @@ def _since_breaker(tokens: list[int], breakers: list[list[int]]) -> int:
 
 
 def green(mark: Watermark, context: list[int], token: int) -> bool:
-    """The hash written out: SplitMix64's finaliser over the key, the context and the token."""
+    """Return the hash, written out: SplitMix64's finaliser over the key, the context and the token."""
     word = _splitmix(mark.key)
     for one in context:
         word = _splitmix(word ^ one)
@@ -168,12 +168,12 @@ def _splitmix(word: int) -> int:
 
 
 def chi_square_limit(freedom: int) -> float:
-    """The value a chi-square variable exceeds once in about 30,000 times (Wilson and Hilferty, z = 4)."""
+    """Return the value that a chi-square variable exceeds about once in 30,000 times (Wilson and Hilferty, z = 4)."""
     return freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
 def chi_square(observed: Counter[int], probs: list[float]) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; a token that cannot occur must not have occurred."""
+    """Return the statistic and its degrees of freedom. A token that cannot occur must not have occurred."""
     draws = sum(observed.values())
     possible = [i for i, q in enumerate(probs) if q > 0]
     assert set(observed) <= set(possible)

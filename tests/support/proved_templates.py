@@ -1,4 +1,4 @@
-"""Chat templates that write calls themselves, and the rows that reproduce them."""
+"""Chat templates that render tool calls, and the format row that reproduces each of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenmill.text.speech import Speech, detect_speech
 from tokenmill.text.template import ChatTemplate
 from tokenmill.text.tokenizer import byte_tokenizer
 
-# The row that reproduces the template's own calls byte for byte, and the template's thinking.
+# The row that reproduces the template's calls byte for byte, and the template's thinking format.
 PROVED = {
     "Apertus-8B-Instruct": ("apertus", "apertus"),
     "Apriel-1.6-15b-Thinker-fixed": ("json-list", "apriel"),

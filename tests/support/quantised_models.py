@@ -1,7 +1,8 @@
-"""Models in other makers' formats beside plain twins with the same numbers.
+"""Models in other vendors' quantised formats beside unquantised models with the same values.
 
-A writer takes a matrix and returns the tensors that a checkpoint has for it, by the ends of their names, and its values
-by the maker's formula. Rounding is plain: to the nearest, with scales from the largest number.
+A writer takes a matrix and returns the tensors that a checkpoint has for it, by the ends of their names, and the values
+that the vendor's formula gives for them. Rounding is simple: to the nearest, with scales from the largest absolute
+value.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def mxfp4(weight: torch.Tensor) -> Written:
 
 
 def gptq(weight: torch.Tensor, order: torch.Tensor | None = None) -> Written:
-    """`order`: in which columns are quantised, group by group; they are stored in their own"""
+    """Quantise a matrix. `order`: the order in which columns are quantised, group by group; they are stored in their
+    original order."""
     order = torch.arange(weight.shape[1]) if order is None else order
     own = order.argsort()
     groups = weight[:, order].view(len(weight), -1, 32)
@@ -121,7 +123,7 @@ def gptq(weight: torch.Tensor, order: torch.Tensor | None = None) -> Written:
     codes = (groups / scales.float().unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, 15).to(torch.uint8)
     stored = {
         ".qweight": words_of(codes.flatten(1)[:, own].contiguous()).t(),
-        ".qzeros": words_of((zeros.t() - 1).to(torch.uint8).contiguous()),  # files say one less
+        ".qzeros": words_of((zeros.t() - 1).to(torch.uint8).contiguous()),  # files store zero points minus one
         ".scales": scales.t(),
         ".g_idx": own.int() // 32,
     }
@@ -129,14 +131,14 @@ def gptq(weight: torch.Tensor, order: torch.Tensor | None = None) -> Written:
 
 
 def gptq_act_order(weight: torch.Tensor) -> Written:
-    """Another order for each matrix; readers expand such values to the precision of their scales"""
+    """Use another order for each matrix; readers expand such values to the precision of their scales."""
     generator = torch.Generator().manual_seed(int(weight.abs().sum() * 1000))
     stored, values = gptq(weight, torch.randperm(weight.shape[1], generator=generator))
     return stored, values.half().float()
 
 
 def hqq(weight: torch.Tensor, axis: int = 1) -> Written:
-    """Groups of 32 columns of a row (axis 1), or of 32 rows of a column (axis 0)"""
+    """Quantise groups of 32 columns of a row (axis 1), or of 32 rows of a column (axis 0)."""
     groups = weight.reshape(-1, 32) if axis == 1 else weight.reshape(32, -1)
     low, high = groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True)
     scales = ((high - low) / 15).clamp(min=1e-6)
@@ -197,14 +199,14 @@ WRITERS: dict[str, Writer] = {
 
 
 def mixed_config(names: dict[str, str]) -> dict[str, Any]:
-    """ModelOpt's config with an algorithm for each module"""
+    """Return ModelOpt's config with an algorithm for each module."""
     layers = {name: {"quant_algo": "FP8" if kind == "fp8 channels" else "NVFP4"} for name, kind in names.items()}
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
 
 
 def write_quantised_twins(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
-    """(the model with its projections in a format, one with the same numbers in float32); kind "mixed": fp8 for
-    attention, NVFP4 for the rest."""
+    """Write a model with quantised projections and one with the same values in float32; return both. Kind "mixed":
+    fp8 for attention, NVFP4 for the rest."""
     tensors = load_file(source / "model.safetensors")
     packed, plain, chosen = dict(tensors), dict(tensors), {}
     for name in [name for name in tensors if name.endswith("_proj.weight") and ".layers." in name]:

@@ -1,4 +1,4 @@
-"""PEFT adapters of random numbers: the same ones wherever they are made, from the names and shapes of their tensors."""
+"""Random PEFT adapters, reproducible anywhere from the names and shapes of their tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-SAVED_BASE = "base_layer.weight"  # tensors of the base model that PEFT saves beside what it trains
+SAVED_BASE = "base_layer.weight"  # tensors of the base model that PEFT saves with the trained ones
 
 
 def random_tensor(name: str, shape: list[int]) -> torch.Tensor:
@@ -30,12 +30,12 @@ def write_adapter(folder: Path, config: dict[str, Any], shapes: dict[str, list[i
 
 
 def plain_config(**settings: Any) -> dict[str, Any]:
-    """The settings of an adapter, as PEFT saves them."""
+    """Return the settings of an adapter as PEFT saves them."""
     return {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"], **settings}
 
 
 def llama_shapes(sizes: dict[str, tuple[int, int]], num_layers: int, rank: int) -> dict[str, list[int]]:
-    """Tensors of an adapter of the modules with these [rows, columns], in every layer."""
+    """Return the shapes of adapter tensors for the modules with these [rows, columns], in every layer."""
     parts = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
     found: dict[str, list[int]] = {}
     for layer in range(num_layers):

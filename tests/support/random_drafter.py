@@ -1,4 +1,4 @@
-"""A drafter that knows what the simulated runner will draw, and lies at random."""
+"""A proposer that knows which tokens the simulated runner will sample, and proposes wrong ones at random."""
 
 from __future__ import annotations
 

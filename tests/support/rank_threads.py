@@ -1,4 +1,4 @@
-"""Ranks of a small model as threads of the test's process."""
+"""Ranks of a small model as threads of the test process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AnyGroup = TypeVar("AnyGroup", bound=RankGroup)
 
 
 def on_ranks(groups: list[AnyGroup], work: Callable[[AnyGroup], Result]) -> list[Result]:
-    """What the ranks' threads return; what one raises ends the others' waits."""
+    """Return the results of the ranks' threads; an exception in one ends the waits of the others."""
 
     def run(group: AnyGroup) -> Result:
         try:
@@ -42,7 +42,7 @@ def on_ranks(groups: list[AnyGroup], work: Callable[[AnyGroup], Result]) -> list
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """Weights of a test's model, with all that a source has."""
+    """Weights in memory, with the interface of a weight source."""
 
     reader: WeightReader
 
@@ -59,7 +59,7 @@ class HeldWeights:
 def shard_of(
     spec: ModelSpec, group: RankGroup, weights: WeightReader, *, sums: bool = False
 ) -> tuple[ModelSpec, RankWeights, Shard]:
-    """One rank's spec, weights and shard."""
+    """Return one rank's spec, weights and shard."""
     cuts, layers = Cuts(group.rank, group.size, cut_model(spec, group.size, sums=sums)), range(spec.num_layers)
     source = RankWeights(HeldWeights(weights), cuts, layers)
     return cut_spec(spec, group.size, group.rank), source, Shard(group, cuts, layers)
@@ -68,7 +68,7 @@ def shard_of(
 def torch_logits(
     spec: ModelSpec, weights: WeightReader, size: int, tokens: list[int], chunks: list[int], *, sums: bool = False
 ) -> list[torch.Tensor]:
-    """Logits of all tokens on each rank, computed by torch."""
+    """Return the logits of all tokens on each rank, computed by torch."""
 
     def logits(group: ThreadGroup) -> torch.Tensor:
         own, source, shard = shard_of(spec, group, weights, sums=sums)
@@ -87,7 +87,7 @@ def native_logits(
     isa: str = "",
     activation_bits: str = "8",
 ) -> list[torch.Tensor]:
-    """Logits of all tokens on each rank, computed by native kernels."""
+    """Return the logits of all tokens on each rank, computed by native kernels."""
 
     def logits(group: SharedGroup) -> torch.Tensor:
         own, source, shard = shard_of(spec, group, weights)

@@ -1,4 +1,4 @@
-"""Real models by name, fetched once into a cache of the tests' own."""
+"""Real models by name, fetched once into a cache of the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODELS = Path(os.environ.get("TOKENMILL_TEST_MODELS", Path.home() / ".cache" / "
 
 
 def fetched_model(shared: Path, name: str) -> Path:
-    """Path of a real model, fetched once into the test cache, by one test process at a time."""
+    """Return the path of a real model, fetched once into the test cache, by one test process at a time."""
     MODELS.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(shared / "tools" / "get-model"), name, str(MODELS)]
     with FileLock(MODELS / f"{name}.lock"):

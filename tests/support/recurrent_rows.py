@@ -1,4 +1,4 @@
-"""Rows of a recurrent mixer whose projections are given, computed by one table of ops in any cuts."""
+"""Rows of a recurrent mixer whose projections are given, computed by one table of ops in chunks of any size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 9
 
 @dataclass
 class Sequences:
-    """Rows whose projections are given, computed by one table of ops in any cuts."""
+    """Rows whose projections are given, computed by one table of ops in chunks of any size."""
 
     ops: Ops
     args: RecurrentArgs
@@ -94,7 +94,7 @@ def projections(spec: Recurrent, count: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def require_same_memory(found: Sequences, expected: Sequences, tolerance: float) -> None:
-    """What was never written, null blocks among it, has kept its 7."""
+    """Require equal memory; entries that were never written, including null blocks, still have their initial 7."""
     for name in ("conv_inputs", "keys", "updates", "decays", "states", "tails"):
         ours, theirs = getattr(found.cache, name).float(), getattr(expected.cache, name).float()
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance, msg=name)

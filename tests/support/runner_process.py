@@ -1,4 +1,4 @@
-"""A runner in another process: plans and results cross a pipe as msgspec bytes, and nothing else does.
+"""A runner in another process: only msgspec bytes of plans and results cross the pipe.
 
 this process    RemoteRunner.launch(plan) ──► bytes ──► ModelRunner.launch
                 RemoteRunner.draw(ticket, masks) ──► bytes ──► ModelRunner.draw
@@ -54,7 +54,7 @@ class Collect(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReceivedMasks:
-    """What the sampler reads of `StepMasks`."""
+    """The part of `StepMasks` that the sampler reads."""
 
     def __init__(self, lines: list[MaskLine]) -> None:
         self._lines = {(line.row, line.num_drafts): np.frombuffer(line.bits, np.uint8) for line in lines}
@@ -91,7 +91,7 @@ class RemoteRunner:
         self.depth = depth
         self.continues = continues
         self.most_in_flight = 0
-        self.num_pending_guided = 0  # tokens of rows with grammars, fed before the host has seen them
+        self.num_pending_guided = 0  # whether rows with grammars feed tokens that the host has not seen
         self._plans: dict[int, StepPlan] = {}
         self._has_grammar: dict[int, bool] = {}
         context = get_context("spawn")

@@ -1,4 +1,4 @@
-"""Short ways to say "this row, these logits" in the sampler's tests."""
+"""Short constructors of rows and logits for the sampler's tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def new_row(
     mirostat_mu: float | None = None,
     **params: Any,
 ) -> RowInit:
-    """Knobs of `SamplingParams` and of `TokenizedParams`, by name."""
+    """Build a row from parameters of `SamplingParams` and of `TokenizedParams`, by name."""
     return RowInit(
         row=row,
         params=SamplingParams(**{name: value for name, value in params.items() if name not in SPELLED}),
@@ -41,7 +41,7 @@ def plan(row: int = 0, output_index: int = 0, num_logprobs: int | None = None) -
 
 
 def draw_alone(logits: torch.Tensor, row: RowInit, output_index: int = 0, num_logprobs: int | None = None) -> Sample:
-    """One row in a sampler of its own; logits [vocab]."""
+    """Sample one row in its own sampler; logits [vocab]."""
     sampler = Sampler(logits.shape[-1], row.row + 1, "cpu")
     sampler.add_row(row)
     return sampler.sample(logits.unsqueeze(0), [plan(row.row, output_index, num_logprobs)])[0]

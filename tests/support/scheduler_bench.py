@@ -1,4 +1,4 @@
-"""A scheduler with a simulated runner and a clock that ticks once a step."""
+"""A scheduler with a simulated runner, and a clock that advances once per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenmill.types import Request, SequenceOutput, StepPlan
 
 
 class SchedulerBench:
-    """A scheduler, its runner and a clock that ticks once a step."""
+    """A scheduler, its runner, and a clock that advances once per step."""
 
     def __init__(
         self, num_blocks: int = 200, prefix_caching: bool = True, fetcher: Fetcher | None = None, **config: object

@@ -1,7 +1,7 @@
-"""The real command line with a scripted model in place of the engine: run as a process of its own by the tests.
+"""The real command line with a scripted model instead of an engine; tests run it as a separate process.
 
-The model echoes what it was sent as JSON; a prompt with "forever" is answered with dots until the stream is closed; one
-with "fail" fails; one with "bug" meets a bug.
+The model echoes its input as JSON. A prompt with "forever" is answered with dots until the stream is closed, one with
+"fail" raises an expected error, and one with "bug" an unexpected one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScriptedEvents(Iterator[Event]):
         return next(self._events)
 
     def stop(self) -> None:
-        """The next event is never far."""
+        """Do nothing: the next event always comes soon."""
 
 
 class ScriptedCliModel:

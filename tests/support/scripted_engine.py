@@ -1,4 +1,4 @@
-"""A core over a model without weights: everything around the model is real, a step takes microseconds."""
+"""A core over a model without weights: everything except the model is real, and a step takes microseconds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def byte_input_processor() -> InputProcessor:
 
 
 def run(core: EngineCore, asked: list[PromptRequest]) -> dict[str, list[SequenceOutput]]:
-    """All outputs by request id, once everything has ended."""
+    """Run until all requests have ended; return all outputs by request id."""
     for one in asked:
         core.add(byte_input_processor().process(one))
     outputs: dict[str, list[SequenceOutput]] = {one.request_id: [] for one in asked}

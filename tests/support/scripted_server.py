@@ -1,4 +1,5 @@
-"""A whole server over a scripted model, in this process: real engine, scheduler, sampler, grammars, tokenizer, HTTP.
+"""A complete server over a scripted model, in this process: real engine, scheduler, sampler, grammars, tokenizer and
+HTTP.
 
     with scripted_server([{"say": "Hello."}], template="Qwen-Qwen2.5-7B-Instruct.jinja") as server:
         server.post("/v1/chat/completions", {...})
@@ -36,7 +37,7 @@ NAME = "scripted"
 
 
 def without_files(config: ServerConfig | None) -> ServerConfig:
-    """The settings of a server that leaves nothing behind: its state is in memory unless it has a folder for it."""
+    """The settings of a server that writes no files: its state is in memory unless a folder for it is configured."""
     config = config or ServerConfig()
     return config if config.state_dir else replace(config, state=False)
 
@@ -64,7 +65,8 @@ def scripted_server(
     keys: KeyRing | None = None,
     **settings: Any,
 ) -> Iterator[ScriptedServer]:
-    """`template`: a file, or the text of a template. `settings`: those of an engine (`max_context=512`)."""
+    """Start a server. `template`: a file, or the text of a template. `settings`: those of an engine
+    (`max_context=512`)."""
     with tempfile.TemporaryDirectory(prefix="scripted-") as folder:
         file = Path(folder) / f"{NAME}.json"
         file.write_text(json.dumps(script))
@@ -80,7 +82,7 @@ def scripted_server(
 
 @contextmanager
 def virtual_server(num_replicas: int) -> Iterator[ScriptedServer]:
-    """A server over several cores whose model is not there."""
+    """Start a server with several cores over a virtual device, without a model."""
 
     async def start() -> AsyncEngine:
         engine = virtual_engine(VirtualDevice(), num_replicas, PrefixRouter(num_replicas))

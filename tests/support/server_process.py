@@ -1,7 +1,7 @@
-"""A server as a process of its own: what it prints, how it ends, which children it leaves.
+"""A server as a separate process: its output, its exit and its child processes.
 
-Run as a script it serves a scripted engine; the words after the port choose how that engine
-misbehaves; numbers are further ports.
+Run as a script, it serves a scripted engine; the words after the port select how that engine misbehaves; numbers are
+further ports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-RESERVED: list[socket.socket] = []  # by `free_port`, for as long as this process lives
+RESERVED: list[socket.socket] = []  # held by `free_port` until this process ends
 REAL = """
 import sys, json
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
@@ -50,7 +50,7 @@ class ServerProcess:
     def __init__(self, command: list[str], port: int, settings: Mapping[str, str]) -> None:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **settings}
-        # A file: a pipe that nobody reads would fill up and block the server. Closed in `close`.
+        # A file, since a pipe that is not read would fill up and block the server. Closed in `close`.
         self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.child = subprocess.Popen(
             [sys.executable, *command], env=environment, stdout=self._printed, stderr=self._printed
@@ -72,7 +72,8 @@ class ServerProcess:
             time.sleep(0.02)
 
     def make_ready(self) -> None:
-        """For a scripted engine that was started `unready`; once it is loading, as it listens to signals then."""
+        """Let a scripted engine started with `unready` finish loading. It must be loading already, since it handles
+        the signal only then."""
         self.child.send_signal(signal.SIGUSR1)
 
     def terminate(self) -> None:
@@ -100,7 +101,7 @@ class ServerProcess:
 
 
 def is_failed_step(line: str) -> bool:
-    """Tell whether a line of a log says that a step raised, whatever became of its requests."""
+    """Tell whether a log line reports that a step raised, whatever became of its requests."""
     return "a step with" in line and "rows failed" in line
 
 
@@ -114,7 +115,7 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def running(command: list[str], port: int, **settings: str) -> Iterator[ServerProcess]:
-    """`settings`: environment variables, beside those of the tests."""
+    """Run a server process; `settings` are additional environment variables."""
     process = ServerProcess(command, port, settings)
     try:
         yield process
@@ -122,10 +123,10 @@ def running(command: list[str], port: int, **settings: str) -> Iterator[ServerPr
         process.close()
 
 
-async def told_to_be_ready() -> None:
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told.set)
-    await told.wait()
+async def wait_for_ready_signal() -> None:
+    is_ready = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, is_ready.set)
+    await is_ready.wait()
 
 
 def main(port: int, words: list[str]) -> int:
@@ -136,12 +137,12 @@ def main(port: int, words: list[str]) -> int:
     from tokenmill.observe.metrics import Metrics
     from tokenmill.server import run
 
-    run.FLUSH_S = 1 if "talkative" in words else 60  # for clients that do not read; others end it by reading
+    run.FLUSH_S = 1 if "talkative" in words else 60  # short for the tests of clients that do not read
     configure_logging()
 
     async def start() -> FakeEngine:
         if "unready" in words:
-            await told_to_be_ready()
+            await wait_for_ready_signal()
         if "damaged" in words:
             raise DamagedFile("model.gguf is truncated", hint="pull it again")
         if "talkative" in words:
@@ -159,8 +160,8 @@ def main(port: int, words: list[str]) -> int:
 
 
 def free_port() -> int:
-    """A port for a server to be started later. The system gives those of this range to no client and no one who asks
-    for any port, and a name that ends with this process keeps other tests from choosing it too."""
+    """Return a port for a server to be started later. It is outside the range from which the system assigns ports,
+    and a Unix socket's name, held until this process ends, keeps other tests from choosing it too."""
     for port in random.sample(range(10_000, 32_000), 200):
         name = socket.socket(socket.AF_UNIX)
         try:
@@ -174,9 +175,9 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-def real_server(model: Path, **asked: Any) -> Any:
+def real_server(model: Path, **settings: Any) -> Any:
     port = free_port()
-    return running(["-c", REAL, json.dumps({"model": str(model), "port": port, **asked})], port)
+    return running(["-c", REAL, json.dumps({"model": str(model), "port": port, **settings})], port)
 
 
 if __name__ == "__main__":

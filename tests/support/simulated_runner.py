@@ -1,12 +1,12 @@
-"""A runner without a model that checks what it is told.
+"""A runner without a model that checks the plans it receives.
 
 Its KV memory holds, for every slot, the position and a hash of all tokens up to it: what a key or value depends on in a
-real model. It applies copies, table updates and writes as the real runner does, then every row reads its context
-through its block table; a cell that isn't exactly that sequence's own history is an error. Draws are a pure function
-of (seed, output index, history), so the tokens of a request are known beforehand.
+real model. It applies copies, table updates and writes as the real runner does; then every row reads its context
+through its block table. A cell that does not hold exactly that sequence's history is an error. A sampled token is a
+pure function of (seed, output index, history), so the expected tokens of a request are known.
 
-Several steps may be in flight. What a plan says of blocks must hold when it is launched; it is computed, in order, at a
-random moment between launch and collect.
+Several steps may be in flight. What a plan assumes about blocks must hold when it is launched; it is computed, in
+order, at a random moment between launch and collect.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def mix(*numbers: int) -> int:
 
 
 def histories(tokens: list[int], known: list[int]) -> list[int]:
-    """known extended so that entry i stands for tokens[: i + 1]."""
+    """Extend `known` so that entry i represents tokens[: i + 1]."""
     for index in range(len(known), len(tokens)):
         known.append(mix(known[-1] if known else 7, tokens[index]))
     return known
 
 
 def top_logprobs(history: int, count: int) -> tuple[list[int], list[float]]:
-    """Most likely next tokens: a permutation and falling logprobs, both from the history."""
+    """Return the most likely next tokens: a permutation and falling logprobs, both derived from the history."""
     first, logprob = mix(history, 1) % VOCAB, 0.0
     ids = [(first + 7 * i) % VOCAB for i in range(min(count, VOCAB))]
     logprobs = []
@@ -72,7 +72,7 @@ def drawn_logprob(history: int, token_id: int) -> float:
 
 
 def expected_tokens(request: Request, index: int) -> list[int]:
-    """What sample `index` of a request must say, whatever else is running."""
+    """Return the tokens that sample `index` of a request must have, whatever else is running."""
     tokens, seed = list(request.prompt_token_ids), mixed_seed(request.seed, index)
     stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(request.eos_token_ids))
     for output_index in range(request.max_tokens):
@@ -86,7 +86,7 @@ def expected_tokens(request: Request, index: int) -> list[int]:
 
 
 def in_sight(tokens: list[int], shift: ContextShift | None) -> list[int]:
-    """What the token after these may depend on."""
+    """Return the tokens that the next one may depend on."""
     while shift is not None and len(tokens) > shift.context:
         tokens = tokens[: shift.keep] + tokens[shift.keep + shift.drop :]
     return tokens
@@ -98,7 +98,7 @@ class SimulatedRow:
         self.tokens = new.prompt_token_ids + new.output_token_ids
         self.known: list[int] = []
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.fed = self.tokens  # with the drafts of this step
+        self.fed = self.tokens  # including the drafts of this step
         self.num_fed = 0
         self.num_dropped = 0
 
@@ -110,7 +110,7 @@ class SimulatedRow:
 
 
 def updated(cache: KVCache, tables: list[list[int]], updates: list[BlockTableUpdate]) -> None:
-    """Rows of the groups' tensors become block ids again."""
+    """Turn rows of the groups' tensors into block ids."""
     for update in updates:
         table = tables[update.group]
         assert update.start <= len(table), "a table update leaves a hole"
@@ -124,9 +124,9 @@ class SimulatedRunner:
         self.memory: dict[int, list[tuple[int, int] | None]] = {}
         self.rows: dict[int, SimulatedRow] = {}
         self.fail_rows_of: set[int] = set()  # seeds whose rows report an error
-        self.shifts: dict[int, ContextShift] = {}  # by the seed of a row
+        self.shifts: dict[int, ContextShift] = {}  # by seed of the row
         self._random = random.Random(seed)
-        self._launched: deque[StepPlan] = deque()  # and not computed yet
+        self._launched: deque[StepPlan] = deque()  # launched and not computed yet
         self._results: dict[int, StepResult] = {}  # computed and not collected yet
         self._tables: dict[int, list[list[int]]] = {}  # block tables as of the last launch
         self._writes: dict[int, set[int]] = {}  # by step in flight: the blocks that it writes
@@ -155,7 +155,7 @@ class SimulatedRunner:
         return set().union(*self._writes.values())
 
     def _check_blocks(self, plan: StepPlan) -> None:
-        """Every block that a plan writes belongs to one table alone and has no name yet."""
+        """Require that every block that a plan writes belongs to exactly one table and is not registered yet."""
         for row in plan.freed_rows:
             del self._tables[row]
         for new in plan.new_rows:
@@ -166,12 +166,12 @@ class SimulatedRunner:
             updated(self.cache, tables, row_plan.table_updates)
             for rule, table in zip(self.cache.rules, tables, strict=True):
                 for entry in rule.written(row_plan.start, row_plan.start + len(row_plan.token_ids)):
-                    block = table[entry]  # null where nothing is kept: a row may have had other tables before
+                    block = table[entry]  # null for freed entries: the row may have had other tables before
                     if block == 0 and rule.kind != "paged":
-                        continue  # what no later query sees is not kept
+                        continue  # blocks that no later query sees are not kept
                     assert block != 0, "the null block is written"
                     assert self.cache.pool.refs[block] == 1, "a shared block is written"
-                    # A name is given when a block is full, and a full block is never written.
+                    # A block is registered when it is full, and a full block is never written.
                     assert not self.cache.prefix.has(block), "a registered block is written"
                     writes.add(block)
 
@@ -228,7 +228,7 @@ class SimulatedRunner:
                     self._block(table[entry])[at] = (position, row.known[position])
 
     def _read_before(self, rule: EntryRule, table: list[int], plan: RowPlan, row: SimulatedRow) -> None:
-        """What a step reads of cells and states: nothing that it writes itself."""
+        """Check what a step reads of cells and states, except what it writes itself."""
         begin = plan.start // self.cache.rules[-1].chunk * self.cache.rules[-1].chunk
         if rule.kind == "cells":
             for position in range(begin, plan.start):
@@ -267,7 +267,7 @@ class SimulatedRunner:
             if row.fed[end + place : end + place + 1] != token_ids[-1:]:
                 break
         row.tokens = row.tokens + token_ids
-        if plan.num_drafts:  # of a wrong one nothing stays
+        if plan.num_drafts:  # the state after a rejected token is discarded
             row.known = row.known[: end + len(token_ids) - 1]
         return RowResult(
             row=plan.row,
@@ -298,7 +298,7 @@ class SimulatedRunner:
 
 
 def own_end_of(plan: RowPlan) -> int:
-    """Where the sequence's own tokens end and drafts begin."""
+    """Return where the sequence's own tokens end and drafts begin."""
     return plan.start + len(plan.token_ids) - plan.num_drafts
 
 

@@ -1,4 +1,4 @@
-"""Random matrices of small floats, as checkpoints have them: every matrix, group and row with scales of its own."""
+"""Random matrices of small floats as in checkpoints: every matrix, group and row has its own scale."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ GROUP = 128  # columns, and rows, of a block of fp8
 
 
 def raw_matrix(quant: str, shape: tuple[int, ...], seed: int, name: str = "a.weight") -> RawTensor:
-    """F8: a scale for 128 x 128 numbers; NV4, NV4D: one for 16, and one for the matrix of each expert; MXFP4"""
+    """Make a random matrix. F8 has a scale for each 128 x 128 values; NV4 and NV4D have one for each 16 values and
+    one for each expert's matrix; or MXFP4."""
     drawing, num_blocks = torch.Generator().manual_seed(seed), shape[-1] // 32
     each = (*shape[:-1], num_blocks, BLOCK_TYPES[quant].block_bytes)
     blocks = torch.randint(0, 256, each, generator=drawing, dtype=torch.uint8)
     if quant == "F8":
-        blocks[..., 4:] &= 0xBF  # the highest codes are no numbers
+        blocks[..., 4:] &= 0xBF  # the highest codes are NaN
         grid = (*shape[:-2], -(-shape[-2] // GROUP), shape[-1] // GROUP)
         scales = torch.rand(grid, generator=drawing) * 0.01 + 0.001
         scales = scales.repeat_interleave(GROUP, dim=-2)[..., : shape[-2], :].repeat_interleave(GROUP // 32, dim=-1)

@@ -1,6 +1,6 @@
-"""A model that says what a test tells it, behind the real front and the real core: template, grammar, reader, events.
+"""A model that generates the text a test gives it, behind the real front and core: template, grammar, reader, events.
 
-Its vocabulary is the 256 bytes and the markers of a family, each a token of its own as in real vocabularies.
+Its vocabulary is the 256 bytes and the markers of a family, each marker being one token as in real vocabularies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ LAYER = LayerSpec(Gqa(1, 1, 8, 0.35, None), MlpSpec(8))
 
 
 def marker_tokenizer(template: str, markers: Sequence[str] = (), special: Sequence[str] = ()) -> Tokenizer:
-    """Bytes, and each marker as one token; `special` ones are control tokens that text never shows."""
+    """Build a tokenizer of bytes with each marker as one token; those in `special` are control tokens, which are
+    never shown as text."""
     plain = byte_tokenizer()
     plain.backend.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
     plain.backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in special])
@@ -54,16 +55,16 @@ class Speaker:
         self.frontend = ModelFrontend(self.config, "speaker", Path("speaker"), spec, self.tokenizer, 0)
         self.input_processor = self.frontend.input_processor(MAX_CONTEXT)
 
-    def prompt(self, asked: ChatRequest) -> str:
-        return self.input_processor.chat_text(asked)
+    def prompt(self, chat_request: ChatRequest) -> str:
+        return self.input_processor.chat_text(chat_request)
 
-    def events(self, asked: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> list[Event]:
-        """The events of an answer; a stubborn model wants to say its text whatever the grammar allows, and where it
-        may not, it says anything."""
-        request = self.input_processor.process(asked)
+    def events(self, chat_request: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> list[Event]:
+        """Return the events of an answer. A stubborn model tries to generate its text in spite of the grammar; where
+        the grammar forbids its token, it generates a random one."""
+        request = self.input_processor.process(chat_request)
         core = self._core(len(request.prompt_token_ids), self._ids(says), is_stubborn)
         core.prepare(request)
-        processor = self.frontend.output_processor(asked, request)
+        processor = self.frontend.output_processor(chat_request, request)
         core.add(request)
         events: list[Event] = []
         while not processor.is_finished:
@@ -75,18 +76,18 @@ class Speaker:
                 core.abort(request.request_id, index)
         return events
 
-    def answers(self, asked: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> list[Event]:
-        """The whole answers, one a choice."""
-        folds = [EventFold() for _ in range(asked.params.n)]
-        for event in self.events(asked, says, is_stubborn=is_stubborn):
+    def answers(self, chat_request: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> list[Event]:
+        """Return the complete answers, one per choice."""
+        folds = [EventFold() for _ in range(chat_request.params.n)]
+        for event in self.events(chat_request, says, is_stubborn=is_stubborn):
             folds[event.index].add(event)
         return [fold.event for fold in folds]
 
-    def answer(self, asked: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> Event:
-        return self.answers(asked, says, is_stubborn=is_stubborn)[0]
+    def answer(self, chat_request: ChatRequest, says: str | list[int], *, is_stubborn: bool = False) -> Event:
+        return self.answers(chat_request, says, is_stubborn=is_stubborn)[0]
 
     def _ids(self, says: str | list[int]) -> list[int]:
-        """Markers in a text are their tokens; ids are said as they are."""
+        """Encode a text, with markers as single tokens; ids are returned unchanged."""
         return self.tokenizer.encode(says, add_special_tokens=False) if isinstance(says, str) else says
 
     def _core(self, prompt_len: int, says: list[int], is_stubborn: bool) -> EngineCore:

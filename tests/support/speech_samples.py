@@ -1,4 +1,4 @@
-"""Random tools, calls, texts and cuts for tests of how models speak."""
+"""Random tools, calls, texts and splits for tests of tool-call and reasoning formats."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def random_call(random: Random, row: CallFormat) -> ToolCall:
     tool = random.choice(TOOLS)
     assert tool.parameters is not None
     names = list(tool.parameters["properties"])
-    if row.values == "nested":  # has no nulls, and only a schema tells numbers from strings
+    if row.values == "nested":  # the format has no nulls, and distinguishes numbers from strings only by a schema
         names = [name for name in names if name not in ("none", "where")]
     arguments = {name: random_value(random, name) for name in random.sample(names, random.randrange(len(names)))}
     written = json.dumps(arguments, ensure_ascii=False)
@@ -102,7 +102,7 @@ def cut(random: Random, text: str, longest: int) -> list[str]:
 
 
 def read(reader: SpeechReader, pieces: Iterable[str]) -> list[Part]:
-    """Return all parts of an answer, with every fragment of arguments checked to keep them a prefix of JSON."""
+    """Return all parts of an answer; check that every fragment of arguments leaves them a prefix of JSON."""
     return folded([part for piece in pieces for part in reader.push(piece)] + reader.finish())
 
 
@@ -167,7 +167,7 @@ def read_ids(reader: SpeechReader, tokenizer: Tokenizer, ids: Iterable[int]) -> 
 
 
 def mutated(random: Random, text: str, markers: list[str]) -> tuple[str, list[str]]:
-    """Return the text with cuts, doubled and moved pieces and stray markers, and with words that must not be lost."""
+    """Damage a text: cut, double or move pieces and insert markers, and words that must not be lost."""
     for _ in range(random.randint(1, 4)):
         start = random.randrange(len(text))
         end = min(len(text), start + random.randint(1, 12))

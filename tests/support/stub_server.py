@@ -1,12 +1,12 @@
-"""A server that speaks OpenAI's chat stream on a schedule known beforehand. Runs as a script: prints its port.
+"""A server that speaks OpenAI's chat stream on a known schedule. Runs as a script: prints its port.
 
     schedule   first token after `ttft` seconds, then one every `itl` seconds
     share      one machine shared by all: a token of each of n running streams takes n × `itl` seconds
     queue      one at a time: a request waits for all before it (`ttft` seconds each), so a queue grows under load
 
-Each piece of text is the moment it was written, on the clock that all processes of this machine share. The server never
-sleeps: a machine that has to be woken, or a timer of whole milliseconds, would make it late by more than is measured.
-`GET /stolen` lists the moments at which something else had its processor all the same.
+Each piece of text is the time at which it was written, on the clock that all processes of this machine share. The
+server never sleeps: waking up, or a timer with a resolution of milliseconds, would make it late by more than is
+measured. `GET /stolen` lists the times at which something else nevertheless had its processor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODELS = b'{"object": "list", "data": [{"id": "stub", "object": "model"}]}'
 
 
 class Timetable:
-    """What is due when, to the microsecond, by looking at the clock all the time."""
+    """Runs due events to the microsecond, by polling the clock continuously."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, StubStream]] = []

@@ -1,7 +1,7 @@
-"""A model that does not want to call tools, and a mask that makes it: random tokens wherever a grammar allows them.
+"""A model that avoids tool calls, and the mask that forces them: it samples random tokens that the grammar allows.
 
-It says what it has in mind as long as it may, then whatever is allowed. Now and then it tries to end what it is writing
-(a string, a tag), for random text would never do so.
+It generates its own text as long as the grammar allows that, then random tokens. Now and then it tries to end the
+current string or tag, which random text would never do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenmill.text.tokenizer import Tokenizer
 REFUSAL = "I am sorry, but I will not call any tool."
 
 
-def bent_answer(
+def constrained_answer(
     vocabulary: Vocabulary,
     tokenizer: Tokenizer,
     lark: str,
@@ -27,7 +27,7 @@ def bent_answer(
     random: Random,
     max_tokens: int = 3000,
 ) -> list[int]:
-    """Return the tokens that the stubborn model ends up with under a grammar; fails where it never ends."""
+    """Return the tokens that the stubborn model generates under a grammar; fail if it does not end."""
     matcher = LLMatcher(vocabulary.ll, LLMatcher.grammar_from_lark(lark))
     assert not matcher.is_error(), f"{matcher.get_error()}\n{lark}"
     mask = np.zeros((vocabulary.vocab_size + 31) // 32, dtype=np.int32)
@@ -59,7 +59,7 @@ def _allowed(mask: np.ndarray[Any, Any]) -> list[int]:
 
 
 def random_schema(random: Random) -> dict[str, Any]:
-    """Return the parameters of a tool with the keywords that tools use."""
+    """Return parameters of a tool with the JSON Schema keywords that tools use."""
     names = random.sample(
         ("city", "days", "days_2", "unit", "tags", "where", "on", "note", "code"), random.randint(0, 6)
     )

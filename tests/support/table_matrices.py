@@ -1,5 +1,5 @@
-"""Random matrices of codes of a table, as files have them, every group with a scale of its own; and of integers in act
-order."""
+"""Random matrices of indices into a table of values, as files have them, with a scale for each group; and matrices
+of integers in act order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tokenmill.weights.scaled_blocks import Groups, integer_blocks
 def table_matrix(
     quant: str, shape: tuple[int, ...], seed: int, blocks_per_scale: int = 1, name: str = "layers.0.q.weight"
 ) -> RawTensor:
-    """nf4 and fp4 with scales for `blocks_per_scale` blocks of 32 columns, IQ4_NL for one, IQ4_XS for 256 and for 32"""
+    """Make a random matrix. nf4 and fp4 have scales for `blocks_per_scale` blocks of 32 columns, IQ4_NL for one
+    block, IQ4_XS for 256 and for 32 columns."""
     drawing, kind = torch.Generator().manual_seed(seed), BLOCK_TYPES[quant]
     each = (*shape[:-1], shape[-1] // kind.block_size, kind.block_bytes)
     blocks = torch.randint(0, 256, each, generator=drawing, dtype=torch.uint8)
@@ -28,7 +29,7 @@ def table_matrix(
 
 
 def act_order(bits: int, num_out: int, order: torch.Tensor, *, is_symmetric: bool, group: int) -> RawTensor:
-    """A matrix as reading makes it of a checkpoint's, with columns of a group in places that `order` says"""
+    """Make a matrix as it is read from a checkpoint; `order` gives the group of each column."""
     shape, owners = (num_out, len(order) // group), torch.empty_like(order)
     owners[order] = torch.arange(len(order)) // group
     codes = torch.randint(0, 1 << bits, (num_out, len(order)), dtype=torch.uint8)

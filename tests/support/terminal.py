@@ -1,4 +1,4 @@
-"""A place to type the commands of documents and examples: a folder, a filled store, free ports, servers."""
+"""Runs the commands of documents and examples: a folder, a filled store, free ports, servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PORTS = ("8000", "8001", "8002")
 
 
 class Terminal:
-    """A place to type the README's commands: a folder, a filled store, free ports, servers in the background."""
+    """Runs the README's commands in a folder, with a filled store, free ports and servers in the background."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
@@ -50,8 +50,8 @@ class Terminal:
         return done.returncode, done.stdout
 
     def serve(self, command: str) -> str:
-        """What a server printed until it was ready; one that runs on this port already is not started twice."""
-        named = {"tokenmill.toml": "8001", "models.toml": "8002"}  # the port that each settings file has
+        """Start a server; return what it printed until it was ready. If one runs on this port already, it is used."""
+        named = {"tokenmill.toml": "8001", "models.toml": "8002"}  # the port in each settings file
         port = self.ports[next((one for file, one in named.items() if file in command), "8000")]
         environment = {**self.environment, "TOKENMILL_PORT": port} if "--config" not in command else self.environment
         log = self.folder / f"server-{port}.log"
@@ -71,7 +71,7 @@ class Terminal:
 
 
 def fill_store(root: Path, model: Path) -> None:
-    """The default model as `pull` leaves it, from the tests' own cache."""
+    """Put the default model into the store as `pull` does, from the tests' own cache."""
     from tokenmill.store import DEFAULT_MODEL, Manifest, Store, StoredFile, find_entry
 
     store = Store(root)
@@ -102,7 +102,8 @@ def wait_until_ready(url: str, server: subprocess.Popen[str], log: Path) -> None
 
 
 def require_shown(shown: list[str], printed: str) -> None:
-    """Every shown line occurs, in order; `…` stands for anything, spaces count once."""
+    """Require that every shown line was printed, in order; `…` stands for anything, and runs of spaces are equal to
+    one."""
     lines = iter([" ".join(line.split()) for line in printed.splitlines()])
     for wanted in shown:
         pattern = ".*".join(re.escape(part) for part in " ".join(wanted.split()).split("…"))

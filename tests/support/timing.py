@@ -1,5 +1,7 @@
-"""How long tests wait for what shall be quick. A machine that others use may stand still for seconds at any moment, so
-a limit only tells what is quick from what would never end; where a test counts work, it counts processor time.
+"""How long tests wait for what should be quick.
+
+A shared machine may pause a process for seconds at any time. A limit therefore only tells what is quick from what never
+ends; tests that measure work measure processor time.
 """
 
 from __future__ import annotations

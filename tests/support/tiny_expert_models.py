@@ -1,4 +1,5 @@
-"""What distinguishes tiny random models with routed experts from the common sizes (`tests/support/tiny_models.py`)."""
+"""How the configs of tiny random models with routed experts differ from the common sizes
+(`tests/support/tiny_models.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made by transformers; windows are shorter than the sequences tested."""
+"""Tiny random models of every family, made by transformers; their windows are shorter than the test sequences."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA, **ROUTED, "linear_conv_kernel_dim": 3}),
 }
 
-# The same, of families that came later: compared in one go each (`tests/models/test_current_families.py`).
+# Newer families, each compared in one test (`tests/models/test_current_families.py`).
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF_ROPE = {**ROPE, "partial_rotary_factor": 0.5}
 MAMBA = {
@@ -334,7 +334,8 @@ NATIVE_SIZES: dict[str, dict[str, Any]] = {
 
 
 def make_reference(name: str, seed: int = 0, **others: Any) -> transformers.PreTrainedModel:
-    """A float32 model whose every tensor, norms included, is far from trivial; `others`: sizes in place of its own."""
+    """Make a float32 model in which every tensor, norms included, is far from trivial; `others`: sizes that replace
+    the usual ones."""
     kind, changes = {**FAMILIES, **CURRENT}[name]
     config = getattr(transformers, kind)(**{**SIZES, **changes, **others})
     config._attn_implementation = "eager"
@@ -343,7 +344,7 @@ def make_reference(name: str, seed: int = 0, **others: Any) -> transformers.PreT
 
 
 def randomised(model: transformers.PreTrainedModel, seed: int = 0) -> transformers.PreTrainedModel:
-    """The model in float32 with every tensor, norms included, far from trivial"""
+    """Return the model in float32, with every tensor, norms included, far from trivial."""
     model, config = model.float().eval(), model.config
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -353,17 +354,17 @@ def randomised(model: transformers.PreTrainedModel, seed: int = 0) -> transforme
             # A large tied embedding would make every token predict itself.
             scale = 0.03 if "embed" in parameter_name and getattr(config, "tie_word_embeddings", False) else 0.2
             parameter.copy_(parameter * is_norm + scale * noise)
-        for buffer_name, buffer in model.named_buffers():  # biases of the choice of experts, scalars of layers
+        for buffer_name, buffer in model.named_buffers():  # biases of expert routing, scalars of layers
             if buffer_name.endswith(("_bias", "layer_scalar")):
                 buffer.copy_(buffer + 0.2 * torch.randn(buffer.shape, generator=generator))
-            if buffer_name.endswith("tid2eid"):  # experts that are looked up by token
+            if buffer_name.endswith("tid2eid"):  # experts selected by a table of token ids
                 orders = torch.rand(len(buffer), config.n_routed_experts, generator=generator).argsort(-1)
                 buffer.copy_(orders[:, : buffer.shape[1]])
     return model
 
 
 def load_ours(reference: transformers.PreTrainedModel, directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The same model through files, our config reader and our weight rules."""
+    """Load the same model from its files, with our config reader and weight rules."""
     reference.save_pretrained(directory)
     spec = spec_from_hf(json.loads((directory / "config.json").read_text()))
     weights = open_weights(directory, spec)

@@ -1,4 +1,4 @@
-"""Families of models with different forms of tool calls, the tools they are offered, and what tests compare."""
+"""Model families with different tool-call formats, the tools that tests offer, and how calls are compared."""
 
 from __future__ import annotations
 

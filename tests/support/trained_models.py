@@ -1,7 +1,7 @@
-"""The tiny trained models of current architectures, and the comparison with their golden answers.
+"""Tiny trained models of current architectures, and the comparison with their golden answers.
 
-Golden answers are greedy tokens and logprobs of a float64 computation. A position whose two best tokens are closer than
-the tolerance may fall either way, and ends the comparison of its prompt.
+Golden answers are greedy tokens and logprobs computed in float64. If the two best tokens of a position are closer than
+the tolerance, either may be chosen, and the comparison of that prompt ends there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def golden_cases(folder: Path) -> list[dict[str, Any]]:
 
 
 def num_equal_tokens(cases: Sequence[dict[str, Any]], answers: Sequence[RequestOutput], tolerance: float) -> int:
-    """Require each answer to be its golden one, up to a close call; return how many tokens were compared."""
+    """Require each answer to equal its golden one, up to a close call; return how many tokens were compared."""
     compared = 0
     for case, answer in zip(cases, answers, strict=True):
         output = answer.outputs[0]

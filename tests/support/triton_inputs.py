@@ -72,7 +72,7 @@ def random_raw(quant: str, num_in: int, blocks_per_scale: int, num_out: int = 24
 
 
 def other_raw(quant: str, num_in: int, num_out: int = 24) -> RawTensor:
-    """A random matrix in a format of other makers, its scales the same for 128 columns where that is possible"""
+    """Make a random matrix in a format of another vendor, with equal scales for 128 columns if the format allows it."""
     drawn = torch.Generator().manual_seed(2)
     if quant in ("G4", "G8"):
         bits, shape = int(quant[1]), (num_out, num_in // 128)
@@ -83,7 +83,7 @@ def other_raw(quant: str, num_in: int, num_out: int = 24) -> RawTensor:
     size = OTHER_TYPES[quant].block_bytes
     blocks = torch.randint(0, 256, (num_out, num_in // 32, size), generator=drawn, dtype=torch.uint8)
     blocks[:, :, :4] = torch.full((1, 1, 1), 0.01).view(torch.uint8)
-    if quant == "F8":  # whose highest codes are no numbers
+    if quant == "F8":  # the highest codes are NaN
         blocks[:, :, 4:] &= 0xBF
     if quant in ("NV4", "NV4D"):
         blocks[:, :, 4:6] = torch.randint(40, 80, (num_out, num_in // 32, 2), generator=drawn, dtype=torch.uint8)
@@ -103,7 +103,7 @@ def before_unreadable_page(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pack_as_file(quant: str, num_out: int, num_in: int, blocks_per_scale: int = 1) -> quantized.PackedIntMatrix:
-    """A random matrix [num_out, num_in] as a file has it quantised, packed without rounding it again"""
+    """Make a random matrix [num_out, num_in] quantised as in a file, and packed without rounding it again."""
     raw = random_raw(quant, num_in, blocks_per_scale, num_out)
     form = packed_int_format(raw.name, raw.shape, StoredFormat(quant, blocks_per_scale))
     assert form is not None
@@ -111,6 +111,6 @@ def pack_as_file(quant: str, num_out: int, num_in: int, blocks_per_scale: int = 
 
 
 def gpu_with(**numbers: int) -> Capabilities:
-    """The GPU that kernels in the interpreter are chosen for, with other numbers"""
+    """Replace figures of the GPU that kernels are selected for in the interpreter."""
     found = capabilities_of(torch.device("cpu"))
     return replace(found, tuning=msgspec.structs.replace(found.tuning, **numbers))

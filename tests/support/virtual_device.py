@@ -1,7 +1,7 @@
-"""A scheduler on a virtual clock: steps take as long as a device's formula says, and clients come and go in between.
+"""A scheduler on a virtual clock: a step takes as long as a device's formula says, and clients come and go meanwhile.
 
-Tokens are no concern here (`simulated_runner.py` is for those): every row that samples draws token 1. A thousand
-requests take a second or two of real time.
+Tokens are not checked here (see `simulated_runner.py`): every row that samples gets token 1. A thousand requests take a
+second or two of real time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ VOCAB = 30_000
 
 @dataclass(frozen=True)
 class SimulatedDevice:
-    """Seconds of a step: a small CPU by default."""
+    """The formula for the seconds of a step; the default is a small CPU."""
 
     base_s: float = 0.008
     token_s: float = 0.0005
     sample_s: float = 0.0003
     context_s: float = 2e-8
     pair_s: float = 2e-9
-    prompts_s: float = 0.0  # more where a step computes prompts: they have kernels of their own in each layer
+    prompts_s: float = 0.0  # added for a step with prompts, which launch additional kernels in each layer
 
     def seconds(self, size: StepSize) -> float:
         seconds = self.base_s + self.token_s * size.tokens + self.sample_s * size.samples
@@ -50,14 +50,14 @@ LARGE_GPU = SimulatedDevice(
 
 @dataclass
 class RequestTimeline:
-    """What became of one request."""
+    """The course of one request."""
 
     request: Request
     sent_s: float
     token_times: list[float] = field(default_factory=list)
     ended_s: float | None = None
-    refused_s: float | None = None  # the wait that it was told
-    cost_s: float = 0.0  # of the device: its rows' part of every step
+    refused_s: float | None = None  # Retry-After of the refusal
+    cost_s: float = 0.0  # device time: its rows' share of every step
 
     @property
     def ttft_s(self) -> float:
@@ -85,11 +85,12 @@ class VirtualServer:
         depth: int = 1,
         **settings: object,
     ) -> None:
-        """`depth`: steps in flight; with several, rows feed tokens that the host has not seen yet."""
+        """Make a server. `depth`: steps in flight; with more than one, rows feed tokens that the host has not seen
+        yet."""
         self.device = device or SimulatedDevice()
         self._depth = depth
-        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()  # when each was launched, and when it ends
-        self._free_s = 0.0  # when the device has done all of them
+        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()  # plan, launch time, end time
+        self._free_s = 0.0  # when the device has finished all steps in flight
         self.now = 0.0
         self.cache = KVCache(windows=[None], num_blocks=num_blocks, block_size=block_size)
         config = SchedulerConfig(max_running=rows, token_budget=tokens)
@@ -104,7 +105,7 @@ class VirtualServer:
         )
         self.lives: dict[str, RequestTimeline] = {}
         self.busy_s = 0.0
-        self.cold_steps: list[float] = []  # seconds that the next steps take beside their own
+        self.cold_steps: list[float] = []  # seconds added to the next steps
         self.steps: list[tuple[StepSize, float]] = []
         self.on_end: Callable[[RequestTimeline], None] = lambda life: None
         self.on_output: Callable[[SequenceOutput], None] = lambda output: None
@@ -117,8 +118,8 @@ class VirtualServer:
         heapq.heappush(self._events, (when_s, next(self._numbers), do))
 
     def ask(self, tenant: str = "", prompt: int = 100, output: int = 20, **more: object) -> RequestTimeline:
-        """A request, sent now. `prefix`: so many of its first tokens are the same for all requests of its tenant with
-        the same `talk`."""
+        """Send a request now. `prefix`: so many of its first tokens are shared by all requests of its tenant with
+        the same `talk` (a number of a conversation)."""
         number = next(self._numbers)
         weight, prefix = float(more.pop("weight", 1.0)), int(more.pop("prefix", 0))  # type: ignore[call-overload]
         most, n = more.pop("max_sequences", None), int(more.pop("n", 1))  # type: ignore[call-overload]
@@ -146,7 +147,7 @@ class VirtualServer:
     # ── time ───────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Step until there is nothing to do, or it is so late."""
+        """Step until there is nothing left to do, or until `until_s`."""
         while self.now < until_s:
             while self._events and self._events[0][0] <= self.now:
                 heapq.heappop(self._events)[2]()
@@ -159,7 +160,7 @@ class VirtualServer:
                 return
 
     def _launch(self) -> None:
-        """Fill the device's queue, as the engine's core does."""
+        """Launch steps until the device's queue is full, as the engine's core does."""
         while len(self._in_flight) < self._depth and self.scheduler.has_work:
             if (plan := self.scheduler.plan()) is None:
                 return
@@ -183,7 +184,7 @@ class VirtualServer:
                 self.on_end(life)
 
     def _share_cost(self, plan: StepPlan, seconds: float) -> None:
-        """Give every row its part of a step: its tokens, and an equal part of what all share."""
+        """Charge each row its part of a step: its tokens, and an equal share of the common cost."""
         by_row = {sequence.row: sequence.state.request.request_id for sequence in self.scheduler.running}
         spare = seconds - self.device.token_s * sum(len(row.token_ids) for row in plan.rows)
         for row in plan.rows:
@@ -199,7 +200,7 @@ class VirtualServer:
 
 
 def jain(values: list[float]) -> float:
-    """Jain's index of fairness: 1 where all have the same."""
+    """Return Jain's index of fairness: 1 if all values are equal."""
     return sum(values) ** 2 / (len(values) * sum(value * value for value in values))
 
 

@@ -1,4 +1,4 @@
-"""Warm-up of large models on tensors without memory: only shapes decide which kernels are compiled."""
+"""Warm-up of large models on meta tensors: which kernels are compiled depends only on shapes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ LFM2 = {
 
 
 class Shapes:
-    """Weights of a model, without numbers; plain ones or, where they are stacked with such, blocks of two formats: some
-    layers have the second one in places, as in files of llama.cpp."""
+    """Weights of a model, as shapes without values. They are plain, or, for stacked matrices, blocks of two formats:
+    some layers use the second one for some matrices, as in llama.cpp's files."""
 
     def __init__(self, tensors: dict[str, TensorSpec], blocks: tuple[str, str] | None = None) -> None:
         self._tensors = tensors
@@ -70,7 +70,7 @@ class Shapes:
 
 
 class FinishedCompilation:
-    """Notes are looked at when they are made."""
+    """Compile workers that call each request for kernels when it is made."""
 
     is_working = True
 
@@ -80,17 +80,17 @@ class FinishedCompilation:
     def join(self) -> None:
         pass
 
-    def note(self, ask: Callable[[], object]) -> None:
-        self._noted.append(ask)
+    def note(self, request: Callable[[], object]) -> None:
+        self._noted.append(request)
 
-    def make(self, *asks: Callable[[], object]) -> None:
-        for ask in (*self._noted, *asks):
-            ask()
+    def make(self, *requests: Callable[[], object]) -> None:
+        for request in (*self._noted, *requests):
+            request()
 
 
-def asked_at_once(*asks: Callable[[], object]) -> FinishedCompilation:
-    for ask in asks:
-        ask()
+def compile_at_once(*requests: Callable[[], object]) -> FinishedCompilation:
+    for request in requests:
+        request()
     return FinishedCompilation()
 
 

@@ -1,7 +1,6 @@
-"""The server's page in a real Chromium, driven by playwright and watched.
+"""The server's page in a real Chromium, driven by playwright.
 
-Whatever the console complains of, whatever is asked of another origin, and dialogs that no page of ours opens, fail the
-test at its end.
+Console errors, requests to other origins and unexpected dialogs fail the test at its end.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def watched_page(
     expects: str = "",
     **context: Any,
 ) -> Iterator[Page]:
-    """A page in a profile of its own. `expects`: what a complaint of the console may contain, for errors on purpose."""
+    """Open a page in a profile of its own. `expects`: parts of console messages that the test provokes."""
     complaints: list[str] = []
     with browser.new_context(viewport={"width": width, "height": height}, **context) as profile:
         page = profile.new_page()
@@ -47,10 +46,10 @@ def watched_page(
     assert left == [], left
 
 
-def _note_foreign(asked: str, own: str, complaints: list[str]) -> None:
-    parts = urlsplit(asked)
+def _note_foreign(requested: str, own: str, complaints: list[str]) -> None:
+    parts = urlsplit(requested)
     if parts.scheme not in ("data", "blob") and f"{parts.scheme}://{parts.netloc}" != own:
-        complaints.append(f"outside request: {asked}")
+        complaints.append(f"outside request: {requested}")
 
 
 def ask(page: Page, text: str) -> None:
@@ -66,12 +65,12 @@ def wait_for_answer(page: Page, text: str) -> None:
 
 
 def wait_until(page: Page, condition: str) -> None:
-    """Wait for a condition on the page. (playwright's own way needs `eval`, which the page's policy forbids.)"""
+    """Wait for a condition on the page. (playwright's own function needs `eval`, which the page's policy forbids.)"""
     assert eventually(lambda: bool(page.evaluate(condition))), condition
 
 
 def note_states(page: Page, selector: str) -> None:
-    """Note every text that the last element of this kind shows from now on; `noted_states` returns them."""
+    """Record every text that the last matching element shows from now on; `noted_states` returns them."""
     page.evaluate(
         """selector => { window.states = new Set(); new MutationObserver(() => {
         const all = document.querySelectorAll(selector);

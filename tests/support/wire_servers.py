@@ -1,4 +1,5 @@
-"""Servers of other makers, as their documentation shows their streams: path, headers and fields wanted, events sent.
+"""Imitations of other engines' servers, as documented by their makers: expected path, headers and fields, events
+sent.
 
 anthropic   Messages API, streaming: "Basic streaming request" of its documentation, with its ping and block events
 ollama      docs/api.md, "Generate a chat completion": one JSON object a line, durations in nanoseconds
@@ -27,7 +28,7 @@ def event(payload: Body, name: str = "", space: str = " ") -> bytes:
 
 def anthropic(body: Body, headers: Any) -> Iterator[bytes]:
     assert headers["anthropic-version"] and headers["authorization"] == "Bearer secret"
-    assert headers["x-api-key"] in (None, "secret")  # where it was before; a client of today no longer sends it
+    assert headers["x-api-key"] in (None, "secret")  # the field's former place; current clients no longer send it
     assert {"model", "max_tokens", "messages", "stream"} <= set(body)
     usage = {"input_tokens": 5, "cache_read_input_tokens": 20, "cache_creation_input_tokens": 0, "output_tokens": 1}
     message = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "model": body["model"],
@@ -116,7 +117,7 @@ def wire_server(path: str, script: Script) -> Iterator[str]:
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
 
         def log_message(self, *_: Any) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Wire)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

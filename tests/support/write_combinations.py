@@ -1,6 +1,7 @@
-"""docs/COMBINATIONS.md from what the engine really does:   python -m tests.support.write_combinations [MODEL]
+"""Writes docs/COMBINATIONS.md from the engine's behaviour:   python -m tests.support.write_combinations [MODEL]
 
-Runs every pair and writes down whether it works or how it is refused. The tests do the same and compare.
+It runs every pair of features and records whether it works or how it is refused. The tests run the same pairs and
+compare.
 """
 
 from __future__ import annotations

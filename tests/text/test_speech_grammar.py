@@ -22,7 +22,7 @@ from tests.support.speech_samples import (
     read_ids,
     texts_of,
 )
-from tests.support.stubborn_model import bent_answer, random_schema
+from tests.support.stubborn_model import constrained_answer, random_schema
 from tokenmill.guided.vocabulary import Vocabulary
 from tokenmill.params import Guided
 from tokenmill.text.load import load_tokenizer
@@ -71,7 +71,7 @@ def calls_of(
         endings += [str(row.arg_pieces[-3])] * 3
     if row.name in CHANNEL_FORMATS:
         endings += [CHANNEL_FORMATS[row.name].ends[0] + CHANNEL_FORMATS[row.name].prompt] * 3
-    tokens = bent_answer(vocabulary, tokenizer, speech.grammar(tools, choice), endings, random)
+    tokens = constrained_answer(vocabulary, tokenizer, speech.grammar(tools, choice), endings, random)
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     parts = read(speech.reader(tools), [text])
     names = [part.name for part in parts if isinstance(part, CallStart)]

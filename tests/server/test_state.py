@@ -124,6 +124,23 @@ def test_work_of_a_caller_that_was_cancelled_is_finished() -> None:
     assert done(work()) == ["one"]
 
 
+def test_a_waiting_call_is_made_although_its_caller_was_cancelled() -> None:
+    database = Database(None)
+
+    async def work() -> list[str]:
+        gate = threading.Event()
+        slow = asyncio.create_task(database.write(lambda connection: gate.wait(30)))
+        waiting = asyncio.create_task(database.write(lambda connection: add(connection, "one")))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        gate.set()
+        await slow
+        return await database.read(ids)
+
+    assert done(work()) == ["one"]
+
+
 def test_a_file_of_an_older_version_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = opened(tmp_path / "t.db")
     add(old, "one")

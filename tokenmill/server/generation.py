@@ -237,13 +237,15 @@ class GenerationRun:
             self._live.remove(self)
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.settle_usage()
-        if self._quota is not None:
-            self._quota.end(self.usage.prompt_tokens + self.usage.completion_tokens)
-        for request_id in list(self._open):
-            await self._abandon(request_id)
+        try:
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # also if the caller is cancelled meanwhile
+            self.settle_usage()
+            if self._quota is not None:
+                self._quota.end(self.usage.prompt_tokens + self.usage.completion_tokens)
+            for request_id in list(self._open):
+                await self._abandon(request_id)
 
     def settle_usage(self) -> None:
         """Record the tokens and device time so far, including those of requests that end early."""

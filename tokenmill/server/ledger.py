@@ -81,7 +81,7 @@ class Ledger:
             return
         oldest_s = min(time.time(), time.monotonic() + self._clock_offset_s) - KEEP_S
         try:
-            await asyncio.shield(self._database.write(insert))  # `close` may cancel this task
+            await self._database.write(insert)  # continues if `close` cancels this task
         except TokenmillError as problem:
             if not self._is_failing:
                 log.error("%d rows of the ledger could not be written and will be tried again: %s", len(rows), problem)

@@ -25,13 +25,21 @@ class WriteBehind(Generic[Row]):
         self._write = write
         self._max_rows = max_rows
         self._rows: list[Row] = []
+        self._newest_write: asyncio.Task[None] | None = None
 
     def add(self, row: Row) -> None:
         if len(self._rows) < self._max_rows:
             self._rows.append(row)
 
     async def flush(self) -> None:
-        """Write all buffered rows."""
+        """Write all buffered rows. Cancelling the caller, as `close` of a service does with `run`, neither loses rows
+        nor lets two writes run at the same time: the write continues, and the next one waits for it."""
+        self._newest_write = asyncio.create_task(self._write_after(self._newest_write))
+        await asyncio.shield(self._newest_write)
+
+    async def _write_after(self, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None and not earlier.done():
+            await asyncio.wait({earlier})
         rows, self._rows = self._rows, []
         if not rows:
             return

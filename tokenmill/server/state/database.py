@@ -17,12 +17,13 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from tokenmill.errors import TokenmillError
 from tokenmill.server.state.schema import VERSIONS
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Work = Callable[[sqlite3.Connection], T]
 BUSY_S = 20.0  # longest wait for transactions of other servers with the same file
 MOUNTS = Path("/proc/self/mountinfo")
@@ -49,15 +50,19 @@ class Database:
         return self._connection is None and (self.path is None or not self.path.exists())
 
     async def write(self, work: Work[T]) -> T:
-        return await asyncio.wrap_future(self._thread.submit(self._in_transaction, work, "BEGIN IMMEDIATE"))
+        return await self._call(self._in_transaction, work, "BEGIN IMMEDIATE")
 
     async def read(self, work: Work[T]) -> T:
-        return await asyncio.wrap_future(self._thread.submit(self._in_transaction, work, "BEGIN"))
+        return await self._call(self._in_transaction, work, "BEGIN")
 
     async def close(self) -> None:
         """Finish the calls so far, and close the file."""
-        await asyncio.wrap_future(self._thread.submit(self._close))
+        await self._call(self._close)
         self._thread.shutdown(wait=False)
+
+    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        # Shielded: cancelling the future of a call that has not begun would drop the call.
+        return await asyncio.shield(asyncio.wrap_future(self._thread.submit(function, *args, **kwargs)))
 
     # ── in the thread ──────────────────────────────────────────────────────────────────────────────────
 

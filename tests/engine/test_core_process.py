@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.timing import eventually
+from tokenmill.config import EngineConfig, ModelConfig
 from tokenmill.engine import core_process
+from tokenmill.engine.core_client import ProcessCoreClient
 from tokenmill.engine.core_process import CoreProcess, lock_folder, remove_abandoned
+from tokenmill.engine.messages import Shutdown
 
 WAITS = ("-c", "import sys, time; time.sleep(60)")
 OWNER = (
@@ -32,6 +36,23 @@ def test_a_core_knows_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert b"a secret" not in environment.read_bytes()
     finally:
         process.kill()
+
+
+def test_a_core_is_ended_by_a_message_that_arrived_before_it_read_any(stories_dir: Path) -> None:
+    """A stop during a start, while the core imports its libraries."""
+    core = CoreProcess()
+    link = ProcessCoreClient(EngineConfig(ModelConfig(model=str(stories_dir))), stories_dir, core)
+
+    async def scenario() -> None:
+        await link.start(lambda message: None)
+        link.send(Shutdown())
+        await asyncio.wait_for(asyncio.to_thread(core.wait), 60)
+        await link.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        core.kill()
 
 
 @pytest.fixture

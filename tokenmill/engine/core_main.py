@@ -50,6 +50,15 @@ class SocketMailbox:
         self._is_waiting = False
         self.heartbeat = Heartbeat(self._beat, lambda: -1 if self._is_waiting else self._num_receives)
 
+    def receive_first(self) -> ToCore:
+        """Wait for the first message, which should be Start. Messages after it stay in the pipe: a Shutdown may have
+        been sent while this process imported its libraries."""
+        while not self._inbox.poll(ORPHAN_CHECK_MS):
+            if os.getppid() != self._parent_pid:
+                return Shutdown()
+        message: ToCore = _to_core.decode(self._inbox.recv())
+        return message
+
     def receive(self, timeout_s: float | None) -> list[ToCore]:
         self._num_receives += 1
         self._is_waiting = True
@@ -122,7 +131,7 @@ def _serve(mailbox: SocketMailbox, folder: str, *, fast_start: bool) -> int:
     from tokenmill.observe.log import configure_logging
 
     configure_logging()
-    start = mailbox.receive(None)[0]
+    start = mailbox.receive_first()
     if not isinstance(start, Start):  # the parent ended before it sent anything
         return 0
     try:

@@ -240,7 +240,7 @@ def test_a_search_takes_what_holds_most(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tokenmill", "up", str(path), "--dry-run", "--virtual", "h200x8"]
     command += ["--max-context", "4096", "--search", "--search-trials", "2"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
-    assert shown.count("Trying ") == 3 and "planned requests/s" in shown
+    assert shown.count("Measuring ") == 3 and "planned requests/s" in shown
     words = [line.split() for line in shown.splitlines()]
     tried = [row for row in words if len(row) >= 5 and row[0].isdecimal()][:3]
     assert all(float(row[3]) > 0 for row in tried), "each of them was measured"

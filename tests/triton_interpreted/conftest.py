@@ -6,6 +6,8 @@ Triton chooses the interpreter when a kernel is defined, so these tests need pro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -19,3 +21,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def fixed_seed() -> None:
     """Each test draws the same inputs, whichever tests run before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_interpreter() -> Iterator[None]:
+    from tests.support.fast_interpreter import patched_once_a_kernel  # Triton is imported after the choice
+
+    with patched_once_a_kernel():
+        yield

@@ -67,9 +67,10 @@ def serving(own_home: Path) -> Iterator[Serving]:
         return running
 
     yield start
-    for front, thread, running in fronts:
+    for front, _, running in fronts:
         running.http.close()
         front.should_exit = True
+    for _, thread, _ in fronts:
         thread.join(5)
 
 

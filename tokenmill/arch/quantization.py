@@ -16,9 +16,10 @@ in its own way (`docs/design/quantisation.md`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, NoReturn
 
 from tokenmill.arch.fields import ConfigFields
@@ -53,22 +54,54 @@ class Quantization:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a module, named as in the checkpoint and without ".weight"; None: not quantised."""
-        if any(_fits(pattern, module) for pattern in self.excluded):
-            return None
-        return next((scheme for patterns, scheme in self.schemes if any(_fits(one, module) for one in patterns)), None)
+        place = self._lookup.first_match(module)
+        return self.schemes[place - 1][1] if place else None
+
+    @cached_property
+    def _lookup(self) -> _Lookup:
+        return _Lookup([self.excluded, *(patterns for patterns, _ in self.schemes)])
 
 
-def _fits(pattern: str, module: str) -> bool:
-    """Return whether a pattern matches a module: a part of its dotted name, a glob, a regular expression, or the class
-    Linear."""
+class _Lookup:
+    """Lists of patterns, of which the first one that matches a module is found. Checkpoints list thousands of modules,
+    so names are looked up instead of being compared with each."""
+
+    def __init__(self, lists: Sequence[tuple[str, ...]]) -> None:
+        self._by_name: dict[str, int] = {}  # parts of dotted names: the first list that has them
+        self._others: list[tuple[int, str]] = []  # other patterns: their list
+        for place, patterns in enumerate(lists):
+            for pattern in patterns:
+                if pattern == "Linear" or pattern.startswith("re:") or "*" in pattern:
+                    self._others.append((place, pattern))
+                else:
+                    self._by_name.setdefault(pattern, place)
+
+    def first_match(self, module: str) -> int | None:
+        """Return the place of the first list with a pattern that matches a module."""
+        names = {module, module.replace("model.", "model.language_model.", 1)}
+        parts = {part for name in names for part in _parts_of(name)}
+        best = min((self._by_name[part] for part in parts & self._by_name.keys()), default=None)
+        for place, pattern in self._others:
+            if best is not None and best <= place:
+                break
+            if _fits(pattern, module, names):
+                return place
+        return best
+
+
+def _fits(pattern: str, module: str, names: set[str]) -> bool:
+    """Return whether a module matches a glob, a regular expression or the class Linear."""
     if pattern == "Linear":
         return True
     if pattern.startswith("re:"):
         return _matches(pattern[3:], module)
-    names = {module, module.replace("model.", "model.language_model.", 1)}
-    if "*" in pattern:
-        return any(fnmatchcase(name, pattern) for name in names)
-    return any(f".{pattern}." in f".{name}." for name in names)
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _parts_of(name: str) -> Iterator[str]:
+    """Return every part of a dotted name: "a.b" has the parts "a", "b" and "a.b"."""
+    words = name.split(".")
+    return (".".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1))
 
 
 def _matches(expression: str, module: str) -> bool:

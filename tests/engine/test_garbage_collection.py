@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from tokenmill.engine.startup.garbage_collection import FULL_THRESHOLD, YOUNG_THRESHOLD, gc_paused, relaxed_gc
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """A test run freezes what exists after collection."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def test_full_collections_are_seldom_inside_only() -> None:

@@ -53,11 +53,7 @@ class SocketMailbox:
     def receive_first(self) -> ToCore:
         """Wait for the first message, which should be Start. Messages after it stay in the pipe: a Shutdown may have
         been sent while this process imported its libraries."""
-        while not self._inbox.poll(ORPHAN_CHECK_MS):
-            if os.getppid() != self._parent_pid:
-                return Shutdown()
-        message: ToCore = _to_core.decode(self._inbox.recv())
-        return message
+        return self._receive(None, max_messages=1)[0]
 
     def receive(self, timeout_s: float | None) -> list[ToCore]:
         self._num_receives += 1
@@ -67,7 +63,7 @@ class SocketMailbox:
         finally:
             self._is_waiting = False
 
-    def _receive(self, timeout_s: float | None) -> list[ToCore]:
+    def _receive(self, timeout_s: float | None, max_messages: float = math.inf) -> list[ToCore]:
         ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._inbox.poll(int(min(ORPHAN_CHECK_MS, max(0.0, (ends_s - time.monotonic()) * 1e3)))):
             if os.getppid() != self._parent_pid:
@@ -75,7 +71,7 @@ class SocketMailbox:
             if time.monotonic() >= ends_s:
                 return []
         messages: list[ToCore] = []
-        while self._inbox.poll(0):
+        while len(messages) < max_messages and self._inbox.poll(0):
             messages.append(_to_core.decode(self._inbox.recv()))
         return messages
 

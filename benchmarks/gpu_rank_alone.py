@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_ranks import BLOCK, SHAPES, device, dtype, numbers, part_of, storage_of
 from step_kernels import step_kernels
 
-from tokenmill.arch.cost import decode_step_bytes, weight_parts
+from tokenmill.arch.cost import decode_step_bytes, decode_step_flops, weight_parts
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.unproven import VARIABLE
@@ -48,6 +49,7 @@ from tokenmill.planner.roofline import Roofline, Speeds
 from tokenmill.types import Request
 
 STEPS, PROFILED_AT = 80, 40  # of a run's steps, those with kernels
+MATRIX_BYTES = 96 << 20  # more than a GPU's cache holds
 BUDGET = 2048  # tokens of a step, and so of the prompts that each step of a run's start computes
 SEVENTY_B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
@@ -138,7 +140,8 @@ def mean_context(rows: int, context: int) -> int:
 def exchange_seconds(spec: ModelSpec, ranks: int, rows: list[int], *, sums: bool) -> dict[int, float]:
     """Seconds in which a rank exchanges in a step, by the number of rows, where what others send is there already:
     puts together the parts of heads, of the output of `o`, of inner numbers and of the output of `down` in each layer,
-    or adds up both outputs."""
+    or adds up both outputs. As in a step, what others sent is not in the GPU's cache, where a matrix has taken its
+    place; what the rank computed itself is."""
     cuts, group = cut_model(spec, ranks), unheard(ranks)
     gathered = gathered_of(cuts["layers.0.o"], cuts["layers.0.down"])
     found: list[Sum | Gather] = [Gather(group, ((cut, True),)) for cut in gathered]
@@ -146,15 +149,19 @@ def exchange_seconds(spec: ModelSpec, ranks: int, rows: list[int], *, sums: bool
     if sums:
         found, widths = [Sum(group)] * 2, [spec.hidden_size] * 2
     seconds = {}
+    matrix = torch.zeros(MATRIX_BYTES // 4 if torch.cuda.is_available() else 1, device=device())
     for count in rows:
         parts = [torch.zeros(count, width, dtype=dtype(), device=device()) for width in widths]
 
-        def step(parts: list[torch.Tensor] = parts) -> None:
+        def step(*, exchanges: bool, parts: list[torch.Tensor] = parts) -> None:
             for _ in range(spec.num_layers):
                 for number, part in enumerate(parts):
-                    found[number](part)
+                    matrix.amax()
+                    part.zero_()
+                    if exchanges:
+                        found[number](part)
 
-        seconds[count] = replay_seconds(step)
+        seconds[count] = replay_seconds(partial(step, exchanges=True)) - replay_seconds(partial(step, exchanges=False))
     return seconds
 
 
@@ -189,7 +196,7 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
             (Path(folder) / "config.json").write_text(json.dumps(SEVENTY_B))
         spec = read_spec(asked.shape or Path(folder))
     plan = plan_device("H200")
-    seen: list[tuple[float, float, float]] = []  # bytes, layers, seconds
+    seen: list[tuple[list[float], float]] = []  # bytes, layers and operations of a step; its seconds
     small: dict[str, Any] = {}
     for name in ("llama-1b", "llama-8b"):
         shape = read_spec(SHAPES / name)
@@ -197,19 +204,37 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
         for rows, seconds in small[name].items():
             context = mean_context(rows, asked.context)
             moved = decode_step_bytes(shape, weight_parts(shape, "bfloat16"), "bfloat16", rows, context)
-            seen.append((moved, shape.num_layers, seconds))
+            seen.append(([moved, shape.num_layers, decode_step_flops(shape, rows, context)], seconds))
         print(f"{name} on one rank: {', '.join(f'{rows} rows {s * 1e3:.2f} ms' for rows, s in small[name].items())}")
         torch.cuda.empty_cache()
-    moved_and_layers = np.array([[moved, layers] for moved, layers, _ in seen])
-    (per_byte, layer_s), *_ = np.linalg.lstsq(moved_and_layers, np.array([s for *_, s in seen]), rcond=None)
-    reached = 1 / float(per_byte)
-    print(f"fitted to both: {reached / 1e12:.2f} TB/s, and {layer_s * 1e6:.1f} us a layer")
-    flops = plan.peak_flops("bfloat16") * plan.mfu
-    calibrated = Speeds(flops, flops, reached, float(layer_s) * spec.num_layers)
+    calibrated, layer_s = fitted(seen)
+    reached = calibrated.bandwidth_bytes_s
+    print(
+        f"fitted to both: {reached / 1e12:.2f} TB/s, {calibrated.decode_flops_s / 1e12:.0f} TFLOP/s and"
+        f" {layer_s * 1e6:.1f} us a layer; " + ", ".join(f"{error:+.1%}" for error in errors_of(seen, calibrated))
+    )
     torch.cuda.empty_cache()
     ways = {sums: shard_figures(spec, asked, plan, calibrated, sums=sums) for sums in (False, True)[: 1 + asked.sums]}
-    return {"small_s": small, "layer_s": float(layer_s), "reached_bytes_s": reached, "shard": ways[False],
-            "sums": ways.get(True), "ranks": asked.ranks}  # fmt: skip
+    return {"small_s": small, "layer_s": layer_s, "reached_bytes_s": reached, "shard": ways[False],
+            "reached_flops_s": calibrated.decode_flops_s, "sums": ways.get(True), "ranks": asked.ranks}  # fmt: skip
+
+
+def fitted(seen: list[tuple[list[float], float]]) -> tuple[Speeds, float]:
+    """The planner's speeds of a device that steps were measured on, as `tokenmill plan` has them of a calibrated one:
+    arithmetic and memory add up. Every step counts by its relative error. Second: the time of a layer's kernels beside
+    that, which `Speeds` gets as layers have it."""
+    costs = np.array([[amount / seconds for amount in amounts] for amounts, seconds in seen])
+    (per_byte, layer_s, per_flop), *_ = np.linalg.lstsq(costs, np.ones(len(seen)), rcond=None)
+    flops_s = 1 / float(max(per_flop, 1e-18))
+    return Speeds(flops_s, flops_s, 1 / float(per_byte), 0.0, overlap=False, layer_s=float(layer_s)), float(layer_s)
+
+
+def errors_of(seen: list[tuple[list[float], float]], speeds: Speeds) -> list[float]:
+    """What the speeds predict of the steps that they were fitted to, as relative errors."""
+    return [
+        (moved / speeds.bandwidth_bytes_s + layers * speeds.layer_s + flops / speeds.decode_flops_s) / seconds - 1
+        for (moved, layers, flops), seconds in seen
+    ]
 
 
 def shard_figures(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -72,7 +74,8 @@ def test_wide_products_in_every_cut(dtype: torch.dtype, activation: str | None) 
             form, epilogue = FP8[out] if is_fp8 else PLAIN[dtype], "gated" if activation else "none"
             usual = pick_hopper_config(Product(num_rows, lines, columns, form, gpu, "captured", epilogue))
             other = HopperConfig(64, 128, 3, 3) if num_rows <= 64 else HopperConfig(128, 128, 2, 4)
-            for cut in (usual, other):
+            merged = replace(other, splits=5, is_merged=True), HopperConfig(128, 256, 2, 4, 8, is_merged=True)
+            for cut in (usual, other, *(() if is_fp8 else merged)):
                 for _ in range(2):  # counters are set back
                     found = hopper_gemm(left, scales[0], right, scales[1], bias.to(out), out, cut, activation)
                 assert off_by(found, wanted) < (0.006 if is_fp8 else 0.003), (lines, columns, num_rows, cut)

@@ -78,7 +78,8 @@ def check_products(num_rows: int, element: str, columns: int, activation: str, s
     scales = {"row_scales": "*fp32", "scales": "*fp32"}
     constants = {
         "ROWS": cut.rows, "TILE_N": cut.tile_n, "COLUMNS": columns, "RING": cut.ring, "WARPS": cut.warps,
-        "KIND": activation, "SCALES": scaled, "PLANES": cut.num_planes, "HAS_BIAS": True, "OVERLAPS": True,
+        "KIND": activation, "SCALES": scaled, "PLANES": cut.num_planes, "HAS_BIAS": True, "IS_MERGED": cut.is_merged,
+        "OVERLAPS": True,
     }  # fmt: skip
     types = descriptors | scales | POINTERS | dict.fromkeys(NUMBERS, "i32")
     compiled = made(_hopper_gemm, types, constants, cut.warps)

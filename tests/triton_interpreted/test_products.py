@@ -11,15 +11,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.support.triton_inputs import assert_near, before_unreadable_page, other_raw, pack_as_file, random_raw
 from tokenmill.arch.packed_formats import StoredFormat, packed_int_format
+from tokenmill.arch.spec import Activation
 from tokenmill.ops.cpu.packing import quantized_q8
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.reference import REFERENCE_OPS as PLAIN
 from tokenmill.ops.triton.build import build_ops
-from tokenmill.ops.triton.gemm import epilogues, gemv, linear, splitk
+from tokenmill.ops.triton.gemm import epilogues, gemv, hopper, linear, splitk
 from tokenmill.ops.triton.gemm.linear import add_linear, gated_linear
 from tokenmill.ops.triton.gemm.splitk import SplitKConfig
 from tokenmill.ops.triton.quant import gemm_fp8_split, gemv_int4, packed_int, quantized
@@ -38,6 +40,22 @@ def test_dense_products_of_few_rows(num_out: int, num_in: int, rows: int) -> Non
         assert_near(gemv.gemv_linear(x, matrix, bias, gemv.GemvConfig(16, 128, 4, near=8)), expected)
     for splits in (1, 3):
         assert_near(splitk.splitk_linear(x, matrix, bias, SplitKConfig(64, 128, splits, 2)), expected)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("num_rows", [7, 40])
+def test_splits_that_are_added_by_a_kernel_of_their_own(num_rows: int, activation: Activation | None) -> None:
+    """The sums that Hopper's products leave, whose own kernels the interpreter does not know."""
+    config = hopper.HopperConfig(16, 32, 3, 2, is_merged=True)
+    own = 16 if activation else 32
+    blocks, tiles, num_out = -(-num_rows // 16), 3, 3 * own - 8
+    parts, out = torch.randn(blocks, tiles, 3, 32, 16), torch.zeros(num_rows, num_out)
+    bias = torch.randn(2 * num_out if activation else num_out)
+    hopper.merge_splits(parts, bias, out, config, activation)
+    sums = parts.sum(2).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]  # [rows, tiles, matrix rows of a tile]
+    first = sums[..., :own].flatten(1)[:, :num_out] + bias[:num_out]
+    ups = sums[..., own:].flatten(1)[:, :num_out] + bias[num_out:] if activation else 1.0
+    assert_near(out, functional.silu(first) * ups if activation else first)
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), SHAPES)

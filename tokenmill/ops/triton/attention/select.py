@@ -28,6 +28,7 @@ SPLIT_CHUNK = 1024  # tokens; longer chunks have enough tiles
 CHUNK_SPLIT_KEYS = 512  # fewest keys per split of a chunk, since a split's result has to be read again
 DENSE_HEAD_DIMS = (64, 96, 128)
 MAX_FUSED_HEAD_DIM = 256
+MAX_FUSED_ROWS = 16  # also with few KV heads, as one of eight ranks has them
 
 
 class AttentionStep(NamedTuple):
@@ -77,10 +78,11 @@ def num_chunk_splits(num_tokens: int, num_heads: int, kv_heads: int, max_context
 
 
 def takes_fused_decode(num_rows: int, kv_heads: int, head_dim: int, max_context: int, gpu: Capabilities) -> bool:
-    """Return whether rows of one query each are so few that gaps between kernels dominate. Tiles of larger heads do not
-    fit in registers."""
+    """Return whether rows of one query each are so few that gaps between kernels dominate: every split prepares the
+    queries again. Tiles of larger heads do not fit in registers."""
     splits = num_splits_for(num_rows, kv_heads, max_context, gpu)
-    return splits >= gpu.tuning.attention_fused_min_splits and head_dim <= MAX_FUSED_HEAD_DIM
+    are_few = num_rows <= MAX_FUSED_ROWS and splits >= gpu.tuning.attention_fused_min_splits
+    return are_few and head_dim <= MAX_FUSED_HEAD_DIM
 
 
 def is_whole_prompt(num_queries: int, context: int, gpu: Capabilities) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,10 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tokenmill.arch.spec import Activation
-from tokenmill.arch.unproven import is_chosen
+from tokenmill.ops.triton.elementwise.activation import gated
 from tokenmill.ops.triton.gemm.product import GemmKernel, Product
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel_unspecialized
+from tokenmill.ops.triton.launch.pdl import launch_dependents as triton_launch_dependents
 from tokenmill.ops.triton.launch.pdl import launch_options, room_for_splits
+from tokenmill.ops.triton.launch.pdl import wait_for_previous as triton_wait_for_previous
 from tokenmill.ops.triton.quant.gemm_fp8_split import Fp8Rows
 from tokenmill.ops.triton.quant.quantized import Fp8BlockMatrix, Fp8Matrix
 
@@ -67,13 +70,20 @@ def new_barriers(NUM: gl.constexpr):
 
 
 @gluon.jit
-def join_splits(sums, parts, arrived, splits, TILE_N: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
-    """Return the sums of all splits, and True, in the last program to arrive; in others the program's own sums."""
+def store_split(sums, parts, splits, TILE_N: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
+    """Store a program's sums, and return where those of the tile's first split are, and the tile's number."""
     matrix_rows = gl.expand_dims(gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SUMS)), 1)
     tile = matrix_rows * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), 0)
     slot = gl.program_id(0) + gl.program_id(2) * gl.num_programs(0)
     first = parts + slot.to(gl.int64) * splits * (TILE_N * ROWS) + tile
     gl.store(first + gl.program_id(1) * (TILE_N * ROWS), sums)
+    return first, slot
+
+
+@gluon.jit
+def join_splits(sums, parts, arrived, splits, TILE_N: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
+    """Return the sums of all splits, and True, in the last program to arrive; in others the program's own sums."""
+    first, slot = store_split(sums, parts, splits, TILE_N, ROWS, SUMS)
     barrier()
     is_last = gl.atomic_add(arrived + slot, 1, sem="acq_rel") == splits - 1
     if is_last:
@@ -149,12 +159,14 @@ def _of_matrix_rows(values, matrix_row, num_out, TILE_N: gl.constexpr, IS_GATED:
 def _hopper_gemm(
     x, matrix, row_scales, scales, bias, out, parts, arrived, num_rows, num_out, num_in, splits,
     ROWS: gl.constexpr, TILE_N: gl.constexpr, COLUMNS: gl.constexpr, RING: gl.constexpr, WARPS: gl.constexpr,
-    KIND: gl.constexpr, SCALES: gl.constexpr, PLANES: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAPS: gl.constexpr,
+    KIND: gl.constexpr, SCALES: gl.constexpr, PLANES: gl.constexpr, HAS_BIAS: gl.constexpr, IS_MERGED: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """num_out: rows of the result, half the matrix's rows with gates (KIND). TMA fills zeros beyond the last matrix
     row, input or column. SCALES of an fp8 matrix: "rows" has one per row, [rows]; "groups" one per row and COLUMNS
     columns, [groups, rows], by which their partial sums are multiplied. PLANES: input rows per row of the result
-    (`quant/gemm_fp8_split.py`), without gates."""
+    (`quant/gemm_fp8_split.py`), without gates. IS_MERGED: store the sums of each split for
+    `_merge_hopper_splits`."""
     launch_dependents(OVERLAPS)
     IS_GATED: gl.constexpr = KIND != ""
     OWN: gl.constexpr = TILE_N // 2 if IS_GATED else TILE_N  # matrix rows of the result
@@ -210,7 +222,9 @@ def _hopper_gemm(
         sums = warpgroup_mma_wait(0, deps=[sums])
 
     is_last = splits == 1
-    if splits > 1:
+    if IS_MERGED:
+        store_split(sums, parts, splits, TILE_N, ROWS, SUMS)
+    elif splits > 1:
         sums, is_last = join_splits(sums, parts, arrived, splits, TILE_N, ROWS, SUMS)
     if is_last:
         RESULTS: gl.constexpr = ROWS // PLANES
@@ -235,6 +249,41 @@ def _hopper_gemm(
             store_tile(results, out, matrix_row, result_row, num_rows, num_out, OWN, RESULTS, WARPS)
 
 
+@kernel_unspecialized("num_rows", "matrix_tiles")
+def _merge_hopper_splits(
+    parts, bias, out, num_rows, num_out, matrix_tiles,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, TILE_N: tl.constexpr, OWN: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """parts [blocks, tiles, SPLITS, TILE_N, ROWS] → out [rows, num_out], COLUMNS of a block of rows per program. A
+    tile's last program would read a megabyte alone where there are many splits."""
+    triton_launch_dependents(OVERLAPS)
+    triton_wait_for_previous(OVERLAPS)
+    first, block = tl.program_id(0) * COLUMNS, tl.program_id(1)
+    columns, rows = first + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    tile = (block * matrix_tiles + first // OWN).to(tl.int64) * (SPLITS * TILE_N * ROWS)
+    source = parts + tile + (columns % OWN)[:, None] * ROWS + rows[None, :]
+    sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+    ups = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for split in tl.static_range(SPLITS):
+        sums += tl.load(source + split * TILE_N * ROWS, cache_modifier=".cg")
+        if KIND != "":
+            ups += tl.load(source + (split * TILE_N + OWN) * ROWS, cache_modifier=".cg")
+    is_column = columns < num_out
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if KIND != "":
+            ups += tl.load(bias + num_out + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if KIND != "":
+        sums = gated(sums, ups, KIND)
+    out_rows = block * ROWS + rows
+    target = out + out_rows.to(tl.int64)[None, :] * num_out + columns[:, None]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=is_column[:, None] & (out_rows < num_rows)[None, :])
+
+
+MERGED_COLUMNS = 8  # per program of `_merge_hopper_splits`: 16 bytes of a row of the result
+
+
 @dataclass(frozen=True)
 class HopperConfig:
     rows: int
@@ -243,6 +292,7 @@ class HopperConfig:
     ring: int  # tiles per factor
     warps: int = 4
     num_planes: int = 1  # fp8 planes per row
+    is_merged: bool = False  # splits are added by a kernel of their own, with many programs per tile
 
 
 FEW_TILES = 6  # a matrix with tiles for less than 1/6 of the multiprocessors has its columns split further
@@ -252,20 +302,22 @@ FEW_CHUNKS = 16  # then a program has at least this many chunks, if a row has fo
 def pick_hopper_config(product: Product) -> HopperConfig:
     """Return the configuration: two programs per multiprocessor if there are enough, otherwise one with a larger ring.
     Columns are split only if there are so many that the reduction pays, or if most multiprocessors would be idle, as
-    with a rank's part of a matrix (that was timed on an H200, but its results were not compared)."""
-    tuning, splits_parts = product.capabilities.tuning, is_chosen("gpu_ranks")
+    with a rank's part of a matrix. Timed on an H200 with 128 rows: if a kernel of its own adds the splits, 1024 × 28672
+    takes 22 instead of 29 us, and 7168 × 8192 with gates 37 instead of 55."""
+    tuning, is_plain = product.capabilities.tuning, product.form.element_size == 2
     rows = 64 if product.m <= 64 else 128
     chunks = cdiv(product.k * product.form.element_size, 128)
     if product.epilogue == "gated" or product.n >= 128 * 2 * tuning.multiprocessors:
-        wide_splits = tuning.multiprocessors // cdiv(product.n, 128)
-        is_split = splits_parts and wide_splits > 1 and product.epilogue == "gated"
-        splits = max(1, min(wide_splits, chunks // tuning.gemm_hopper_min_chunks)) if is_split else 1
-        return HopperConfig(rows, 128, splits, 4 if rows == 64 else 3)
+        most = tuning.multiprocessors // cdiv(product.n, 128)
+        splits = max(1, min(most, chunks // tuning.gemm_hopper_min_chunks)) if is_plain else 1
+        if splits == 1:
+            return HopperConfig(rows, 128, 1, 4 if rows == 64 else 3)
+        return HopperConfig(rows, 128, splits, 9 if rows == 64 else 6, is_merged=True)
     matrix_tiles = cdiv(product.n, 64)
-    are_few = splits_parts and matrix_tiles * FEW_TILES <= tuning.multiprocessors and chunks >= 4 * FEW_CHUNKS
+    are_few = is_plain and matrix_tiles * FEW_TILES <= tuning.multiprocessors and chunks >= 4 * FEW_CHUNKS
     least = FEW_CHUNKS if are_few else tuning.gemm_hopper_min_chunks
     splits = max(1, min(tuning.multiprocessors // matrix_tiles, chunks // least))
-    return HopperConfig(rows, 64, splits, 12 if rows == 64 else 8)
+    return HopperConfig(rows, 64, splits, 12 if rows == 64 else 8, is_merged=is_plain and splits > 2)
 
 
 def pick_grouped_config(product: Product) -> HopperConfig:
@@ -309,10 +361,30 @@ def hopper_gemm(
         bias if bias is not None else out, out, parts, arrived, num_rows, num_out, num_in, config.splits,
         config.rows, config.tile_n, columns, config.ring, config.warps, activation or "",
         "" if scales is None else "rows" if scales.dim() == 1 else "groups", config.num_planes,
-        bias is not None,
+        bias is not None, config.is_merged,
         num_warps=config.warps, **launch_options(),
     )  # fmt: skip
+    if config.is_merged:
+        assert scales is None and config.num_planes == 1, "only sums without scales are merged"
+        merge_splits(parts, bias, out, config, activation)
     return out
+
+
+def merge_splits(
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: HopperConfig,
+    activation: Activation | None,
+) -> None:
+    """parts: the sums of each split, [blocks of rows, tiles, splits, matrix rows of a tile, rows of a block] → out"""
+    num_rows, num_out = out.shape
+    own = config.tile_n // 2 if activation else config.tile_n
+    _merge_hopper_splits[(cdiv(num_out, MERGED_COLUMNS), cdiv(num_rows, config.rows))](
+        parts, bias if bias is not None else out, out, num_rows, num_out, cdiv(num_out, own), config.splits,
+        config.rows, config.tile_n, own, MERGED_COLUMNS, activation or "", bias is not None,
+        num_warps=4, **launch_options(),
+    )  # fmt: skip
 
 
 def _plain_linear(

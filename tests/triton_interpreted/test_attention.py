@@ -129,6 +129,33 @@ def test_short_chunks_share_their_contexts_among_programs(
     assert split.called
 
 
+@pytest.mark.parametrize("kind", ["chunks", "everything"])
+@pytest.mark.parametrize("way", ["decode", "prefill", "split_prefill", "deterministic"])
+def test_blocks_before_a_window_are_not_read(way: str, kind: str) -> None:
+    """They are released: other sequences, or padding, may have written anything there."""
+    lengths = DECODE if way == "decode" else [(1, 200), (5, 150), (3, 90)]
+    batch, args = paged_batch(lengths, 16), args_of(kind)
+    cache = random_cache(1 + batch.groups[0].block_tables.numel(), 1, 16, torch.float32)
+    queries = torch.randn(sum(count for count, _ in lengths), 2, 16)
+    ops = build_ops(deterministic=way == "deterministic")
+    plan = ops.plan_attention(batch, 0, args.window, is_chunked=args.is_chunked)
+
+    def attended() -> torch.Tensor:
+        if way != "split_prefill":
+            return ops.attention(queries, cache, plan, args)
+        out = torch.zeros_like(queries)
+        tables = (plan.tables, plan.query_starts, plan.contexts)
+        split_prefill_attention(queries, cache, *tables, range(3), len(queries), args, out, 2)
+        return out.flatten(1)
+
+    expected = attended()
+    for table, (count, context) in zip(batch.groups[0].block_tables, lengths, strict=True):
+        oldest = context - count - 22 if kind == "everything" else (context - count) // 23 * 23
+        released = table[: max(oldest, 0) // 16].long()
+        cache.keys[released] = cache.values[released] = float("nan")
+    assert torch.equal(attended(), expected)
+
+
 @pytest.mark.parametrize("dtype", ONE_BYTE)
 def test_whole_prompts_of_one_length_are_attended_densely(dtype: torch.dtype) -> None:
     check_dense_prefill(dtype)

@@ -40,12 +40,12 @@ class StagedCudaRunner(CudaRunner):
     ) -> None:  # fmt: skip
         """`num_tokens`: the maximum number of tokens in a step."""
         self._is_first = model.is_first_stage
+        if not self._is_first:
+            model.reserve_stage_input(max(num_tokens, max_rows))  # before the warm-up makes a copy of the model
         super().__init__(model, storage, sampler, max_rows, max_context, is_stage=True, has_head=self._is_first)
         self._stage = model
         self._link = link
         self._graphs.kinds = STAGE_KINDS
-        if not self._is_first:
-            model.reserve_stage_input(max(num_tokens, max_rows))
 
     @property
     def rows(self) -> ModelRunner:

@@ -31,6 +31,7 @@ from tokenmill.ops.triton.attention.softmax import (
     load_kv_rows,
     load_scale,
     merge_states,
+    oldest_of_tile,
     oldest_seen,
     window_of,
 )
@@ -53,9 +54,11 @@ def _segment_state(
     window."""
     keys, values, key_scales, value_scales = cache
     m_i, l_i, acc = empty_state(BLOCK_M, DIM_PADDED)
+    oldest = oldest_seen(q_positions, window)
+    first_seen = oldest_of_tile(q_positions, window)
     for start in range(low, high, TILE):
         offs_n = start + tl.arange(0, TILE)
-        inside = offs_n < context
+        inside = (offs_n < context) & (offs_n >= first_seen)
         kv_rows = load_kv_rows(table, kv_head, offs_n, inside, KV_HEADS, BLOCK_SIZE)
         kv_inside = inside[:, None] & (offs_d < DIM)[None, :]
         key = tl.load(keys + kv_rows[:, None] * DIM + offs_d[None, :], mask=kv_inside, other=0.0)
@@ -64,7 +67,6 @@ def _segment_state(
         key_scale = load_scale(key_scales, kv_rows, inside, IS_SCALED)
         value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
         qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
-        oldest = oldest_seen(q_positions, window)
         seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] >= oldest[:, None])
         qk = tl.where(seen, qk, float("-inf"))
         m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, IS_SCALED, PRECISION)

@@ -30,6 +30,7 @@ from tokenmill.ops.triton.attention.softmax import (
     empty_state,
     load_kv_rows,
     load_scale,
+    oldest_of_tile,
     oldest_seen,
     window_of,
 )
@@ -67,9 +68,13 @@ def attend_range(
     """Return the softmax state after keys [low, high)."""
     keys, values, key_scales, value_scales = cache
     m_i, l_i, acc = state
+    oldest = oldest_seen(q_positions, window)
+    first_seen = oldest_of_tile(q_positions, window)
     for start in range(low, high, TILE):
         offs_n = start + tl.arange(0, TILE)
         inside = offs_n < context
+        if IS_MASKED:
+            inside = inside & (offs_n >= first_seen)
         kv_rows = load_kv_rows(table, kv_head, offs_n, inside, KV_HEADS, BLOCK_SIZE)
         if IS_MASKED:
             kv_inside = inside[:, None] & (offs_d < DIM)[None, :]
@@ -83,7 +88,6 @@ def attend_range(
         value_scale = load_scale(value_scales, kv_rows, inside, IS_SCALED)
         qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
         if IS_MASKED:
-            oldest = oldest_seen(q_positions, window)
             seen = (offs_n[None, :] <= q_positions[:, None]) & (offs_n[None, :] >= oldest[:, None])
             qk = tl.where(seen, qk, float("-inf"))
         m_i, l_i, acc = add_keys((m_i, l_i, acc), qk, value, value_scale, IS_SCALED, PRECISION)

@@ -39,6 +39,13 @@ def oldest_seen(position, window):
 
 
 @triton.jit
+def oldest_of_tile(q_positions, window):
+    """Return the position of the oldest key that any of a tile's queries sees. Keys before it must not be loaded, not
+    even to give them a score of -inf: blocks before a window are released, and 0 times what is there now may be NaN."""
+    return tl.min(oldest_seen(q_positions, window), axis=0)
+
+
+@triton.jit
 def empty_state(QUERIES: tl.constexpr, DIM_PADDED: tl.constexpr):
     """Return the state of queries before their first key."""
     m_i = tl.full((QUERIES,), LOWEST, tl.float32)

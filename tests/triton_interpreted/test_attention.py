@@ -132,7 +132,7 @@ def test_short_chunks_share_their_contexts_among_programs(
 @pytest.mark.parametrize("kind", ["chunks", "everything"])
 @pytest.mark.parametrize("way", ["decode", "prefill", "split_prefill", "deterministic"])
 def test_blocks_before_a_window_are_not_read(way: str, kind: str) -> None:
-    """They are released: other sequences, or padding, may have written anything there."""
+    """Released blocks hold whatever other sequences, or padding, have written there since."""
     lengths = DECODE if way == "decode" else [(1, 200), (5, 150), (3, 90)]
     batch, args = paged_batch(lengths, 16), args_of(kind)
     cache = random_cache(1 + batch.groups[0].block_tables.numel(), 1, 16, torch.float32)

@@ -20,7 +20,7 @@ from tokenmill.planner.links import LINKS, find_link
 from tokenmill.planner.memory import Limits, Split, plan_memory
 from tokenmill.planner.model import find_model
 from tokenmill.planner.plan import Plan, Question, make_plan
-from tokenmill.planner.roofline import Speeds
+from tokenmill.planner.roofline import EXPOSED_ARITHMETIC, LAYER_S, Speeds
 from tokenmill.planner.splits import rank_splits, table_rows, verdict
 from tokenmill.weights.rank_weights import RankWeights
 
@@ -32,7 +32,8 @@ LLAMA_PIPELINE = {1: 1_787, 2: 3_707, 4: 5_961, 8: 8_166}
 def planned(model: str, split: Split) -> Plan:
     device = plan_device("RTX PRO 6000")
     flops = device.peaks.flops_for("fp4") * device.mfu
-    speeds = Speeds(flops, flops, device.peaks.bandwidth_bytes_s * device.mbu, 3e-4)
+    bandwidth = device.peaks.bandwidth_bytes_s * device.mbu
+    speeds = Speeds(flops, flops, bandwidth, 3e-4, exposed=EXPOSED_ARITHMETIC, layer_s=LAYER_S)
     question = Question(
         input_len=1000, output_len=1000, weight_dtype="nvfp4", kv_dtype="fp8", split=split, max_running=2048,
         token_budget=8192, speeds=speeds,

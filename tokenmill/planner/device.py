@@ -17,7 +17,7 @@ from tokenmill.hardware.peaks import DevicePeaks, PeakDType, Vendor, device_name
 from tokenmill.planner.links import Link, find_link
 
 DEFAULT_MFU = {"gpu": 0.5, "accelerator": 0.4, "cpu": 0.5}
-DEFAULT_MBU = {"gpu": 0.7, "accelerator": 0.6, "cpu": 0.8}
+DEFAULT_MBU = {"gpu": 0.78, "accelerator": 0.6, "cpu": 0.8}
 FAST_LINKED = ("SXM", "NVL", "H20", "GH200", "B200", "B300", "MI300", "MI325", "MI35", "MI250", "TPU", "Gaudi")
 PCIE5 = ("PRO 6000", "RTX 50", "H100 PCIe", "H100 NVL")
 

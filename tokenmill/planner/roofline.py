@@ -6,9 +6,10 @@
 Split over devices, a step takes a tensor split's part of that, and what devices exchange (`links.py`). The stages of a
 pipeline compute the lanes of a batch at the same time; the slowest one sets the pace.
 
-Where no kernel overlaps the two they add up (`overlap=False`): on a calibrated machine, as fits to steps measured at
-several batch sizes show, and on a GPU with quantised integers, which kernels expand to 16 bits. Layers of such
-matrices, and recurrent ones, whose kernels are many and small, take a fixed time more on a GPU.
+Of a decode step, a part of the arithmetic is not hidden behind memory, and each layer's kernels take a fixed time more
+on a GPU, above all recurrent ones, which are many and small. Where no kernel overlaps arithmetic and memory they add up
+(`overlap=False`): on a calibrated machine, as fits to steps measured at several batch sizes show, and on a GPU with
+quantised integers, which kernels expand to 16 bits.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ from tokenmill.planner.memory import Split
 
 GATHERS = 4  # of a layer, where matrices are split by rows
 VALUE_BYTES = 2  # of what is exchanged
-STEP_S = {True: 1e-3, False: 3e-4}  # host time per step: on a CPU; on a GPU, where the host runs ahead
-RECURRENT_LAYER_S = 65e-6  # small kernels of a recurrent layer on a GPU; fitted to Qwen3.5-35B-A3B on an H200
-EXPANDED_LAYER_S = 20e-6  # of a layer whose matrices are expanded on a GPU; fitted to Llama 8B in 4 bits on an H200
+STEP_S = {True: 1e-3, False: 0.0}  # host time per step: on a CPU; on a GPU, where the host runs ahead
+# Fitted to decode steps on an H200 (`benchmarks/results`), which they predict within 18 %: Llama 1B and 8B (bfloat16,
+# fp8, 4 bits), one rank of eight of a 70B model, Qwen3-30B-A3B, DeepSeek-V2-Lite and Qwen3.5-35B-A3B.
+LAYER_S = 19e-6  # of a layer's kernels on a GPU, beside arithmetic and memory
+RECURRENT_LAYER_S = 85e-6  # more for the small kernels of a recurrent layer
+EXPANDED_LAYER_S = 15e-6  # more for a layer whose matrices are expanded
+EXPANDING_SPEED = 1.25  # of such products, over the speed of prompts
+EXPOSED_ARITHMETIC = 1 / 3  # of a GPU's decode step: the part that memory does not hide
 UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 
 
@@ -43,6 +49,7 @@ class Speeds:
     bandwidth_bytes_s: float
     step_s: float
     overlap: bool = True
+    exposed: float = 0.0  # the part of arithmetic that memory does not hide, where they overlap
     layer_s: float = 0.0  # of each layer, in addition to arithmetic and memory
     recurrent_layer_s: float = 0.0  # and of each recurrent one
 
@@ -52,12 +59,15 @@ class Speeds:
         speeds = cls(flops, flops, device.peaks.bandwidth_bytes_s * device.mbu, STEP_S[device.is_cpu])
         if device.is_cpu:
             return speeds
-        expands = is_expanded(weight_dtype)
-        layer_s = EXPANDED_LAYER_S if expands else 0.0
-        return replace(speeds, overlap=not expands, layer_s=layer_s, recurrent_layer_s=RECURRENT_LAYER_S)
+        if is_expanded(weight_dtype):
+            layer_s, decode_flops_s = LAYER_S + EXPANDED_LAYER_S, flops * EXPANDING_SPEED
+            speeds = replace(speeds, overlap=False, decode_flops_s=decode_flops_s, layer_s=layer_s)
+        else:
+            speeds = replace(speeds, exposed=EXPOSED_ARITHMETIC, layer_s=LAYER_S)
+        return replace(speeds, recurrent_layer_s=RECURRENT_LAYER_S)
 
     def combine(self, compute_s: float, memory_s: float) -> float:
-        return max(compute_s, memory_s) if self.overlap else compute_s + memory_s
+        return max(compute_s, memory_s + self.exposed * compute_s) if self.overlap else compute_s + memory_s
 
 
 @dataclass(frozen=True)

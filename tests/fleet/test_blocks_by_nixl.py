@@ -14,7 +14,7 @@ import pytest
 
 from tests.fleet.test_moving import streams, to_and_fro
 from tests.fleet.test_roles import FAMILIES, MORE, NUM_PROMPTS, NUM_TOKENS, answers, config_for, long_prompts
-from tests.support.cores_with_sockets import LIMIT_S, always_fetch, folder, nothing, run, with_seeds
+from tests.support.cores_with_sockets import LIMIT_S, always_fetch, folder, nothing, run, unhurried, with_seeds
 from tests.support.every_kind_of_request import answer, assert_same, config_of, mixed_requests, special_requests
 from tokenmill.config import EngineConfig, ParallelConfig
 from tokenmill.fleet.start import start_fleet
@@ -22,7 +22,7 @@ from tokenmill.kv.tiers import nixl
 from tokenmill.kv.tiers.nixl import MemoryAgent, TransferFailed
 from tokenmill.kv.tiers.peer import BlockServer
 
-__all__ = ["always_fetch", "folder"]  # fixtures
+__all__ = ["always_fetch", "folder", "unhurried"]  # fixtures
 pytestmark = pytest.mark.skipif(not nixl.is_installed(), reason='needs `pip install "tokenmill[nixl]"`')
 
 
@@ -48,6 +48,7 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_streams_move(stories_dir: Path, folder: Path, num_read: list[int]) -> None:
     config = config_of(stories_dir, speculate="off")
     asked = with_seeds(streams(8, 320))

@@ -6,7 +6,19 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.support.cores_with_sockets import LIMIT_S, Scene, always_fetch, folder, maker, nothing, run, with_seeds
+import pytest
+
+from tests.support.cores_with_sockets import (
+    LIMIT_S,
+    Scene,
+    always_fetch,
+    folder,
+    maker,
+    nothing,
+    run,
+    unhurried,
+    with_seeds,
+)
 from tests.support.every_kind_of_request import answer, assert_same, config_of, mixed_requests, special_requests
 from tokenmill import AsyncEngine, SamplingParams
 from tokenmill.engine.frontend import load_frontend
@@ -14,7 +26,7 @@ from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.types import PromptRequest
 
-__all__ = ["always_fetch", "folder"]  # fixtures
+__all__ = ["always_fetch", "folder", "unhurried"]  # fixtures
 
 
 def streams(number: int, num_tokens: int) -> list[ClientRequest]:
@@ -46,6 +58,7 @@ def to_and_fro(times: int) -> Scene:
     return scene
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_streams_move_with_their_blocks(stories_dir: Path, folder: Path) -> None:
     config = config_of(stories_dir, speculate="off")
     asked = with_seeds(streams(8, 320))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -16,16 +17,18 @@ from tests.support.every_kind_of_request import answer
 from tokenmill import AsyncEngine
 from tokenmill.config import EngineConfig
 from tokenmill.engine.build import build_core
+from tokenmill.engine.core import EngineCore
 from tokenmill.engine.core_client import ThreadCoreClient
 from tokenmill.engine.core_supervisor import MakeClient
 from tokenmill.engine.frontend import ModelFrontend, load_frontend
 from tokenmill.engine.input_processor import ClientRequest
 from tokenmill.fleet.router import PrefixRouter
 from tokenmill.kv.traffic import BlockTraffic
-from tokenmill.types import PromptRequest
+from tokenmill.types import PromptRequest, SequenceOutput
 
 Scene = Callable[[AsyncEngine], Awaitable[None]]
 LIMIT_S = 120.0
+PAUSE_S = 0.004
 NUMBERS = count()  # makes each core's address unique
 
 
@@ -37,6 +40,18 @@ def always_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill.scheduler.fetches.LATE_S", 60.0)
     monkeypatch.setattr("tokenmill.scheduler.fetches.DEFAULT_LIMIT_S", 60.0)
     monkeypatch.setattr("tokenmill.engine.moves.EMPTY_TIMEOUT_S", 60.0)
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let cores pause before each step: streams of these small models would end before they can be moved."""
+    step = EngineCore.step
+
+    def unhurried_step(core: EngineCore) -> list[SequenceOutput]:
+        time.sleep(PAUSE_S)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", unhurried_step)
 
 
 @pytest.fixture

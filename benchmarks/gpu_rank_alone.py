@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -33,7 +31,6 @@ from step_kernels import step_kernels
 from tokenmill.arch.cost import decode_step_bytes, decode_step_flops, weight_parts
 from tokenmill.arch.read import read_spec
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.unproven import VARIABLE
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
 from tokenmill.engine.build import assemble
 from tokenmill.ops.triton.batch.exchange import ARRIVAL_BYTES
@@ -51,12 +48,6 @@ from tokenmill.types import Request
 STEPS, PROFILED_AT = 80, 40  # of a run's steps, those with kernels
 MATRIX_BYTES = 96 << 20  # more than a GPU's cache holds
 BUDGET = 2048  # tokens of a step, and so of the prompts that each step of a run's start computes
-SEVENTY_B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
-    "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
-    "hidden_act": "silu", "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -191,11 +182,7 @@ def replay_seconds(step: Callable[[], None]) -> float:
 
 
 def alone(asked: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        if asked.shape is None:
-            (Path(folder) / "config.json").write_text(json.dumps(SEVENTY_B))
-        spec = read_spec(asked.shape or Path(folder))
-    plan = plan_device("H200")
+    spec, plan = read_spec(asked.shape), plan_device("H200")
     seen: list[tuple[list[float], float]] = []  # bytes, layers and operations of a step; its seconds
     small: dict[str, Any] = {}
     for name in ("llama-1b", "llama-8b"):
@@ -207,11 +194,11 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
             seen.append(([moved, shape.num_layers, decode_step_flops(shape, rows, context)], seconds))
         print(f"{name} on one rank: {', '.join(f'{rows} rows {s * 1e3:.2f} ms' for rows, s in small[name].items())}")
         torch.cuda.empty_cache()
-    calibrated, layer_s = fitted(seen)
-    reached = calibrated.bandwidth_bytes_s
+    calibrated, errors = fitted(seen)
+    reached, layer_s = calibrated.bandwidth_bytes_s, calibrated.layer_s
     print(
         f"fitted to both: {reached / 1e12:.2f} TB/s, {calibrated.decode_flops_s / 1e12:.0f} TFLOP/s and"
-        f" {layer_s * 1e6:.1f} us a layer; " + ", ".join(f"{error:+.1%}" for error in errors_of(seen, calibrated))
+        f" {layer_s * 1e6:.1f} us a layer; off by {', '.join(f'{error:+.1%}' for error in errors)}"
     )
     torch.cuda.empty_cache()
     ways = {sums: shard_figures(spec, asked, plan, calibrated, sums=sums) for sums in (False, True)[: 1 + asked.sums]}
@@ -219,22 +206,14 @@ def alone(asked: argparse.Namespace) -> dict[str, Any]:
             "reached_flops_s": calibrated.decode_flops_s, "sums": ways.get(True), "ranks": asked.ranks}  # fmt: skip
 
 
-def fitted(seen: list[tuple[list[float], float]]) -> tuple[Speeds, float]:
+def fitted(seen: list[tuple[list[float], float]]) -> tuple[Speeds, list[float]]:
     """The planner's speeds of a device that steps were measured on, as `tokenmill plan` has them of a calibrated one:
-    arithmetic and memory add up. Every step counts by its relative error. Second: the time of a layer's kernels beside
-    that, which `Speeds` gets as layers have it."""
+    arithmetic and memory add up. Every step counts by its relative error; these errors are returned too."""
     costs = np.array([[amount / seconds for amount in amounts] for amounts, seconds in seen])
-    (per_byte, layer_s, per_flop), *_ = np.linalg.lstsq(costs, np.ones(len(seen)), rcond=None)
-    flops_s = 1 / float(max(per_flop, 1e-18))
-    return Speeds(flops_s, flops_s, 1 / float(per_byte), 0.0, overlap=False, layer_s=float(layer_s)), float(layer_s)
-
-
-def errors_of(seen: list[tuple[list[float], float]], speeds: Speeds) -> list[float]:
-    """What the speeds predict of the steps that they were fitted to, as relative errors."""
-    return [
-        (moved / speeds.bandwidth_bytes_s + layers * speeds.layer_s + flops / speeds.decode_flops_s) / seconds - 1
-        for (moved, layers, flops), seconds in seen
-    ]
+    found, *_ = np.linalg.lstsq(costs, np.ones(len(seen)), rcond=None)
+    per_byte, layer_s, per_flop = (max(float(one), 1e-18) for one in found)
+    speeds = Speeds(1 / per_flop, 1 / per_flop, 1 / per_byte, 0.0, overlap=False, layer_s=layer_s)
+    return speeds, (costs @ (per_byte, layer_s, per_flop) - 1.0).tolist()
 
 
 def shard_figures(
@@ -273,10 +252,9 @@ def shard_figures(
 
 
 def main() -> int:
-    os.environ.setdefault(VARIABLE, "gpu_ranks")  # products as ranks with a GPU each have them
     compile_workers.enable()  # one process after the other would take minutes
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=Path, help="a folder with a config.json; Llama 70B by default")
+    parser.add_argument("--shape", type=Path, default=SHAPES / "llama-70b", help="a folder with a config.json")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rows", type=numbers, default=[8, 32, 128])
     parser.add_argument("--context", type=int, default=1024)

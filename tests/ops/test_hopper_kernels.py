@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
-from tokenmill.arch.unproven import VARIABLE
 from tokenmill.ops.triton.gemm.hopper import pick_hopper_config
 from tokenmill.ops.triton.gemm.product import FP8, PLAIN, Epilogue, Product, WeightForm, int_form
 from tokenmill.ops.triton.launch.capabilities import named_gpu
@@ -60,9 +59,8 @@ def test_matrices_are_split_where_they_have_many_columns_and_few_rows() -> None:
             assert made.rows == rows and (made.tile_n + rows) * 128 * made.ring <= 200 * 1024
 
 
-def test_a_rank_s_part_of_a_matrix_gives_most_multiprocessors_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_s_part_of_a_matrix_gives_most_multiprocessors_something_to_do() -> None:
     """The matrices are those of one of eight ranks of a 70B model."""
-    monkeypatch.setenv(VARIABLE, "gpu_ranks")
     bf16 = PLAIN[torch.bfloat16]
     parts: list[tuple[int, Epilogue]] = [(1280, "none"), (1024, "none"), (7168, "gated")]
     for rows in (64, 128):

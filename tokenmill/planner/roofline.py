@@ -35,8 +35,8 @@ STEP_S = {True: 1e-3, False: 0.0}  # host time per step: on a CPU; on a GPU, whe
 LAYER_S = 19e-6  # of a layer's kernels on a GPU, beside arithmetic and memory
 RECURRENT_LAYER_S = 85e-6  # more for the small kernels of a recurrent layer
 EXPANDED_LAYER_S = 15e-6  # more for a layer whose matrices are expanded
-EXPANDING_SPEED = 1.25  # of such products, over the speed of prompts
-EXPOSED_ARITHMETIC = 1 / 3  # of a GPU's decode step: the part that memory does not hide
+EXPANDING_SPEED = 1.25  # FLOP/s of such products in a decode step, relative to prefill
+EXPOSED_ARITHMETIC = 1 / 3  # the part of a decode step's arithmetic that reading memory does not hide
 UNQUANTISED = ("float32", "bfloat16", "float16", "F32", "BF16", "F16")
 
 
@@ -49,7 +49,7 @@ class Speeds:
     bandwidth_bytes_s: float
     step_s: float
     overlap: bool = True
-    exposed: float = 0.0  # the part of arithmetic that memory does not hide, where they overlap
+    exposed: float = 0.0  # the part of arithmetic that reading memory does not hide, where they overlap
     layer_s: float = 0.0  # of each layer, in addition to arithmetic and memory
     recurrent_layer_s: float = 0.0  # and of each recurrent one
 

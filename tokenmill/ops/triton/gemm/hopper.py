@@ -255,8 +255,8 @@ def _merge_hopper_splits(
     SPLITS: tl.constexpr, ROWS: tl.constexpr, TILE_N: tl.constexpr, OWN: tl.constexpr, COLUMNS: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """parts [blocks, tiles, SPLITS, TILE_N, ROWS] → out [rows, num_out], COLUMNS of a block of rows per program. A
-    tile's last program would read a megabyte alone where there are many splits."""
+    """parts [blocks, tiles, SPLITS, TILE_N, ROWS] → out [rows, num_out]; a program adds COLUMNS of a block of rows.
+    With many splits, a tile's last program would have to read a megabyte alone."""
     triton_launch_dependents(OVERLAPS)
     triton_wait_for_previous(OVERLAPS)
     first, block = tl.program_id(0) * COLUMNS, tl.program_id(1)
@@ -354,6 +354,8 @@ def hopper_gemm(
     out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
     parts, arrived = room_for_splits(matrix_tiles * blocks, config.splits, config.tile_n * config.rows, out)
     columns = 128 // x.element_size()
+    can_merge = config.splits > 1 and scales is None and config.num_planes == 1
+    assert can_merge or not config.is_merged, "only several splits without scales are merged"
     _hopper_gemm[(matrix_tiles, config.splits, blocks)](
         TensorDescriptor.from_tensor(x, [config.rows, columns], TILES[x.element_size()]),
         TensorDescriptor.from_tensor(values, [own, columns], TILES[x.element_size()]),
@@ -365,7 +367,6 @@ def hopper_gemm(
         num_warps=config.warps, **launch_options(),
     )  # fmt: skip
     if config.is_merged:
-        assert scales is None and config.num_planes == 1, "only sums without scales are merged"
         merge_splits(parts, bias, out, config, activation)
     return out
 

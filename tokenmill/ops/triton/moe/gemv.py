@@ -94,6 +94,17 @@ def _moe_gemv_up(
         gate, up = next_gate, next_up
 
 
+@triton.jit
+def _rows_of_down(down, hidden, inter, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return a program's columns of down and which exist, its rows, and the addresses in the first expert's matrix
+    [ROWS, WIDTH], after which of them exist."""
+    columns = tl.arange(0, WIDTH)
+    inside = columns < inter
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_there = (rows < hidden)[:, None] & inside[None, :]
+    return columns, inside, rows, is_there, down + rows[:, None] * inter + columns[None, :]
+
+
 @kernel
 def _moe_gemv_down(
     inner, logits, down, out, hidden, inter, num_experts,
@@ -104,11 +115,7 @@ def _moe_gemv_down(
     shared memory. Shared experts come first. Experts are chosen before `inner` is ready."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
-    columns = tl.arange(0, WIDTH)
-    inside = columns < inter
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_there = (rows < hidden)[:, None] & inside[None, :]
-    source = down + rows[:, None] * inter + columns[None, :]
+    columns, inside, rows, is_there, source = _rows_of_down(down, hidden, inter, ROWS, WIDTH)
     ordered = ordered_logits(logits, token, num_experts, BLOCK)
     highest = logit_of(tl.max(ordered, axis=0))
     numbers = tl.arange(0, COUNT_PADDED)
@@ -145,11 +152,7 @@ def _moe_gemv_down_narrow(
     ones arrive while later experts are still being chosen."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
-    columns = tl.arange(0, WIDTH)
-    inside = columns < inter
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_there = (rows < hidden)[:, None] & inside[None, :]
-    source = down + rows[:, None] * inter + columns[None, :]
+    columns, inside, rows, is_there, source = _rows_of_down(down, hidden, inter, ROWS, WIDTH)
     ordered = ordered_logits(logits, token, num_experts, BLOCK)
     expert, highest, left = next_choice(ordered, BLOCK)
     part, logit = tl.load(source + expert * hidden * inter, mask=is_there, other=0.0), highest
@@ -183,11 +186,7 @@ def _moe_gemv_down_of(
     """The same for given experts and weights, [T, K] each."""
     launch_dependents(OVERLAPS)
     token = tl.program_id(1)
-    columns = tl.arange(0, WIDTH)
-    inside = columns < inter
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_there = (rows < hidden)[:, None] & inside[None, :]
-    source = down + rows[:, None] * inter + columns[None, :]
+    columns, inside, rows, is_there, source = _rows_of_down(down, hidden, inter, ROWS, WIDTH)
     chosen = ids + token * K
     part = tl.load(source + tl.load(chosen, cache_modifier=".cg") * hidden * inter, mask=is_there, other=0.0)
     second = part
@@ -255,7 +254,7 @@ def _gate_up(
 
 
 def is_narrow(num_tokens: int, inter: int, num_shared: int) -> bool:
-    """Return whether a single warp computes rows of down: of one token, if a warp holds the rows in registers."""
+    """Return whether a single warp computes rows of down: for one token, if the rows fit in a warp's registers."""
     return num_tokens == 1 and inter <= 1024 and num_shared == 0
 
 

@@ -21,6 +21,7 @@ BILLIONS = {
     "kimi-linear-48b-a3b": 49.47,
     "llama-1b": 1.24,
     "llama-8b": 8.03,
+    "llama-70b": 70.55,
     "qwen3-30b-a3b": 30.53,
     "qwen3.5-35b-a3b": 34.66,
     "smollm2-135m": 0.1345,

@@ -10,6 +10,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,7 +24,8 @@ from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.attention.decode import decode_attention
 from tokenmill.ops.triton.attention.prefill import PrefillConfig, prefill_attention
-from tokenmill.ops.triton.attention.split_prefill import split_prefill_attention
+from tokenmill.ops.triton.attention.split_prefill import room_for_parts, split_prefill_attention
+from tokenmill.runner.mixed_sizes import MAX_PROMPTS
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 GROUP = HEADS // KV_HEADS
@@ -181,47 +183,111 @@ def bench_chunk() -> None:
             print(f"     {ms:.3f} ms  {flops / ms / 1e9:.0f} TFLOP/s  {what}", flush=True)
 
 
+# Tiles of queries of all heads of a KV head × keys, warps, stages.
 CHUNK_CONFIGS = (
-    *itertools.starmap(PrefillConfig, itertools.product((64,), (64,), (4,), (2, 3, 4))),
-    *itertools.starmap(PrefillConfig, itertools.product((64,), (128,), (4,), (2, 3))),
-    *itertools.starmap(PrefillConfig, itertools.product((128,), (64, 128), (8,), (2, 3))),
-    PrefillConfig(128, 64, 8, 4),
-    PrefillConfig(128, 64, 4, 3),
+    *(PrefillConfig(64, 64, 4, stages) for stages in (2, 3, 4)),
+    *(PrefillConfig(64, 32, 4, stages) for stages in (3, 4, 6)),
+    PrefillConfig(64, 128, 4, 2),
+    *(PrefillConfig(128, 64, 8, stages) for stages in (2, 3, 4)),
+    *(PrefillConfig(128, 32, 8, stages) for stages in (4, 6)),
+    PrefillConfig(128, 128, 8, 2),
 )
+CHUNK_CASES = (
+    *itertools.product((16384, 65536), (16, 32, 64)),
+    *itertools.product((65536,), (128, 384)),
+)  # tokens before the chunk, and of it
+CHUNK_SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+BESIDE_ROWS, BESIDE_CONTEXT = 32, 2304  # decoding rows that a chunk is computed beside
+CHUNK_LAYERS = 4
+
+
+class ChunkCase:
+    """A chunk of a prompt over what is computed of it: alone, and as in a step with decoding rows."""
+
+    def __init__(self, context: int, length: int) -> None:
+        self.length, self.flops = length, 4 * length * context * HEADS * DIM
+        each = BESIDE_CONTEXT // BLOCK
+        num_blocks = BESIDE_ROWS * each + context // BLOCK + 1
+        storage = torch.randn(2, CHUNK_LAYERS, num_blocks, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
+        self.caches = [LayerCache(storage[0, i], storage[1, i]) for i in range(CHUNK_LAYERS)]
+        blocks = (torch.randperm(num_blocks - 1, device="cuda") + 1).int()
+        self.tables = torch.zeros(BESIDE_ROWS + MAX_PROMPTS, context // BLOCK, device="cuda", dtype=torch.int32)
+        self.tables[:BESIDE_ROWS, :each] = blocks[: BESIDE_ROWS * each].view(BESIDE_ROWS, each)
+        self.tables[BESIDE_ROWS] = blocks[BESIDE_ROWS * each :]
+        contexts = [BESIDE_CONTEXT] * BESIDE_ROWS + [context] + [0] * (MAX_PROMPTS - 1)
+        self.contexts = torch.tensor(contexts, device="cuda", dtype=torch.int32)
+        starts = [*range(BESIDE_ROWS + 1), *[BESIDE_ROWS + length] * MAX_PROMPTS]
+        self.starts = torch.tensor(starts, device="cuda", dtype=torch.int32)
+        self.queries = torch.randn(BESIDE_ROWS + length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        self.out = torch.full_like(self.queries, float("nan"))
+
+    def whole(self) -> None:
+        """Attend with one program per tile of queries."""
+        for cache in self.caches:
+            prefill_attention(self.queries, cache, *self._chunk, are_short=True)
+
+    def split(self, config: PrefillConfig, splits: int) -> None:
+        for cache in self.caches:
+            split_prefill_attention(self.queries, cache, *self._chunk, splits, config=config)
+
+    def decode(self, *, lets_begin: bool = False) -> None:
+        for cache in self.caches:
+            self._decode(cache, lets_begin=lets_begin)
+
+    def beside(self, config: PrefillConfig, splits: int) -> None:
+        for cache in self.caches:
+            room = room_for_parts(self.queries, self.length, splits)
+            self._decode(cache, lets_begin=True)
+            split_prefill_attention(self.queries, cache, *self._chunk, splits, room=room, is_beside=True, config=config)
+
+    def chunk_result(self) -> torch.Tensor:
+        return self.out[BESIDE_ROWS:].float()
+
+    @property
+    def _chunk(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, range, int, AttentionArgs, torch.Tensor]:
+        rows = range(BESIDE_ROWS, BESIDE_ROWS + MAX_PROMPTS)  # as in a captured step, most without tokens
+        return self.tables, self.starts, self.contexts, rows, self.length, AttentionArgs(DIM**-0.5), self.out
+
+    def _decode(self, cache: LayerCache, *, lets_begin: bool) -> None:
+        single, out, args = self.queries[:BESIDE_ROWS], self.out[:BESIDE_ROWS], AttentionArgs(DIM**-0.5)
+        decode_attention(single, cache, self.tables, self.contexts, args, out, 1, lets_begin=lets_begin)
 
 
 def bench_short_chunk() -> None:
-    """A chunk of a prompt over what is computed of it, as beside running answers: whole contexts and split ones."""
-    args = AttentionArgs(DIM**-0.5)
-    for context, length in itertools.product((8192, 65536), (8, 16, 32, 64, 128, 256, 384, 512, 768)):
-        caches, tables, contexts = paged(1, context, 4)
-        q = torch.randn(length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        starts = torch.tensor([0, length], device="cuda", dtype=torch.int32)
-        outs = [torch.full_like(q, float("nan")) for _ in range(2)]
-        flops = 4 * length * context * HEADS * DIM
-        common = (tables, starts, contexts, range(1), length, args)
-
-        def whole(q=q, caches=caches, common=common, out=outs[0]) -> None:  # type: ignore[no-untyped-def]
-            for cache in caches:
-                prefill_attention(q, cache, *common, out, are_short=True)
-
-        found = [(graph_ms(whole) / len(caches), "prefill")]
-        for config, splits in itertools.product(CHUNK_CONFIGS, (2, 3, 4, 6, 8, 16, 32, 64)):
-            if context // splits < 512 or not 128 <= splits * length * GROUP // 64 * KV_HEADS <= 4096:
-                continue
-
-            def work(c=config, s=splits, q=q, caches=caches, common=common, out=outs[1]) -> None:  # type: ignore[no-untyped-def]
-                for cache in caches:
-                    split_prefill_attention(q, cache, *common, out, s, config=c)
-
-            work()
-            error = float((outs[0].float() - outs[1].float()).norm() / outs[0].float().norm())
-            assert error < 1e-2, f"error {error}"
-            found.append((graph_ms(work) / len(caches), f"{tuple(config)} in {splits}"))
-        usual = [one for one in found if one[1].startswith(str(tuple(CHUNK_CONFIGS[0])))]
-        print(f"context {context} chunk {length}:", flush=True)
-        for ms, what in (*sorted(found)[:7], *sorted(usual)[:2], found[0]):
-            print(f"     {ms * 1e3:.0f} us  {flops / ms / 1e9:.0f} TFLOP/s  {what}", flush=True)
+    """A chunk of a prompt over what is computed of it: whole contexts and split ones, by tiles and number of splits;
+    and what the chunk adds to the attention of decoding rows."""
+    for context, length in CHUNK_CASES:
+        case = ChunkCase(context, length)
+        whole_ms, decode_ms = (graph_ms(work) / CHUNK_LAYERS for work in (case.whole, case.decode))
+        case.whole()
+        expected = case.chunk_result()
+        found: list[tuple[float, float, str]] = []
+        for config in CHUNK_CONFIGS:
+            tiles = -(-length * GROUP // config.queries) * KV_HEADS
+            timed: list[tuple[float, int]] = []
+            for splits in CHUNK_SPLITS:
+                if context // splits < 512 or not 100 <= splits * tiles <= 1100:
+                    continue
+                case.out.fill_(float("nan"))
+                case.split(config, splits)
+                error = float((case.chunk_result() - expected).norm() / expected.norm())
+                assert error < 1e-2, f"error {error} of {config} in {splits}"
+                timed.append((graph_ms(partial(case.split, config, splits)) / CHUNK_LAYERS, splits))
+            for ms, splits in sorted(timed)[:2]:
+                beside_ms = graph_ms(partial(case.beside, config, splits)) / CHUNK_LAYERS
+                found.append((beside_ms - decode_ms, ms, f"{tuple(config)} in {splits}"))
+        floor_ms = context * KV_HEADS * DIM * 4 / 4.38e9
+        print(
+            f"chunk {length} behind {context}: reading {floor_ms * 1e3:.0f} us, one program per tile"
+            f" {whole_ms * 1e3:.0f} us; {BESIDE_ROWS} rows of {BESIDE_CONTEXT} decode in {decode_ms * 1e3:.0f} us",
+            flush=True,
+        )
+        for beside_ms, ms, what in sorted(found):
+            print(
+                f"     beside them +{beside_ms * 1e3:.0f} us, alone {ms * 1e3:.0f} us"
+                f" ({case.flops / ms / 1e9:.0f} TFLOP/s)  {what}",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -190,27 +190,37 @@ class LongPrompt:
     num_started: int  # streams that had a token before it came
     gaps: list[float]  # of the streams, while it was computed
     chunks: list[int]
+    learned: float  # estimated over true time of decoding alone, right after it
 
 
-def long_prompt_on_gpu(*, depth: int, num_cold: int = 0, **settings: object) -> LongPrompt:
+def long_prompt_on_gpu(
+    *,
+    depth: int,
+    num_cold: int = 0,
+    device: SimulatedDevice = LARGE_GPU,
+    num_tokens: int = LONG_TOKENS,
+    **settings: object,
+) -> LongPrompt:
     """`num_cold`: the first steps of a server take seconds, since kernels are compiled in them."""
-    server = VirtualServer(LARGE_GPU, rows=256, tokens=8192, num_blocks=10_000, depth=depth, **settings)  # type: ignore[arg-type]
+    server = VirtualServer(device, rows=256, tokens=8192, num_blocks=20_000, depth=depth, **settings)  # type: ignore[arg-type]
     server.cold_steps = [2.0] * num_cold
     server.ask(prompt=512, output=4)
     server.run()
-    alone = server.ask(prompt=LONG_TOKENS, output=4)
+    alone = server.ask(prompt=num_tokens, output=4)
     server.run()
     streams = [server.ask(prompt=32, output=100_000) for _ in range(NUM_STREAMS)]
     server.run(server.now + 0.5)
     num_started, num_before = sum(bool(life.token_times) for life in streams), len(server.steps)
-    beside = server.ask(prompt=LONG_TOKENS, output=4)
-    while not beside.token_times and server.now < beside.sent_s + 20.0:
+    beside = server.ask(prompt=num_tokens, output=4)
+    while not beside.token_times and server.now < beside.sent_s + 30.0:
         server.run(server.now + 0.1)
     answered_s = beside.token_times[0] if beside.token_times else float("inf")
     times = [time_s for life in streams for time_s in zip(life.gaps, life.token_times[1:], strict=True)]
     gaps = [gap for gap, at in times if beside.sent_s < at <= answered_s]
     chunks = [size.tokens - size.samples for size, _ in server.steps[num_before:] if size.has_prompts]
-    return LongPrompt(alone.ttft_s, answered_s - beside.sent_s, num_started, gaps, chunks)
+    answers = StepSize(NUM_STREAMS, NUM_STREAMS, sum(len(life.token_times) for life in streams))
+    learned = server.scheduler.step_time.seconds(answers) / device.seconds(answers)
+    return LongPrompt(alone.ttft_s, answered_s - beside.sent_s, num_started, gaps, chunks, learned)
 
 
 ANSWERS_S = LARGE_GPU.seconds(StepSize(NUM_STREAMS, NUM_STREAMS, NUM_STREAMS * 200))
@@ -250,3 +260,27 @@ def test_chunks_of_a_prompt_do_not_shrink_because_they_are_small() -> None:
         start = sum(chunks[:place])
         left_s = 0.012 - answers_s - LARGE_GPU.prompts_s - start * LARGE_GPU.context_s
         assert num_tokens * (LARGE_GPU.token_s + start * LARGE_GPU.pair_s) >= 0.8 * left_s
+
+
+# As LARGE_GPU, with a kernel for chunks whose time is that of reading what is before them.
+FAST_CHUNKS = replace(LARGE_GPU, prompts_s=3e-4, pair_s=2e-10)
+
+
+@pytest.mark.parametrize("tpot_s", [0.0065, 0.008, 0.009])
+def test_the_least_chunk_does_not_make_steps_much_longer_at_the_end_of_a_long_prompt(tpot_s: float) -> None:
+    """There the reading of the prompt exceeds what is left of the limit, so the least chunk decides."""
+    promised = ServiceLevel(tpot_s=tpot_s)
+    seen = long_prompt_on_gpu(depth=2, device=FAST_CHUNKS, num_tokens=65_536, step_limit_s=tpot_s, promised=promised)
+    context = NUM_STREAMS * len(seen.chunks)
+    undisturbed_s = FAST_CHUNKS.seconds(StepSize(NUM_STREAMS, NUM_STREAMS, context))
+    assert quantile(seen.gaps, 0.99) <= 1.46 * undisturbed_s
+    assert min(seen.chunks[:-1]) >= 16, "a prompt always makes progress"
+    assert seen.beside_s <= 10.0 * seen.alone_s
+
+
+def test_the_time_of_decoding_alone_is_not_forgotten_beside_a_long_prompt() -> None:
+    """For thousands of steps, none is without a prompt."""
+    seen = long_prompt_on_gpu(
+        depth=2, device=FAST_CHUNKS, num_tokens=65_536, step_limit_s=0.009, promised=ServiceLevel(tpot_s=0.009)
+    )
+    assert seen.learned == pytest.approx(1.0, abs=0.1)

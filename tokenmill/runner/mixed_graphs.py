@@ -32,7 +32,7 @@ from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, SINGLES, can_mix, 
 from tokenmill.types import PENDING, RowPlan
 
 NO_ROW = -1
-COMPILED_SINGLES, COMPILED_CHUNKS = (8, 64), (32, 64, 256)  # these sizes launch the kernels of all sizes
+COMPILED_SINGLES, COMPILED_CHUNKS = (8, 32, 64), (16, 32, 64, 256)  # these sizes launch the kernels of all sizes
 
 Replay = Callable[[], object]
 

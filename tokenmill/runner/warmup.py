@@ -33,6 +33,7 @@ from tokenmill.types import RowPlan
 SHORT, MIDDLE, LONG = 40, 640, 4096  # prompt lengths in tokens
 FEW = (24, 12)  # tokens of prompts whose beginning was cached: GEMMs of so few rows have their own kernels
 SOME = (100, SHORT)  # tokens of short whole prompts
+LATE = (SHORT, 12)  # tokens at the end of long prompts: attention cuts few of them into smaller tiles
 MAX_COMPILED_ROWS = 80  # decoding steps up to this size (padded to 128) have different kernels for different sizes
 Chunk = tuple[int, int]  # a row's tokens: first position and number
 
@@ -92,7 +93,8 @@ class WarmUp:
         yield self.compile_rest
         yield partial(self.rehearse, [(0, min(SHORT, longest))] * 2)
         yield from self._graphs.captures()
-        yield partial(self.rehearse, [self._late_chunk(min(SHORT, longest))])
+        for length in LATE:
+            yield partial(self.rehearse, [self._late_chunk(min(length, longest))])
         if self._mixed is not None:
             yield from self._mixed.captures()
         yield partial(self.rehearse, [(0, longest)])  # last, because it may block for a second
@@ -133,7 +135,8 @@ class WarmUp:
         if self._has_head:
             self._graphs.ask_for_draws()
         middle = min(MIDDLE, self._max_context - 1)
-        for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)], [self._late_chunk(SHORT)]):
+        late = ([self._late_chunk(length)] for length in LATE)
+        for chunks in ([(0, middle)], [(middle - 1, 1), (0, SHORT)], *late):
             self.compute(self._batch(chunks))
         for size in graph_sizes(min(self._max_rows, MAX_COMPILED_ROWS)):
             self._launch_decoding(size)

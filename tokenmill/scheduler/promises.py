@@ -24,7 +24,8 @@ from tokenmill.scheduler.waiting import WaitingQueue
 from tokenmill.types import BACKGROUND_PRIORITY, Request, StepPlan
 
 MIN_PROMPT_SHARE = 0.25  # share of a step's time left for prompts, which limits the number of running sequences
-MIN_CHUNK_SHARE = 0.125  # share of a step's time that prompts always get
+MIN_CHUNK_SHARE = 0.125  # share of a step's time that prompts always get, beside the reading of their contexts
+MAX_STRETCH = 0.4  # what that share and the reading may add to a step, relative to the time of decoding alone
 LATE_SHARE = 0.5  # first tokens expected later than this share of the limit are used to correct the estimate
 CHUNK_UNIT = 16  # tokens: longer chunks are rounded to a multiple, because kernels compute tiles of this size
 FIRST_CHUNK = 64  # prompt tokens in the first step that also decodes, if there is a tpot objective
@@ -73,29 +74,44 @@ class Promises:
 
     def tokens_for_prompts(self, all_tokens: int, groups: Iterable[SequenceGroup]) -> int:
         """Return how many prompt tokens a step may have: as many as fit into the time that decoding rows leave, but at
-        least an eighth of the step; the whole budget if no row decodes."""
+        least `_least_tokens`; the whole budget if no row decodes."""
         answers, start = _answers_and_start(groups)
         if self.step_limit_s is None or not answers or not self._step_time.is_known:
             return all_tokens
-        left_s, min_s = self._prompt_times_s(self._step_time.seconds(_size(answers)), self.step_limit_s, start)
-        num_fitting, num_least = (self._step_time.tokens_in(part_s, start) for part_s in (left_s, min_s))
-        if num_fitting > CHUNK_UNIT:
-            num_fitting -= num_fitting % CHUNK_UNIT
-        if num_least > CHUNK_UNIT:
-            num_least = (num_least + CHUNK_UNIT // 2) // CHUNK_UNIT * CHUNK_UNIT
-        num_tokens = max(num_fitting, num_least)
+        answers_s = self._step_time.seconds(_size(answers))
+        num_fitting = self._step_time.tokens_in(self._left_s(answers_s, self.step_limit_s, start), start)
+        num_tokens = max(_whole_units(num_fitting), self._least_tokens(answers_s, self.step_limit_s, start))
         if self.level.tpot_s is not None:
             # Steps of prompts only say little about the time of small chunks, so the chunk size grows step by step.
             num_tokens = min(num_tokens, 2 * self._largest_chunk)
         return min(all_tokens, max(1, num_tokens))
 
-    def _prompt_times_s(self, answers_s: float, limit_s: float, start: int) -> tuple[float, float]:
-        """Return the seconds for prompt tokens in a step with decoding rows: what these leave, and the minimum, an
-        eighth of the step, which prompts get even if decoding alone exceeds the limit, so that they make progress."""
-        planned_s = self._planned_s(limit_s)
+    def _left_s(self, answers_s: float, limit_s: float, start: int) -> float:
+        """Return the seconds that decoding rows and the reading of a prompt's context leave for its tokens."""
+        return self._planned_s(limit_s) - answers_s - self._step_time.prompts_s(start)
+
+    def _least_tokens(self, answers_s: float, limit_s: float, start: int) -> int:
+        """Return the prompt tokens that a step has at least, so that prompts make progress even if decoding alone
+        exceeds the limit. Behind a long context the reading alone makes a step much longer: then only one unit of
+        tokens is added, since fewer would take nearly as long."""
+        num_shared = self._step_time.tokens_in(self._share_s(answers_s, limit_s, start), start)
+        num_stretched = self._step_time.tokens_in(self._stretch_s(answers_s, start), start)
+        return min(_nearest_units(num_shared), max(CHUNK_UNIT, _whole_units(num_stretched)))
+
+    def _share_s(self, answers_s: float, limit_s: float, start: int) -> float:
+        """Return an eighth of a step, which prompts get beside the reading of their contexts."""
         fixed_s = answers_s + self._step_time.prompts_s(start)
-        min_s = max(MIN_CHUNK_SHARE * planned_s, fixed_s * MIN_CHUNK_SHARE / (1.0 - MIN_CHUNK_SHARE))
-        return planned_s - fixed_s, min_s
+        return max(MIN_CHUNK_SHARE * self._planned_s(limit_s), fixed_s * MIN_CHUNK_SHARE / (1.0 - MIN_CHUNK_SHARE))
+
+    def _stretch_s(self, answers_s: float, start: int) -> float:
+        """Return the seconds for prompt tokens with which they and the reading of their context add as much to a step
+        as the least share may add."""
+        return MAX_STRETCH * answers_s - self._step_time.read_s(start)
+
+    def _least_s(self, answers_s: float, limit_s: float, start: int) -> float:
+        """Return the seconds of `_least_tokens`."""
+        unit_s = CHUNK_UNIT * self._step_time.token_s(start)
+        return min(self._share_s(answers_s, limit_s, start), max(unit_s, self._stretch_s(answers_s, start)))
 
     def _planned_s(self, limit_s: float) -> float:
         """Return the target duration of a step with prompts. It is below the limit, so that nearly all steps meet the
@@ -155,7 +171,8 @@ class Promises:
         answers_s = self._step_time.seconds(_size(answers)) if answers else 0.0
         prompts_s = running_s + ahead_s + own_s
         if answers and self.step_limit_s is not None:
-            chunk_s = max(self._prompt_times_s(answers_s, self.step_limit_s, num_tokens // 2))
+            times = answers_s, self.step_limit_s, num_tokens // 2
+            chunk_s = max(self._left_s(*times), self._least_s(*times))
             prompts_s *= (chunk_s + self._step_time.prompts_s(num_tokens // 2) + answers_s) / chunk_s
         free = min(self._running.row_allocator.num_free, self.rows_left())
         return max(prompts_s + answers_s, self._rows_s(num_ahead + 1 - free, answers_s, prompts_s - running_s))
@@ -187,6 +204,16 @@ class Promises:
                 total_s += cost_s
                 num_groups += 1
         return total_s, num_groups
+
+
+def _whole_units(num_tokens: int) -> int:
+    """Round down to units, if it is more than one."""
+    return num_tokens if num_tokens <= CHUNK_UNIT else num_tokens // CHUNK_UNIT * CHUNK_UNIT
+
+
+def _nearest_units(num_tokens: int) -> int:
+    """Round to units, if it is not much less than one."""
+    return num_tokens if 2 * num_tokens < CHUNK_UNIT else (num_tokens + CHUNK_UNIT // 2) // CHUNK_UNIT * CHUNK_UNIT
 
 
 def _answers_and_start(groups: Iterable[SequenceGroup]) -> tuple[list[Sequence], int]:

@@ -11,7 +11,9 @@
 
 A short chunk at the end of a long prompt costs nearly as much as reading the tokens before it, however few tokens it
 has. Without c and e its tokens would seem expensive, which would make the next chunk even smaller. The six coefficients
-are fitted to recent steps by least squares of relative errors, and none is negative. A step that took much longer than
+are fitted to recent steps by least squares of relative errors, and none is negative. Recent means the last dozens of
+steps with prompts and of those without: beside a long prompt, none of thousands of steps only decodes, and how long
+such a step takes must not be forgotten. A step that took much longer than
 expected counts as three times as long as expected: the machine was busy with something else. Nothing is known before
 the first prompt was computed (`is_known`).
 
@@ -25,10 +27,10 @@ decodes (`promises.py`).
 from __future__ import annotations
 
 import math
-from operator import mul
+from operator import add, mul
 from typing import NamedTuple
 
-DECAY = 0.98  # the weight of earlier steps is multiplied by this for each new step
+DECAY = 0.98  # the weight of earlier steps of the same kind is multiplied by this for each new step
 MAX_OUTLIER_RATIO = 3.0  # a step counts as at most this many times as long as expected
 MIN_STEPS = 8  # measured steps before outliers are recognised
 # Ridge penalties by feature, relative to its own weight: they keep features that were not observed at zero, and do not
@@ -68,12 +70,27 @@ class Excess:
         self.factor = min(MAX_EXCESS, max(1.0, self.factor + EXCESS_RATE * step))
 
 
+class MeasuredSteps:
+    """Weighted sums over measured steps of one kind, with or without prompts, for a fit by least squares."""
+
+    def __init__(self) -> None:
+        self.squares = [[0.0] * len(SCALES) for _ in SCALES]  # of products of features
+        self.products = [0.0] * len(SCALES)  # of products of features and seconds
+
+    def add(self, features: tuple[float, ...], seconds: float) -> None:
+        weight = 1.0 / seconds**2
+        for i, feature in enumerate(features):
+            row = self.squares[i]
+            for j, other in enumerate(features):
+                row[j] = row[j] * DECAY + weight * feature * other
+            self.products[i] = self.products[i] * DECAY + weight * feature * seconds
+
+
 class StepTime:
     """Estimates the seconds of a step from its size."""
 
     def __init__(self) -> None:
-        self._squares = [[0.0] * len(SCALES) for _ in SCALES]  # weighted sums of products of features
-        self._products = [0.0] * len(SCALES)  # weighted sums of products of features and seconds
+        self._measured = {has_prompts: MeasuredSteps() for has_prompts in (False, True)}
         self._fit = [0.0] * len(SCALES)
         self._num_noted = 0
         self._has_prompt = False
@@ -93,13 +110,7 @@ class StepTime:
             if self._has_prompt and size.has_prompts and size.samples:
                 self.excess.note(seconds / expected_s)
             seconds = min(seconds, MAX_OUTLIER_RATIO * expected_s)
-        features = _features(size)
-        weight = 1.0 / seconds**2
-        for i, feature in enumerate(features):
-            row = self._squares[i]
-            for j, other in enumerate(features):
-                row[j] = row[j] * DECAY + weight * feature * other
-            self._products[i] = self._products[i] * DECAY + weight * feature * seconds
+        self._measured[size.has_prompts].add(_features(size), seconds)
         self._num_noted += 1
         self._has_prompt = self._has_prompt or size.has_prompts
         self._is_stale = True
@@ -123,15 +134,18 @@ class StepTime:
 
     def prompts_s(self, start: int) -> float:
         """Return the fixed cost of computing a prompt chunk from `start` on, independent of its number of tokens."""
-        fit = self._fitted()
-        return fit[PROMPTS] / SCALES[PROMPTS] + start * fit[CONTEXT] / SCALES[CONTEXT]
+        return self._fitted()[PROMPTS] / SCALES[PROMPTS] + self.read_s(start)
+
+    def read_s(self, start: int) -> float:
+        """Return the seconds for reading `start` tokens from the cache."""
+        return start * self._fitted()[CONTEXT] / SCALES[CONTEXT]
 
     def cost_s(self, num_tokens: int, start: int, num_rows: int) -> float:
         """Return the seconds of a row with `num_tokens` from `start` on, including its part of the costs shared by
         `num_rows` rows."""
         fit = self._fitted()
         tokens_s = num_tokens * (self.token_s(start) if num_tokens > 1 else fit[TOKENS] / SCALES[TOKENS])
-        read_s = (start + num_tokens) * fit[CONTEXT] / SCALES[CONTEXT]
+        read_s = self.read_s(start + num_tokens)
         return tokens_s + read_s + fit[BASE] / max(1, num_rows) + fit[SAMPLES] / SCALES[SAMPLES]
 
     def _fitted(self) -> list[float]:
@@ -139,12 +153,14 @@ class StepTime:
         coefficients. The features' order decides which one explains a cost that several could explain: tokens first."""
         if self._is_stale:
             self._is_stale = False
-            fit, squares = self._fit, self._squares
+            fit, decodes, prompts = self._fit, self._measured[False], self._measured[True]
+            squares = [list(map(add, *rows)) for rows in zip(decodes.squares, prompts.squares, strict=True)]
+            products = list(map(add, decodes.products, prompts.products))
             for _ in range(NUM_SWEEPS):
                 for i, row in enumerate(squares):
                     if row[i] > 0.0:
                         others = sum(map(mul, row, fit)) - row[i] * fit[i]
-                        fit[i] = max(0.0, (self._products[i] - others) / (row[i] * (1.0 + RIDGES[i])))
+                        fit[i] = max(0.0, (products[i] - others) / (row[i] * (1.0 + RIDGES[i])))
         return self._fit
 
 

@@ -94,6 +94,36 @@ def attend_range(
     return m_i, l_i, acc
 
 
+@triton.jit
+def attend_seen(
+    state, query, cache, table, kv_head, low, high, scale, softcap, offs_d,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax state after keys [low, high): whole tiles, of which every query sees every key.
+
+    A tile's block numbers are loaded during the tile before it. Otherwise the compiler sees a load whose address is
+    loaded in the same iteration, keeps only one tile of keys and values on its way however many stages it is given, and
+    waits for it at once.
+    """
+    keys, values, key_scales, value_scales = cache
+    offs_n = tl.arange(0, TILE)
+    in_blocks = kv_head * BLOCK_SIZE + offs_n % BLOCK_SIZE
+    offsets = in_blocks[:, None] * DIM + offs_d[None, :]
+    next_blocks = tl.load(table + (low + offs_n) // BLOCK_SIZE, mask=low + offs_n < high, other=0)
+    for start in range(low, high, TILE):
+        first_rows = next_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
+        key = as_factors(tl.load(keys + first_rows[:, None] * DIM + offsets), query.dtype)
+        value = as_factors(tl.load(values + first_rows[:, None] * DIM + offsets), query.dtype)
+        key_scale = load_scale(key_scales, first_rows + in_blocks, offs_n < TILE, IS_SCALED)
+        value_scale = load_scale(value_scales, first_rows + in_blocks, offs_n < TILE, IS_SCALED)
+        following = start + TILE + offs_n
+        next_blocks = tl.load(table + following // BLOCK_SIZE, mask=following < high, other=0)
+        qk = attention_scores(query, key, key_scale, scale, softcap, HAS_SOFTCAP, IS_SCALED, PRECISION)
+        state = add_keys(state, qk, value, value_scale, IS_SCALED, PRECISION)
+    return state
+
+
 @kernel_unspecialized("first_row", "num_rows", "table_stride", is_large=True)
 def _prefill(
     queries, keys, values, key_scales, value_scales, out, tables, query_starts, contexts, sinks,

@@ -20,8 +20,6 @@ from tokenmill.ops.triton.launch.capabilities import Capabilities
 
 TILE = 64  # keys per iteration
 MAX_SPLITS = 32  # per context
-CHUNK_TILE = 64  # queries per tile of a short chunk, over all heads of a KV head
-CHUNK_TILES_AT_ONCE = 2  # such programs resident per multiprocessor
 MAX_CHUNK_ROUNDS = 4  # waves of programs: limits the number of splits and the size of their results
 MERGE_COST = 0.01  # of a program's time, per split
 SPLIT_CHUNK = 1024  # tokens; longer chunks have enough tiles
@@ -29,6 +27,18 @@ CHUNK_SPLIT_KEYS = 512  # fewest keys per split of a chunk, since a split's resu
 DENSE_HEAD_DIMS = (64, 96, 128)
 MAX_FUSED_HEAD_DIM = 256
 MAX_FUSED_ROWS = 16  # also with few KV heads, as one of eight ranks has them
+
+
+class ChunkCut(NamedTuple):
+    """How a short chunk is cut into tiles."""
+
+    queries: int  # per tile, over all heads of a KV head
+    at_once: int  # programs resident per multiprocessor
+
+
+# A chunk that fits into a small tile leaves room for two programs, of which one computes while the other waits for its
+# keys. More queries in large tiles read every key half as often from the L2 cache.
+SMALL_CUT, LARGE_CUT = ChunkCut(64, 2), ChunkCut(128, 1)
 
 
 class AttentionStep(NamedTuple):
@@ -59,20 +69,32 @@ def num_splits_for(num_rows: int, kv_heads: int, max_context: int, gpu: Capabili
     return 1 << (splits.bit_length() - 1)
 
 
+def chunk_cut(num_tokens: int, num_heads: int, kv_heads: int) -> ChunkCut:
+    """Return how chunks of `num_tokens` tokens together are cut into tiles."""
+    return SMALL_CUT if num_tokens * padded_group(num_heads, kv_heads) <= SMALL_CUT.queries else LARGE_CUT
+
+
+def padded_group(num_heads: int, kv_heads: int) -> int:
+    """Return the heads of a KV head in a tile of queries, a power of two."""
+    return 1 << (num_heads // kv_heads - 1).bit_length()
+
+
 def num_chunk_splits(num_tokens: int, num_heads: int, kv_heads: int, max_context: int, gpu: Capabilities) -> int:
     """Return the number of splits of the context of each tile, for chunks of `num_tokens` tokens together; 1: use the
     prefill kernel. All programs take about the same time, so the number is chosen such that the last wave of programs
     is nearly full."""
-    group = 1 << (num_heads // kv_heads - 1).bit_length()
-    tiles = max(1, num_tokens * group // CHUNK_TILE) * kv_heads
-    at_once = CHUNK_TILES_AT_ONCE * gpu.tuning.multiprocessors
+    cut = chunk_cut(num_tokens, num_heads, kv_heads)
+    tiles = max(1, num_tokens * padded_group(num_heads, kv_heads) // cut.queries) * kv_heads
+    at_once = cut.at_once * gpu.tuning.multiprocessors
     most = min(MAX_SPLITS, max_context // CHUNK_SPLIT_KEYS, MAX_CHUNK_ROUNDS * at_once // tiles)
     if num_tokens > SPLIT_CHUNK or most < 2:
         return 1
 
     def rounds(splits: int) -> float:
-        programs = tiles * splits if splits > 1 else -(-num_tokens // CHUNK_TILE) * num_heads
-        return -(-programs // at_once) / splits * (1.0 + MERGE_COST * splits)
+        if splits == 1:  # of the prefill kernel, whose tiles are small and of one head
+            programs = -(-num_tokens // SMALL_CUT.queries) * num_heads
+            return float(-(-programs // (SMALL_CUT.at_once * gpu.tuning.multiprocessors)))
+        return -(-tiles * splits // at_once) / splits * (1.0 + MERGE_COST * splits)
 
     return min(range(1, most + 1), key=rounds)
 

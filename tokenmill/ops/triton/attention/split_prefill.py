@@ -24,7 +24,8 @@ import triton.language as tl
 from tokenmill.ops.batch import LayerCache
 from tokenmill.ops.interface import AttentionArgs
 from tokenmill.ops.triton.attention.kv_cache import cache_tensors
-from tokenmill.ops.triton.attention.prefill import PrefillConfig, attend_range, pick_prefill_config
+from tokenmill.ops.triton.attention.prefill import PrefillConfig, attend_range, attend_seen, pick_prefill_config
+from tokenmill.ops.triton.attention.select import SMALL_CUT, ChunkCut, chunk_cut, padded_group
 from tokenmill.ops.triton.attention.softmax import (
     LOWEST,
     attention_output,
@@ -73,7 +74,8 @@ def _split_prefill(
     launch_dependents(OVERLAPS)
     if is_beside == 0:
         wait_for_previous(OVERLAPS)
-    kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Tiles are the slowest: those without queries, which a captured step may have many of, come last.
+    kv_head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, begin, length, offset = row_of_tile(query_starts, tile, first_row, num_rows, TOKENS)
     if offset < length:
         context = tl.load(contexts + row)
@@ -99,9 +101,9 @@ def _split_prefill(
             if IS_PLAIN:
                 earliest = context - length + offset
                 diagonal = tl.minimum(tl.maximum((earliest + 1) // TILE * TILE, low), high)
-                state = attend_range(
-                    state, query, cache, table, kv_head, q_positions, low, diagonal, context, scale, softcap, window,
-                    offs_d, KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, False, IS_SCALED, PRECISION,
+                state = attend_seen(
+                    state, query, cache, table, kv_head, low, diagonal, scale, softcap, offs_d,
+                    KV_HEADS, DIM, BLOCK_SIZE, TILE, HAS_SOFTCAP, IS_SCALED, PRECISION,
                 )  # fmt: skip
             m_i, l_i, acc = attend_range(
                 state, query, cache, table, kv_head, q_positions, diagonal, high, context, scale, softcap, window,
@@ -116,7 +118,9 @@ def _split_prefill(
                 tl.store(parts + (index + split)[:, None] * DIM + offs_d[None, :], mean, mask=q_inside)
                 sum_log = tl.where(l_i > 0.0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), float("-inf"))
                 tl.store(lse + index + split, sum_log, mask=is_query)
-    if is_beside != 0:  # in every program: a kernel that waits for this one then also waits for the one before
+    if is_beside != 0 and (tile == 0 or offset < length):
+        # A kernel that waits for this one then also waits for the one before. Programs without queries end at once, and
+        # leave their place to others.
         wait_for_previous(OVERLAPS)
 
 
@@ -161,6 +165,14 @@ def _merge_splits(
             _store_tile((m_i, l_i, acc), out, sinks, q_heads * DIM, heads, inside, is_head, offs_d, HAS_SINKS)
 
 
+def pick_split_config(dtype: torch.dtype, dim_padded: int, cut: ChunkCut) -> PrefillConfig:
+    """Return the tile configuration for chunks. With three stages, keys and values of at least one more tile are on
+    their way while one is computed."""
+    if dtype == torch.float32 or dim_padded > 128:
+        return pick_prefill_config(dtype, dim_padded, are_short=True)
+    return PrefillConfig(64, 64, 4, 3) if cut == SMALL_CUT else PrefillConfig(128, 64, 8, 3)
+
+
 def room_for_parts(queries: torch.Tensor, num_tokens: int, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate buffers for the splits' results and the logarithms of their sums. Must be called before a kernel that
     overlaps with the splits frees its own buffers: the allocator would hand out the same memory."""
@@ -189,16 +201,16 @@ def split_prefill_attention(
     `is_beside`: launched right after a `decode_attention` with `lets_begin`; `room` was allocated before that."""
     _, num_heads, dim = queries.shape
     _, kv_heads, block_size, _ = cache.keys.shape
-    group = num_heads // kv_heads
-    padded, group_padded = max(16, next_power_of_2(dim)), next_power_of_2(group)
-    config = config or pick_prefill_config(queries.dtype, padded, are_short=True)
+    group, group_padded = num_heads // kv_heads, padded_group(num_heads, kv_heads)
+    padded = max(16, next_power_of_2(dim))
+    config = config or pick_split_config(queries.dtype, padded, chunk_cut(num_tokens, num_heads, kv_heads))
     tokens = max(1, config.queries // group_padded)
     tiles = num_tokens // tokens + len(rows)
     parts, lse = room or room_for_parts(queries, num_tokens, num_splits)
     sinks = args.sinks if args.sinks is not None else queries
     window = window_of(args)
     has_window, has_sinks = args.window is not None, args.sinks is not None
-    _split_prefill[(kv_heads, tiles, num_splits)](
+    _split_prefill[(kv_heads, num_splits, tiles)](
         queries, *cache_tensors(cache), out, parts, lse, tables, query_starts, contexts, sinks,
         args.scale, args.softcap or 1.0, window, tables.stride(0), rows.start, rows.stop, num_splits, int(is_beside),
         num_heads, kv_heads, group, group_padded, dim, padded, block_size, tokens, config.keys,

@@ -198,3 +198,11 @@ def test_keys_are_read_again_on_a_signal(tmp_path: Path) -> None:
         process.child.send_signal(signal.SIGHUP)
         assert eventually(lambda: "previous keys stay in use" in process.output())
         assert process.http.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_reading_what_a_process_prints_loses_none_of_it() -> None:
+    script = "for number in range(20_000): print(number, flush=True)"
+    with running(["-c", script], free_port()) as process:
+        while process.child.poll() is None:
+            process.output()
+        assert process.output().split() == [str(number) for number in range(20_000)]

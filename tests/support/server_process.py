@@ -51,7 +51,7 @@ class ServerProcess:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **settings}
         # A file, since a pipe that is not read would fill up and block the server. Closed in `close`.
-        self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._printed = tempfile.NamedTemporaryFile("w")  # noqa: SIM115
         self.child = subprocess.Popen(
             [sys.executable, *command], env=environment, stdout=self._printed, stderr=self._printed
         )
@@ -83,8 +83,9 @@ class ServerProcess:
         return self.child.wait(within_s)
 
     def output(self) -> str:
-        self._printed.seek(0)
-        return self._printed.read()
+        """Everything printed so far. The file is opened again, since the server shares the position of ours: reading
+        there would move where the server writes next, over what it has already printed."""
+        return Path(self._printed.name).read_text(errors="replace")
 
     def close(self) -> None:
         self.http.close()

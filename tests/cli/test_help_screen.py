@@ -38,6 +38,22 @@ def test_all_flags_are_listed_on_demand(capsys: pytest.CaptureFixture[str]) -> N
     assert requested_help("run", ["hi", "--help-all"]) == ("run", True)
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("keys add", "--tokens-per-day"),
+        ("keys revoke", "NAME"),
+        ("service install", "--user"),
+        ("audit verify", "FILE"),
+    ],
+)
+def test_subcommands_have_help_of_their_own(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for asked in ("--help", "--help-all"):
+        assert main([*command.split(), asked]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"Usage: tokenmill {command} ") and flag in shown
+
+
 def test_a_shell_completes_verbs_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "completion.bash"

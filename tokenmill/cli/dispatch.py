@@ -63,7 +63,7 @@ def dispatch(verb: str, arguments: list[str]) -> int:
         arguments, config_file = take_config_file(arguments)
         cluster_file = Path(arguments[0]) if verb == "up" and arguments and not arguments[0].startswith("-") else None
         app = build_app(verb, config_file, uses_server=_uses_server(arguments), cluster_file=cluster_file)
-        if (request := requested_help(verb, arguments)) is not None:
+        if (request := requested_help(verb, arguments, subcommands_of(app, verb))) is not None:
             return _show_help(app, *request)
         arguments = with_our_names(arguments, flags_of(app, verb))
         return int(app([verb, *arguments]) or 0)
@@ -82,7 +82,7 @@ def _show_help(app: App, command: str, is_all: bool) -> int:
     words = command.split()
     epilogue = "\nFiles (--config FILE.toml) and variables (TOKENMILL_SEED=7) can set them too."
     one = app[words[0]]
-    one = one[words[1]] if len(words) > 1 and words[1] in list(one) else one
+    one = one[words[1]] if len(words) > 1 else one
     screen = None if is_all else short_help(command, one, epilogue if words[0] in CONFIGURED else "")
     if screen is None:
         return int(app([*words, "--help"]) or 0)
@@ -172,6 +172,10 @@ def _unused_arguments(verb: str, words: list[str]) -> str:
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     quotes = " (quote a prompt of several words)" if verb == "run" else ""
     return f"unexpected argument of {verb}: {shown!r}{quotes}; see tokenmill {verb} --help"
+
+
+def subcommands_of(app: App, verb: str) -> list[str]:
+    return [name for name in app[verb] if not name.startswith("-")]
 
 
 def flags_of(app: App, verb: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,12 +36,12 @@ COMMON_FLAGS: dict[str, tuple[str, ...]] = {
 MIN_WIDTH, MAX_WIDTH = 60, 110
 
 
-def requested_help(verb: str, arguments: list[str]) -> tuple[str, bool] | None:
+def requested_help(verb: str, arguments: list[str], subcommands: Collection[str] = ()) -> tuple[str, bool] | None:
     """Return the command whose help is requested, and whether with all flags; None if none is."""
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if not {"--help", "-h", "--help-all"} & set(before):
         return None
-    command = f"{verb} {before[0]}" if verb == "bench" and not before[0].startswith("-") else verb
+    command = f"{verb} {before[0]}" if before[0] in subcommands else verb
     return command, "--help-all" in before
 
 

@@ -55,7 +55,7 @@ def planned(resolved: Resolved, spec: Any) -> dict[str, int]:
     assert cache.num_blocks is not None
     request = compute_request(config, spec, resolved.device, resolved.backend)
     return {
-        "pool": cache.num_blocks * layout.block_bytes(cache.block_size),
+        "pool": cache.num_blocks * layout.block_bytes(cache.tokens_per_block),
         "weights": resolved.backend.kept_weights(StoredWeights(spec, None), request).parts.total,
         "rows": runner.rows,
         "step": runner.step,

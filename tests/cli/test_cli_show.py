@@ -96,6 +96,43 @@ def test_show_names_kernels_and_missing_nouns(shared_dir: Path, capsys: pytest.C
     assert "no: model_type 'kimi_k3' is not implemented" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("config", "costs"),
+    [
+        ("Qwen--Qwen3-8B", "1 × H200 SXM, $3.50 an hour: $"),
+        ("deepseek-ai--DeepSeek-V4-Flash", "4 × H200 SXM, $14.00 an hour: $"),
+        ("deepseek-ai--DeepSeek-V3", "8 × H200 SXM, $28.00 an hour: $"),
+        ("moonshotai--Kimi-K3", "eight H200 SXM do not hold it"),
+        ("nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8", "costs          tokenmill plan"),  # no GPU kernels
+    ],
+)
+def test_show_tells_what_a_config_would_cost(
+    config: str, costs: str, shared_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shared_dir / "configs" / f"{config}_config.json"
+    assert command(str(path)) == 0
+    words = capsys.readouterr().out
+    assert costs in words and f"tokenmill plan {path}: memory, speed and price" in words
+
+
+@pytest.mark.parametrize(
+    ("config", "is_offered"),
+    [
+        ("Qwen--Qwen3-8B", True),
+        ("deepseek-ai--DeepSeek-V3", False),
+        ("deepseek-ai--DeepSeek-V4-Flash", False),
+        ("MiniMaxAI--MiniMax-M3", False),
+        ("moonshotai--Kimi-K3", False),
+    ],
+)
+def test_show_offers_a_rounded_cache_only_where_the_engine_has_one(
+    config: str, is_offered: bool, shared_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(str(shared_dir / "configs" / f"{config}_config.json")) == 0
+    words = capsys.readouterr().out
+    assert "per token" in words and ("--kv-dtype int8" in words) is is_offered
+
+
 def test_no_two_settings_share_a_flag() -> None:
     flags = [flag_name(section, field) for section, kind in SECTIONS.items() for field in kind.__dataclass_fields__]
     assert len(flags) == len(set(flags))

@@ -28,10 +28,12 @@ def known() -> list[str]:
         ("m --kv-cache-dtype fp8_e4m3", "m --kv-dtype fp8"),
         ("m --served-model-name me --api-key k", "m --served-name me --api-key k"),
         ("m --tensor-parallel-size 1 --gpu-memory-utilization 0.9", "m"),
+        ("m --tensor-parallel-size 4 --enable-expert-parallel", "m --tp 4 --ep"),
         ("m --enable-auto-tool-choice --quantization awq", "m --quantization none"),
         # sglang
         ("--model-path m --context-length 4096", "--model m --max-context 4096"),
         ("m --disable-radix-cache", "m --no-prefix-caching"),
+        ("m --tp-size 2 --ep-size 1 --enable-dp-attention", "m --tp 2 --dp-attention"),
         # llama-server
         (
             "-m m.gguf -c 4096 -np 4 -t 2 -ngl 99",
@@ -53,6 +55,7 @@ def test_the_same_meaning_is_taken(known: list[str], given: str, ours: str, caps
     ("given", "words"),
     [
         ("--data-parallel-size 2", "--tp"),
+        ("--ep-size 2", "--ep distributes whole experts"),
         ("--gpu-memory-utilization 0.5", "--memory-fraction"),
         ("--trust-remote-code", "never run"),
         ("--enforce-eager", "captured"),

@@ -216,7 +216,7 @@ def test_ranks_in_processes_say_what_one_rank_says_and_end_with_their_model(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"link": "gloo"},
+    [{"link": "gloo"}, {"tp": 1, "link": "threads"},
      {"tp": 100}, {"device": "cuda"}, {"lanes": 2}, {"pp": 6}, {"pp": 40},
      {"pp": 2, "speculate": "ngram"}, {"tp": 1, "dp_attention": True}, {"dp_attention": True, "backend": "reference"}],
 )  # fmt: skip

@@ -130,7 +130,7 @@ def test_tokens_are_those_without(
 
 
 def storage_for(model: Any, num_blocks: int = 65) -> KVStorage:
-    return KVStorage(model.layout, num_blocks, CONFIG.cache.block_size, torch.device("cpu"))
+    return KVStorage(model.layout, num_blocks, CONFIG.cache.tokens_per_block, torch.device("cpu"))
 
 
 def drafted_core(model: Model, draft: Model | None, *, draft_blocks: int = 65, mode: str = "draft:x") -> EngineCore:

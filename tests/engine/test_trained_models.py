@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.support.mixed_requests import make_requests, run_together
 from tests.support.trained_models import GREEDY, MORE, NAMES, STREAMED, golden_cases, num_equal_tokens
 from tokenmill import LLM
 from tokenmill.arch.read import read_spec
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import InvalidConfig, TokenmillError
 from tokenmill.ops.compute_request import ComputeRequest
 from tokenmill.ops.cpu import is_available, unsupported_reason
 
@@ -99,3 +100,19 @@ def test_mixed_requests_on_the_reference(name: str, shared_dir: Path) -> None:
 def test_latents_are_not_rounded_to_bytes(name: str, backend: str, shared_dir: Path) -> None:
     with pytest.raises(TokenmillError, match="latent attention"):
         LLM(str(shared_dir / "goldens" / "tiny" / name), backend=backend, kv_dtype="int8")
+
+
+def test_blocks_are_as_long_as_compressed_entries(tmp_path: Path, shared_dir: Path) -> None:
+    """Blocks of a DeepSeek V4 have by default as many tokens as it compresses to an entry, here 32; more will do."""
+    config = json.loads((shared_dir / "goldens" / "tiny" / "deepseek_v4" / "config.json").read_text())
+    config["compress_rates"]["heavily_compressed_attention"] = 32
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    common: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "threads": 1, "max_context": 512}
+    prompt, answers = [1, *range(100, 400)], []
+    for asked, expected in ((None, 32), (32, 32), (64, 64)):
+        llm = LLM(str(tmp_path), block_size=asked, **common)
+        assert llm.core.runner.storage.block_size == expected  # type: ignore[attr-defined]
+        answers.append(llm.generate([prompt], GREEDY, progress=False)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1] == answers[2]
+    with pytest.raises(InvalidConfig, match="multiple of 32"):
+        LLM(str(tmp_path), block_size=16, **common)

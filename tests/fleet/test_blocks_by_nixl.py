@@ -56,7 +56,7 @@ def test_streams_move(stories_dir: Path, folder: Path, num_read: list[int]) -> N
     found, moved = run(by_nixl(config), folder, asked, 2, to_and_fro(6))
     assert_same(asked, found, expected)
     assert moved.resumed >= 4 and moved.fetched_tokens > 0
-    assert sum(num_read) * config.cache.block_size >= moved.fetched_tokens
+    assert sum(num_read) * config.cache.tokens_per_block >= moved.fetched_tokens
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])

@@ -147,6 +147,17 @@ def test_grid() -> None:
     assert {p.weight_dtype for p in on_cpu} == {"bfloat16", "int8"}  # no CPU kernels turn weights into fp8 or int4
 
 
+def test_a_cache_of_latents_is_not_planned_in_one_byte() -> None:
+    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+              "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 32, "n_routed_experts": 8,
+              "num_experts_per_tok": 2, "moe_intermediate_size": 1024}  # fmt: skip
+    model = PlannedModel("latents", spec_from_hf({**LLAMA_8B, **latent}), "bfloat16")
+    assert {plan.kv_dtype for plan in grid(model, H200, Question())} == {"bfloat16"}
+    assert not make_plan(model, H200, Question()).warnings()
+    (warning,) = make_plan(model, H200, Question(kv_dtype="int8")).warnings()
+    assert "the engine refuses a one-byte KV cache for latent attention" in warning
+
+
 def test_a_plan_has_a_verdict() -> None:
     assert verdict(make_plan(MODEL, H200, Question())).startswith("Yes: H200 SXM holds ")
     assert "per million output tokens" in verdict(make_plan(MODEL, H200, Question(usd_per_hour=3.0)))

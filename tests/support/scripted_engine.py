@@ -32,7 +32,7 @@ def scripted_core(model: Model | None = None, *, num_blocks: int = 65, prefix_ca
     model = model or ContextModel(VOCAB)
     config = replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=num_blocks, prefix_caching=prefix_caching))
     layout = model.layout  # type: ignore[attr-defined]  # scripted models know their own
-    storage = KVStorage(layout, num_blocks, CONFIG.cache.block_size, torch.device("cpu"))
+    storage = KVStorage(layout, num_blocks, CONFIG.cache.tokens_per_block, torch.device("cpu"))
     return assemble(config, model, storage)
 
 

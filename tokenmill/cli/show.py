@@ -34,12 +34,14 @@ from tokenmill.errors import UnsupportedModel
 from tokenmill.hardware.machine import probe_machine
 from tokenmill.ops import cpu as native_kernels
 from tokenmill.ops import triton as triton_kernels
-from tokenmill.ops.compute_request import ComputeRequest
+from tokenmill.ops.compute_request import ComputeRequest, caches_latents
 from tokenmill.report.units import duration
 from tokenmill.store import DEFAULT_MODEL, ResolvedModel, resolve_model
 from tokenmill.store.catalog import find_entry
 
 ROUNDED = "int8"
+PRICED_DEVICE = "H200 SXM"  # for which `show` tells what a model costs; `plan` does for any device
+NO_KERNELS = "no: "
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 
 
@@ -68,6 +70,8 @@ def command(
     try:
         facts = describe(resolved)
         facts |= {"license": license_of(resolved), "speed_here": speed_here(resolved)}
+        if resolved.path.suffix == ".json" and not facts["kernels"]["NVIDIA GPU"].startswith(NO_KERNELS):
+            facts["costs"] = cost_of(resolved.path)
         words = _in_words(facts)
     except UnsupportedModel as error:
         facts = describe_planned(resolved, error)
@@ -141,6 +145,35 @@ def speed_here(resolved: ResolvedModel) -> dict[str, Any] | None:
             "tpot_s": plan.tpot_s}  # fmt: skip
 
 
+def cost_of(config: Path) -> dict[str, Any] | None:
+    """Return the predicted price of a model's tokens on one to eight devices of a kind, on the cheapest number of them;
+    None if not even eight hold it."""
+    from tokenmill.planner.model import model_from_config
+    from tokenmill.planner.plan import Question
+    from tokenmill.planner.which import rank_devices
+
+    (option,) = rank_devices(model_from_config(config, config.stem), Question(), [PRICED_DEVICE])
+    if option.plan is None or option.plan.best is None or option.plan.price is None:
+        return None
+    return {
+        "device": option.device,
+        "num_devices": option.plan.question.split.num_devices,
+        "usd_per_hour": option.plan.price.usd_per_hour,
+        "usd_per_million_output": option.plan.price.usd_per_million_output,
+    }
+
+
+def _cost_in_words(facts: dict[str, Any]) -> str:
+    everything = f"tokenmill plan {shlex.quote(facts['path'])}: memory, speed and price on any device"
+    if "costs" not in facts:
+        return everything
+    found = facts["costs"]
+    if found is None:
+        return f"eight {PRICED_DEVICE} do not hold it; {everything}"
+    devices = f"{found['num_devices']} × {found['device']}, ${found['usd_per_hour']:.2f} an hour"
+    return f"{devices}: ${found['usd_per_million_output']:.2f} per million output tokens; {everything}"
+
+
 def _speed_in_words(speed: dict[str, Any]) -> str:
     """Format predicted TTFT and tokens per second."""
     prompt = f"about {duration(speed['ttft_s'])} for a prompt of {speed['input_len']} tokens"
@@ -163,7 +196,7 @@ def _kernels_in_words(backend: Backend, reason: str | None, request: ComputeRequ
     if reason is None:
         return backend.title
     if request.device != "cpu" and request.spec.recurrences:  # as the reference refuses them
-        return f"no: {reason}"
+        return f"{NO_KERNELS}{reason}"
     return f"{REFERENCE.title}, slow: {reason}"
 
 
@@ -191,7 +224,8 @@ def describe_planned(resolved: ResolvedModel, error: UnsupportedModel) -> dict[s
         "parameters": num_parameters(model),
         "active_parameters": num_active_parameters(model),
         "max_context": outline.max_context,
-        "kv_bytes_per_token": {dtype: kv_bytes_per_token(model, dtype) for dtype in ("bfloat16", ROUNDED)},
+        "kv_bytes_per_token": {"bfloat16": kv_bytes_per_token(model, "bfloat16")},
+        "costs": cost_of(config),
     }
 
 
@@ -207,7 +241,8 @@ def _planned_in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("parameters", _parameters_in_words(facts)),
         ("weights", f"{size(2 * facts['parameters'])} in bfloat16, about {size(facts['parameters'] // 2)} in 4 bits"),
         ("context", f"{facts['max_context']:,} tokens"),
-        ("KV cache", f"{size(cache['bfloat16'])} per token, {size(cache[ROUNDED])} with --kv-dtype {ROUNDED}"),
+        ("KV cache", f"{size(cache['bfloat16'])} per token in bfloat16"),
+        ("costs", _cost_in_words(facts)),
     ]
 
 
@@ -249,8 +284,10 @@ def chat_template(path: Path) -> str | None:
 
 
 def _kv_dtypes(spec: ModelSpec) -> list[str]:
-    """Return the default KV cache types of a CPU and a GPU, and the optional ones."""
-    return list(dict.fromkeys((default_kv_dtype(spec, NATIVE), default_kv_dtype(spec, TRITON), ROUNDED)))
+    """Return the default KV cache types of a CPU and a GPU, and the optional one of half their size, if the model's
+    cache can be stored in it."""
+    optional = () if caches_latents(spec) else (ROUNDED,)
+    return list(dict.fromkeys((default_kv_dtype(spec, NATIVE), default_kv_dtype(spec, TRITON), *optional)))
 
 
 def fit(spec: ModelSpec, weights: int) -> list[dict[str, Any]]:
@@ -336,7 +373,7 @@ def _in_words(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["speed_here"] is not None:
         rows.append(("speed here", _speed_in_words(facts["speed_here"])))
     if not has_weights:
-        return [*rows, ("costs", f"tokenmill plan {shlex.quote(facts['path'])}: memory, speed and price on any device")]
+        return [*rows, ("costs", _cost_in_words(facts))]
     raw = "" if facts["has_chat_template"] else " --raw"
     return [*rows, ("try", f'tokenmill run {shlex.quote(facts["name"])}{raw} "Why is the sky blue?"')]
 
@@ -348,8 +385,8 @@ def _further_in_words(count: int, proposes_drafts: bool) -> list[tuple[str, str]
 
 
 def _cache_in_words(per_token: dict[str, int]) -> str:
-    by_default = next(iter(per_token.values()))  # that of a CPU
-    return f"{size(by_default)} per token, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}"
+    by_default = f"{size(next(iter(per_token.values())))} per token"  # on a CPU
+    return f"{by_default}, {size(per_token[ROUNDED])} with --kv-dtype {ROUNDED}" if ROUNDED in per_token else by_default
 
 
 def _fit_in_words(row: dict[str, Any], needed: str) -> str:

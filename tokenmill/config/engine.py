@@ -16,6 +16,7 @@ ActivationBits = Literal["auto", "8", "mixed", "16"]
 # Default maximum of sequences and tokens per step.
 CPU_LIMITS, SMALL_GPU_LIMITS, GPU_LIMITS = (64, 512), (256, 2048), (1024, 8192)
 LARGE_GPU_BYTES = 64 * 10**9
+USUAL_BLOCK_SIZE = 16  # tokens
 MAX_AUTO_CONTEXT = 32_768  # so that models with a context of a million tokens still start on a small machine
 
 
@@ -69,8 +70,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    block_size: int = 16
-    """Tokens per KV block."""
+    block_size: int | None = None
+    """Tokens per KV block; by default 16, or as many as the model compresses to one entry, if that is more (DeepSeek
+    V4: 128)."""
     num_blocks: int | None = None
     """KV blocks in the pool; by default as many as --memory-fraction allows."""
     num_states: int | None = None
@@ -100,6 +102,10 @@ class CacheConfig:
     the others is dropped. Requests can override this."""
     context_keep: int = 4
     """Number of first tokens kept when the context shifts."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        return USUAL_BLOCK_SIZE if self.block_size is None else self.block_size
 
 
 @dataclass(frozen=True)

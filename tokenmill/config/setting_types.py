@@ -16,7 +16,7 @@ class EngineSettings(TypedDict, total=False):
     adapter: tuple[str, ...]
     adapter_slots: int | None
     backend: Literal["auto", "reference", "cpu", "triton"]
-    block_size: int
+    block_size: int | None
     chat_template: str | None
     context_keep: int
     context_shift: bool
@@ -67,6 +67,7 @@ class EngineSettings(TypedDict, total=False):
     disable_log_stats: Any
     enable_auto_tool_choice: Any
     enable_chunked_prefill: Any
+    enable_expert_parallel: Any
     enable_lora: Any
     enable_prefix_caching: Any
     enforce_eager: Any

@@ -63,7 +63,8 @@ def blocks_digest(config: EngineConfig, spec: ModelSpec, model_path: Path, is_fo
     )  # native kernels: the same bits on any number of ranks
     facts = (
         *(VERSION, spec, files, kernels, ropes, model.dtype, model.quantization),
-        *(cache.block_size, cache.kv_dtype, ops.device, ops.backend, ops.activation_bits, ops.deterministic, num_parts),
+        *(cache.tokens_per_block, cache.kv_dtype, ops.device, ops.backend),
+        *(ops.activation_bits, ops.deterministic, num_parts),
     )
     return hashlib.sha256(repr(facts).encode()).digest()
 

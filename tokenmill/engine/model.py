@@ -146,9 +146,15 @@ def kv_storage(
     if layers is not None:
         layout = layout.of_layers(layers)
     num_states = cache.num_states or 0
-    num_cells = cells_for_states(layout, num_states, cache.block_size, config.scheduler.num_rows)
+    num_cells = cells_for_states(layout, num_states, cache.tokens_per_block, config.scheduler.num_rows)
     return KVStorage(
-        layout, cache.num_blocks, cache.block_size, device, num_cells=num_cells, num_states=num_states, memory=memory
+        layout,
+        cache.num_blocks,
+        cache.tokens_per_block,
+        device,
+        num_cells=num_cells,
+        num_states=num_states,
+        memory=memory,
     )
 
 
@@ -157,4 +163,4 @@ def one_block_storage(config: EngineConfig, spec: ModelSpec) -> KVStorage:
     layout = KVLayout.from_spec(spec, CacheDtypes(config.cache.kv_dtype, config.model.dtype))
     number = int(layout.is_recurrent)
     device = torch.device(config.ops.device)
-    return KVStorage(layout, 1, config.cache.block_size, device, num_cells=number, num_states=number)
+    return KVStorage(layout, 1, config.cache.tokens_per_block, device, num_cells=number, num_states=number)

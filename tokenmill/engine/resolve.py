@@ -17,7 +17,7 @@ from tokenmill.arch.cost import DTYPE_BYTES, ComputeDType, WeightParts, is_small
 from tokenmill.arch.packed_formats import dummy_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
 from tokenmill.config import CacheConfig, EngineConfig, ModelConfig, OpsConfig, SchedulerConfig
-from tokenmill.config.engine import MAX_AUTO_CONTEXT
+from tokenmill.config.engine import MAX_AUTO_CONTEXT, USUAL_BLOCK_SIZE
 from tokenmill.engine.adapter_room import resolve_adapters
 from tokenmill.engine.backends import BACKENDS, DEVICES, Backend, Device, KeptWeights, StoredWeights
 from tokenmill.engine.mtp_room import MTP, mtp_block_bytes, mtp_bytes
@@ -121,6 +121,7 @@ def resolve(
 ) -> Resolved:
     require_ranges(config)
     reasons: list[str] = []
+    config = replace(config, cache=replace(config.cache, block_size=resolve_block_size(config.cache, spec, reasons)))
     device = choose_device(config.ops, machine, backends)
     backend, request, refusals = _choose_backend(config, spec, device, backends, reasons)
     parallel = resolve_parallel(config, spec, device, backend, machine.num_gpus, reasons)
@@ -145,13 +146,13 @@ def resolve(
     own = cut_spec(spec, parallel.tp, 0, by_heads=not parallel.dp_attention)
     dtypes = CacheDtypes(kv_dtype, config.model.dtype)
     layout = KVLayout.from_spec(own, dtypes)
-    layout.rules(cache.block_size)  # raises if the block size does not fit the model
+    layout.rules(cache.tokens_per_block)  # raises if the block size does not fit the model
     has_head = config.scheduler.speculate == MTP
     head_bytes = mtp_bytes(spec, kept.parts, config.scheduler.num_rows) if has_head else 0
-    head_block_bytes = mtp_block_bytes(spec, dtypes, cache.block_size) if has_head else 0
+    head_block_bytes = mtp_block_bytes(spec, dtypes, cache.tokens_per_block) if has_head else 0
     left_bytes = free_bytes
     if parallel.num_ranks > 1:
-        share, layout = heaviest_rank(spec, parallel, layout, cache.block_size)
+        share, layout = heaviest_rank(spec, parallel, layout, cache.tokens_per_block)
         kept = replace(kept, parts=WeightParts(*(int(part * share) for part in astuple(kept.parts))))
         left_bytes //= ranks_of_a_device(parallel)
     if parallel.pp > 1 and device.overlaps_steps:
@@ -167,6 +168,16 @@ def resolve(
     scheduler = replace(config.scheduler, speculate=mode)
     config = replace(config, model=model, cache=cache, scheduler=scheduler)
     return Resolved(config, reasons, device, backend, refusals, workspace, adapters.slot_values)
+
+
+def resolve_block_size(cache: CacheConfig, spec: ModelSpec, reasons: list[str]) -> int:
+    """Return the block size: the requested one, or the default of this model, with a reason if that is unusual."""
+    if cache.block_size is not None:
+        return cache.block_size
+    block_size = KVLayout.from_spec(spec).default_block_size
+    if block_size != USUAL_BLOCK_SIZE:
+        reasons.append(f"KV blocks of {block_size} tokens, which the model compresses to one entry")
+    return block_size
 
 
 def require_usable_tiers(config: EngineConfig, spec: ModelSpec, device: str) -> None:
@@ -260,7 +271,7 @@ def _choose_backend(
         if requested == "auto"
         else f"backend {requested} can't be used:"
     )
-    raise InvalidConfig(f"{problem} {'; '.join(refusals)}", param="backend")
+    raise InvalidConfig(f"{problem} {'; '.join(dict.fromkeys(refusals))}", param="backend")
 
 
 def compute_request(config: EngineConfig, spec: ModelSpec, device: Device, backend: Backend) -> ComputeRequest:
@@ -272,7 +283,7 @@ def compute_request(config: EngineConfig, spec: ModelSpec, device: Device, backe
         device=device.name,
         dtype=dtype,
         kv_dtype=backend.default_kv_dtype(spec, dtype, model.quantization) if kv_dtype == "auto" else kv_dtype,
-        block_size=config.cache.block_size,
+        block_size=config.cache.tokens_per_block,
         quantization=model.quantization,
         deterministic=config.ops.deterministic,
     )
@@ -343,7 +354,7 @@ def _runner_limits(config: EngineConfig, kept: KeptWeights) -> RunnerLimits:
         config.scheduler.num_rows,
         config.scheduler.num_tokens,
         config.model.max_context,
-        config.cache.block_size,
+        config.cache.tokens_per_block,
         int(DTYPE_BYTES[config.model.dtype]),
         expands_weights=kept.expands_weights,
     )
@@ -370,20 +381,20 @@ def _size_pool(
             f"{workspace.step / 2**30:.2f}, graphs {workspace.graphs / 2**30:.2f}"
         )
     free_bytes = max(0, free_bytes - weights - workspace.total - device.start_bytes)
-    block_bytes = layout.block_bytes(cache.block_size) + head_block_bytes
+    block_bytes = layout.block_bytes(cache.tokens_per_block) + head_block_bytes
     if cache.num_blocks is None:
         num_blocks = num_blocks_that_fit(
             layout,
             free_bytes=free_bytes,
             memory_fraction=fraction,
-            block_size=cache.block_size,
+            block_size=cache.tokens_per_block,
             block_bytes=block_bytes,
             max_context=config.model.max_context,
             max_rows=max_rows,
             max_chunk=config.scheduler.num_tokens,
         )
         cache = replace(cache, num_blocks=num_blocks)
-        tokens = num_blocks * cache.block_size // len(layout.paged)
+        tokens = num_blocks * cache.tokens_per_block // len(layout.paged)
         gib = num_blocks * block_bytes / 2**30
         reasons.append(f"KV cache of {cache.kv_dtype}: {num_blocks:,} blocks, {gib:.2f} GiB, about {tokens:,} tokens")
     return _size_states(cache, layout, int(free_bytes * fraction), max_rows, reasons)
@@ -401,12 +412,12 @@ def _size_states(
     assert cache.num_blocks is not None
     num_states = cache.num_states or num_states_that_fit(
         layout,
-        free_bytes=cache_bytes - cache.num_blocks * layout.block_bytes(cache.block_size),
-        block_size=cache.block_size,
+        free_bytes=cache_bytes - cache.num_blocks * layout.block_bytes(cache.tokens_per_block),
+        block_size=cache.tokens_per_block,
         num_blocks=cache.num_blocks,
         max_rows=max_rows,
     )
-    gib = recurrent_bytes(layout, num_states, cache.block_size, max_rows) / 2**30
+    gib = recurrent_bytes(layout, num_states, cache.tokens_per_block, max_rows) / 2**30
     reasons.append(f"recurrent layers: {num_states:,} states, {gib:.2f} GiB including the tokens between two states")
     return replace(cache, num_states=num_states)
 
@@ -431,13 +442,15 @@ def longest_context(layout: KVLayout, cache: CacheConfig, limit: int, max_chunk:
     """Return the longest context whose blocks fit into the pool (one block of the pool is the null block), in steps of
     up to `max_chunk` tokens."""
     assert cache.num_blocks is not None
-    whole_blocks = range(1, -(-limit // cache.block_size) + 1)
+    whole_blocks = range(1, -(-limit // cache.tokens_per_block) + 1)
     fitting = bisect_right(
         whole_blocks,
         cache.num_blocks - 1,
-        key=lambda n: blocks_for_context(layout, n * cache.block_size, cache.block_size, min(limit, max_chunk)),
+        key=lambda n: blocks_for_context(
+            layout, n * cache.tokens_per_block, cache.tokens_per_block, min(limit, max_chunk)
+        ),
     )
-    return min(limit, fitting * cache.block_size)
+    return min(limit, fitting * cache.tokens_per_block)
 
 
 def resolve_speculation(asked: str, *, overlaps: str | None) -> tuple[str, str]:

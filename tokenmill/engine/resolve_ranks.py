@@ -46,6 +46,8 @@ def resolve_parallel(
     if parallel.rank_gpus is not None and (device.name != "cuda" or parallel.num_ranks == 1):
         raise InvalidConfig("rank_gpus needs several ranks (tp) on GPUs", param="rank_gpus")
     if parallel.num_ranks == 1:
+        if parallel.link != "auto":
+            raise InvalidConfig("link needs several ranks (tp or pp of 2 or more)", param="link")
         return parallel
     if parallel.num_ranks > MAX_RANKS:
         raise InvalidConfig(f"tp {tp} times pp {pp} is more than {MAX_RANKS} ranks", param="tp")

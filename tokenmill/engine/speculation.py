@@ -66,7 +66,7 @@ def head_proposer(config: EngineConfig, head: MtpHead, target: ModelRunner) -> D
     assert config.model.max_context is not None and cache.num_blocks is not None
     layout = KVLayout.from_spec(head.spec, CacheDtypes(cache.kv_dtype, config.model.dtype))
     num_blocks = mtp_blocks(cache.num_blocks, target.storage.layout)
-    storage = KVStorage(layout, num_blocks, cache.block_size, target.storage.device)
+    storage = KVStorage(layout, num_blocks, cache.tokens_per_block, target.storage.device)
     target.kept_states = KeptStates()
     states = HeadStates(head, target.kept_states)
     return draft_model(head, storage, config.scheduler, config.model.max_context, states)

@@ -43,6 +43,7 @@ from math import ceil, lcm, prod
 from tokenmill.arch.cache_parts import CHUNK, CacheField, CacheKind, CachePart
 from tokenmill.arch.cost import KV_SCALE_BYTES, bytes_per_value
 from tokenmill.arch.spec import MixerSpec, ModelSpec, ShortConv, WindowedMqa
+from tokenmill.config.engine import USUAL_BLOCK_SIZE
 from tokenmill.errors import InvalidConfig, UnsupportedModel
 
 UNREAD_FIELD = "unread"
@@ -130,6 +131,11 @@ class KVLayout:
     @property
     def is_recurrent(self) -> bool:
         return len(self.paged) < len(self.groups)
+
+    @property
+    def default_block_size(self) -> int:
+        """The usual number of tokens per block, or the least multiple of it that fits the model."""
+        return lcm(USUAL_BLOCK_SIZE, self.block_multiple)
 
     def rules(self, block_size: int) -> tuple[EntryRule, ...]:
         """Return one rule per group; refuse a block size that does not fit the model."""

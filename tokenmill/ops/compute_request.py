@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from tokenmill.arch.spec import Mla, ModelSpec, WindowedMqa
 
 ROUNDED_LATENTS = "a one-byte KV cache for latent attention, compressed entries or an indexer of blocks"
+ONE_BYTE_DTYPES = ("int8", "fp8")
+
+
+def caches_latents(spec: ModelSpec) -> bool:
+    """Return whether a model caches latents, compressed entries or the keys of an indexer, which no backend stores in
+    one byte a value."""
+    has_latents = any(isinstance(layer.mixer, Mla | WindowedMqa) for layer in spec.layers)
+    return has_latents or any(attention.block_indexer is not None for attention in spec.attentions)
 
 
 @dataclass(frozen=True)
@@ -23,11 +31,8 @@ class ComputeRequest:
 
     @property
     def rounds_latents(self) -> bool:
-        """True if a one-byte cache was requested for latents, compressed entries or the keys of an indexer, which no
-        backend supports."""
-        has_latents = any(isinstance(layer.mixer, Mla | WindowedMqa) for layer in self.spec.layers)
-        has_indexer = any(attention.block_indexer is not None for attention in self.spec.attentions)
-        return (has_latents or has_indexer) and self.kv_dtype in ("int8", "fp8")
+        """True if a one-byte cache was requested for what no backend stores in one byte a value."""
+        return self.kv_dtype in ONE_BYTE_DTYPES and caches_latents(self.spec)
 
     @property
     def chooses_entries(self) -> bool:

@@ -20,9 +20,13 @@ from tokenmill.arch.cost import (
     prefill_flops,
 )
 from tokenmill.arch.outline import Model, outline_of
+from tokenmill.arch.spec import ModelSpec
 from tokenmill.arch.unproven import is_chosen
+from tokenmill.config.engine import USUAL_BLOCK_SIZE
 from tokenmill.engine.backends import BACKENDS, default_kv_dtype
 from tokenmill.errors import InvalidConfig
+from tokenmill.kv.layout import KVLayout
+from tokenmill.ops.compute_request import ONE_BYTE_DTYPES, ROUNDED_LATENTS, caches_latents
 from tokenmill.planner.capacity import Load, Price, Slo, largest_load, price, readers_kept_up_with, steady_load
 from tokenmill.planner.device import PlanDevice
 from tokenmill.planner.memory import Limits, MemoryPlan, Split, plan_memory, rule_of_thumb_bytes
@@ -48,7 +52,7 @@ class Question:
     max_running: int = 256
     token_budget: int = 2048
     memory_fraction: float | None = None
-    block_size: int = 16
+    block_size: int | None = None  # None: the model's default
     num_blocks: int | None = None
     num_states: int | None = None
     adapter_values: int = 0  # in all slots for adapters
@@ -64,9 +68,15 @@ class Question:
     @property
     def limits(self) -> Limits:
         return Limits(
-            self.context, self.max_running, self.token_budget, self.block_size, self.memory_fraction, self.num_blocks,
-            self.num_states, adapter_values=self.adapter_values, has_mtp_head=self.has_mtp_head,
-        )  # fmt: skip
+            self.context,
+            self.max_running,
+            self.token_budget,
+            memory_fraction=self.memory_fraction,
+            num_blocks=self.num_blocks,
+            num_states=self.num_states,
+            adapter_values=self.adapter_values,
+            has_mtp_head=self.has_mtp_head,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,10 @@ class Plan:
     roofline: Roofline
     best: Load | None  # the largest load within memory and limits
     price: Price | None
+
+    @property
+    def block_size(self) -> int:
+        return block_size_for(self.model.spec, self.question)
 
     @property
     def tpot_s(self) -> float:
@@ -132,11 +146,19 @@ def place(model: PlannedModel, device: PlanDevice, question: Question) -> Placem
     file_bytes = model.stored.total if model.stored else 0
     limits = replace(
         question.limits,
+        block_size=block_size_for(model.spec, question),
         expands_weights=parts is model.kept and model.expands_weights,
         value_bytes=4 if computed == "float32" else 2,
     )
     memory = plan_memory(model.spec, parts, kv_dtype, device, question.split, limits, file_bytes=file_bytes)
     return Placement(weight_dtype, kv_dtype, parts, memory)
+
+
+def block_size_for(model: Model, question: Question) -> int:
+    """Return the tokens per KV block, by default as many as the engine would choose."""
+    if question.block_size is not None:
+        return question.block_size
+    return KVLayout.from_spec(model).default_block_size if isinstance(model, ModelSpec) else USUAL_BLOCK_SIZE
 
 
 def engine_split(split: Split, device: PlanDevice, weight_dtype: str) -> Split:
@@ -276,6 +298,8 @@ def _warnings(plan: Plan) -> Iterator[str]:
     q, memory, spec = plan.question, plan.memory, plan.model.spec
     if q.context > spec.max_context:
         yield f"a context of {q.context:,} tokens is more than the model's {spec.max_context:,}"
+    if _rounds_latents(spec, plan.kv_dtype):
+        yield f"the engine refuses {ROUNDED_LATENTS}: serve this model without --kv-dtype {plan.kv_dtype}"
     if q.context < q.input_len + q.output_len:
         yield f"a request of {q.input_len + q.output_len:,} tokens is longer than the context of {q.context:,}"
     if not memory.fits:
@@ -337,14 +361,21 @@ def grid(
 
 
 def _is_possible(model: PlannedModel, device: PlanDevice, weights: str, kv: str) -> bool:
-    """Return whether some backend of the device turns these weights into that precision while it loads them."""
+    """Return whether some backend of the device turns these weights into that precision while it loads them, and
+    stores the model's KV cache in that type."""
     backends = [backend for backend in BACKENDS if device.runs_on in backend.devices]
     if weights != "auto" and model.stored_dtype not in UNQUANTISED:
         return False  # a file that is quantised already is taken as it is
+    if _rounds_latents(model.spec, kv):
+        return False
     return any(
         (weights == "auto" or weights in backend.quantizations) and (kv == "auto" or kv in backend.kv_dtypes)
         for backend in backends
     )
+
+
+def _rounds_latents(model: Model, kv_dtype: str) -> bool:
+    return isinstance(model, ModelSpec) and kv_dtype in ONE_BYTE_DTYPES and caches_latents(model)
 
 
 def _allowed(model: PlannedModel, device: PlanDevice, splits: Sequence[Split]) -> Iterator[Split]:

@@ -266,9 +266,10 @@ FAMILIES_HEAD = """## Families that run
 From safetensors directories (`model_type` in config.json) and from GGUF files (`general.architecture`), on CPUs and
 GPUs. A variant that is not implemented is refused by name when the model is loaded; nothing is guessed.
 
-Only on CPUs: BLOOM and MPT, OLMo Hybrid, Ling and Ring 3, Jamba, Mamba-1, Mamba-2 and Falcon Mamba. On GPUs,
-MiMo-V2-Flash and MiniMax-M3 use torch's own operations, which are slow. `tokenmill show config.json` says what computes
-a given model."""
+Only on CPUs: OLMo Hybrid, Ling and Ring 3, Jamba, Mamba-1, Mamba-2 and Falcon Mamba, and models of recurrent layers
+with more than 16 query heads per KV head (Nemotron 3 Ultra). On GPUs, BLOOM, MPT, MiMo-V2-Flash, MiniMax-M3 and Step
+models with limited activations use torch's own operations, which are slow. `tokenmill show config.json` says what
+computes a given model."""
 NAMES_HEAD = """## Short names
 
 `tokenmill pull NAME`, or any command that takes a MODEL. Any other model: the path of a GGUF file, a model directory,

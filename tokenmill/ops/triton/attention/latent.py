@@ -348,19 +348,29 @@ def _expand_token(
     else:
         if not IS_SETTLED:
             used = _used_splits(contexts, token, token >= 0, KEYS, NUM_SPLITS)
+        # One split after the other: each thread adds up its own columns. In one tile splits would be distributed over
+        # warps, and their sums would go through shared memory, where threads wait for each other's banks.
         m_new = tl.max(tl.full((TOGETHER,), LOWEST, tl.float32), axis=0)
         total, latent = m_new * 0.0, tl.zeros((RANK_PADDED,), tl.float32)
         for first in range(0, used, TOGETHER):
-            numbers = first + tl.arange(0, TOGETHER)
-            index, is_used = q_row * NUM_SPLITS + numbers, numbers < used
-            parts = mixed + index[:, None] * RANK + columns[None, :]
-            found = tl.load(parts, mask=is_used[:, None] & inside[None, :], other=0.0)
-            m_i = tl.load(lse + index * 2, mask=is_used, other=LOWEST)
-            l_i = tl.load(lse + index * 2 + 1, mask=is_used, other=0.0)
-            highest = tl.maximum(m_new, tl.max(m_i, axis=0))
-            weight, alpha = tl.exp2(m_i - highest), tl.exp2(m_new - highest)
-            total = total * alpha + tl.sum(weight * l_i, axis=0)
-            latent = latent * alpha + tl.sum(found * weight[:, None], axis=0)
+            index = q_row * NUM_SPLITS + first
+            found, states = (), ()
+            for i in tl.static_range(TOGETHER):
+                # Of splits that have no entries, the last one's part is read again, with a weight of zero.
+                own = index + tl.minimum(i, used - first - 1)
+                part = tl.load(mixed + own * RANK + columns, mask=inside, other=0.0)
+                m_i = tl.where(first + i < used, tl.load(lse + own * 2), LOWEST)
+                l_i = tl.load(lse + own * 2 + 1)
+                found, states = found + (part,), states + ((m_i, l_i),)  # type: ignore[assignment]
+            highest = m_new
+            for i in tl.static_range(TOGETHER):
+                highest = tl.maximum(highest, states[i][0])
+            alpha = tl.exp2(m_new - highest)
+            total, latent = total * alpha, latent * alpha
+            for i in tl.static_range(TOGETHER):
+                weight = tl.exp2(states[i][0] - highest)
+                total += weight * states[i][1]
+                latent += weight * found[i]
             m_new = highest
         latent = (latent / tl.maximum(total, 1e-30)).to(expand.dtype.element_ty).to(tl.float32)
     product = tl.sum(matrix.to(tl.float32) * latent[None, :], axis=1)

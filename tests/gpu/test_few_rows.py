@@ -101,3 +101,51 @@ def test_experts_of_few_tokens(num_tokens: int, num_experts: int, hidden: int, i
     exact = ExpertsWeight(num_experts, tuple(part.float() for part in packed.packed))
     near(done.result, PLAIN.experts(normed.float(), *chosen, exact, "silu"), 0.01)
     assert torch.equal(done.total, total)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_shared", "hidden", "inter", "k", "renormalize"),
+    [
+        (64, 2, 2048, 1408, 6, False),
+        (60, 1, 1024, 512, 4, True),
+        (128, 1, 2048, 768, 8, True),
+        (8, 4, 1024, 640, 2, True),
+    ],
+)
+def test_experts_of_one_token_through_a_ring(
+    num_experts: int, num_shared: int, hidden: int, inter: int, k: int, renormalize: bool
+) -> None:
+    """Also in a graph, whose kernels begin before the one ahead of them has ended."""
+    from tokenmill.ops.triton.build import build_ops
+    from tokenmill.ops.triton.launch.capabilities import capabilities_of
+    from tokenmill.ops.triton.moe.gemv import moe_gemv
+    from tokenmill.ops.triton.moe.select import ExpertsSizes, takes_ring
+
+    sizes = ExpertsSizes(num_shared, num_experts, k, hidden, inter)
+    if not takes_ring(1, sizes, capabilities_of(torch.device("cuda"))):
+        pytest.skip("this GPU streams experts otherwise")
+    torch.manual_seed(0)
+    total = num_experts + num_shared
+    matrices = [torch.randn(total, *shape, device="cuda") * 0.03 for shape in ((2 * inter, hidden), (hidden, inter))]
+    packed = ExpertsWeight(total, tuple(matrix.bfloat16() for matrix in matrices), num_shared=num_shared)
+    exact = ExpertsWeight(total, tuple(part.float() for part in packed.packed))
+    ops, routing = build_ops(), Routing(k, RoutingSpec(renormalize=renormalize))
+    x, logits = torch.empty(1, hidden, device="cuda").bfloat16(), torch.empty(1, num_experts, device="cuda").bfloat16()
+
+    def run() -> list[torch.Tensor]:
+        results = [moe_gemv(x, logits, packed, k, "silu", renormalize=renormalize)]
+        return [*results, moe_gemv(results[0], logits, packed, k, "silu", renormalize=renormalize)]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    for number in range(20):
+        x.copy_(torch.randn(1, hidden))
+        logits.copy_(torch.randn(1, num_experts) if number else torch.zeros(1, num_experts))
+        graph.replay()
+        weights, ids = ops.route(logits, routing)  # of equal logits the first, as here
+        weights = torch.cat((weights, torch.ones(1, num_shared, device="cuda")), dim=1)
+        ids = torch.cat((ids, torch.arange(num_experts, total, device="cuda")[None]), dim=1)
+        for given, result in zip((x, results[0]), results, strict=True):
+            near(result, PLAIN.experts(given.float(), weights, ids, exact, "silu"), 0.01)

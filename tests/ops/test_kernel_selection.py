@@ -28,7 +28,7 @@ from tokenmill.ops.triton.gemm import epilogues, linear, select
 from tokenmill.ops.triton.gemm.product import FP8, MXFP4, NVFP4, PLAIN, int_form
 from tokenmill.ops.triton.launch import capabilities, pdl
 from tokenmill.ops.triton.launch.kernel import Kernel
-from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
+from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, ExpertsSizes, choose_experts
 from tokenmill.ops.triton.quant import gemv_int4, quantized
 
 RECORDED = json.loads(Path(__file__).with_name("kernel_choices.json").read_text())
@@ -301,6 +301,22 @@ def test_short_chunks_over_long_contexts_are_split_as_measured_on_an_h200() -> N
     assert num_chunk_splits(64, 32, 8, 900, H200) == 1, "what splits leave has to be read again"
     step = AttentionStep(1, 64, 65536, 32, 8, 128, torch.bfloat16, False, H200)
     assert choose_attention(step).name == "split_prefill"
+
+
+def test_experts_of_one_token_stream_through_a_ring_where_some_are_shared() -> None:
+    """DeepSeek-V2-Lite's: 64 of which a token has 6, and two for all tokens; 1408 wide"""
+
+    def chosen(sizes: ExpertsSizes, num_tokens: int = 1, gpu: capabilities.Capabilities = H200) -> str:
+        product = ExpertsProduct(
+            num_tokens, sizes.num_active, sizes.num_experts, "plain", 2 * 1408 * 2048 * 2, True, gpu, sizes
+        )
+        return choose_experts(product).name
+
+    sizes = ExpertsSizes(num_shared=2, num_experts=64, num_active=6, hidden=2048, inter=1408)
+    assert chosen(sizes) == "ring_experts"
+    assert chosen(sizes, num_tokens=2) == chosen(sizes, gpu=capabilities.named_gpu("A100")) == "moe_gemv"
+    assert chosen(sizes._replace(num_shared=0)) == chosen(sizes._replace(hidden=1536)) == "moe_gemv"
+    assert chosen(sizes._replace(num_experts=512, num_active=8)) == "moe_gemv", "eight numbers of nine bits"
 
 
 def test_how_an_h200_computes_experts_has_not_changed() -> None:

@@ -18,6 +18,7 @@ from tokenmill.ops.triton.launch.capabilities import named_gpu
 from tokenmill.ops.triton.launch.kernel import FUSED, Kernel
 from tokenmill.ops.triton.moe.hopper_fp4 import TILES as FP4_TILES
 from tokenmill.ops.triton.moe.hopper_fp4 import _hopper_grouped_fp4, pick_hopper_fp4_config
+from tokenmill.ops.triton.moe.hopper_gemv import CHUNKS, SLICES, _ring_down, _ring_up
 from tokenmill.ops.triton.quant.hopper_gemm_fp4 import TILES as DENSE_FP4_TILES
 from tokenmill.ops.triton.quant.hopper_gemm_fp4 import DenseFp4Config, _hopper_gemm_fp4, pick_dense_fp4_config
 from tokenmill.ops.triton.quant.hopper_gemm_int import TILES as STRIP_TILES
@@ -131,7 +132,25 @@ def check_experts(pairs_each: int, activation: str, group: int = MX_GROUP) -> No
     assert set(factors) == {"{"}, "weights do not come from registers"
 
 
+def check_ring() -> None:
+    """Require that shared experts are asked for before the router's result is there, a chunk by one instruction."""
+    common: dict[str, Any] = {"ACTIVE": 6, "SHARED": 2, "EXPERTS": 64, "BLOCK": 64, "BITS": 6, "RENORMALIZE": False}
+    common |= {"INTER": 1408, "PROGRAMS": 132, "OVERLAPS": True}
+    pointers = {"x": "*bf16", "inner": "*bf16", "logits": "*bf16", "num_experts": "i32"}
+    chunks = f"tensordesc<bf16[8,8,256],{CHUNKS!r}>"
+    lines = {"LINES": 8, "LINE": 256, "SLICE": SLICES[256], "SLOTS": 6, "KIND": "silu"}
+    compiled = made(_ring_up, pointers | {"gate_up": chunks}, common | lines, 8)
+    before, after = compiled.asm["ptx"].split("griddepcontrol.wait")
+    assert (before.count("cp.async.bulk.tensor"), after.count("cp.async.bulk.tensor")) == (6, 8)
+    chunks = f"tensordesc<bf16[8,16,128],{CHUNKS!r}>"
+    lines = {"LINES": 16, "LINE": 128, "SLICE": SLICES[128], "SLOTS": 5, "HIDDEN": 2048}
+    pointers = {"inner": "*bf16", "logits": "*bf16", "out": "*bf16", "num_experts": "i32"}
+    compiled = made(_ring_down, pointers | {"down": chunks}, common | lines, 8)
+    assert compiled.asm["ptx"].split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor") == 5
+
+
 if __name__ == "__main__":
+    check_ring()
     check_experts(16, "swiglu_oai")
     check_experts(16, "silu_to_10")
     check_experts(200, "")

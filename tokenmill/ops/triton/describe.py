@@ -25,6 +25,7 @@ from tokenmill.arch.packed_formats import (
 from tokenmill.arch.spec import RMS_NORM, FeedSpec, Gqa, LayerSpec, ModelSpec, MoeSpec
 from tokenmill.arch.tensors import tensors_of
 from tokenmill.ops.batch import Mode
+from tokenmill.ops.interface import Routing
 from tokenmill.ops.triton.attention.select import AttentionStep, choose_attention, num_splits_for
 from tokenmill.ops.triton.gemm.product import (
     FP8,
@@ -41,7 +42,7 @@ from tokenmill.ops.triton.gemm.product import (
 )
 from tokenmill.ops.triton.gemm.select import choose, takes_norm_gemv
 from tokenmill.ops.triton.launch.capabilities import Capabilities, keeps_fp4
-from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, choose_experts
+from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsProduct, ExpertsSizes, choose_experts
 
 MAX_ROWS = 4096
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
@@ -205,12 +206,18 @@ def experts_section(moe: MoeSpec, hidden: int, name: str, weights: PlannedWeight
     kind: ExpertsKind = "mixed" if len(kinds) > 1 or is_apart else EXPERTS_KINDS[kinds.pop()]
     expert_bytes = 2 * inter * hidden * weights.dtype.itemsize
 
+    shared = _num_shared(moe, name, weights)
+    is_usual = weights.dtype == torch.bfloat16 and moe.expert.activation == "silu" and not moe.expert.bias
+    is_plain = is_usual and moe.expert.is_gated and Routing(moe.num_active, moe.routing).is_plain
+    sizes = ExpertsSizes(shared, experts, moe.num_active, hidden, inter) if is_plain else None
+
     def answer(num_tokens: int) -> tuple[str, str, str]:
         is_fused = moe.shared is None
-        row = choose_experts(ExpertsProduct(num_tokens, moe.num_active, experts, kind, expert_bytes, is_fused, gpu))
+        row = choose_experts(
+            ExpertsProduct(num_tokens, moe.num_active, experts, kind, expert_bytes, is_fused, gpu, sizes)
+        )
         return row.name, row.name, row.why
 
-    shared = _num_shared(moe, name, weights)
     of_all = f", and {shared} for all tokens" if shared else ""
     title = f"experts {experts} × [{2 * inter}, {hidden}] {forms[0]}, {moe.num_active} a token{of_all}"
     return Section(title, "tokens", tuple(_ranges(answer)))

@@ -7,6 +7,8 @@ streams rows of that expert's matrices. Other kinds of routing run as a separate
 warp if possible, and there are about as many programs as fit on the GPU. Shared experts are known in advance: their
 matrices are prefetched while the router is still being computed.
 
+On Hopper one token of a model with shared experts has kernels of its own (`hopper_gemv.py`).
+
 Experts of packed integers have their own kernels: a matrix row is processed in chunks of neighbouring words whose i-th
 values share a scale, and multiplied in pairs of float16 values (`quant/fp16x2.py`). The intermediate result between the
 two kernels is stored in such pairs.
@@ -27,7 +29,8 @@ from tokenmill.ops.triton.elementwise.norm import norm_and_multiply
 from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import fetch_early, launch_dependents, launch_options, wait_for_previous
-from tokenmill.ops.triton.moe.select import ExpertsKind
+from tokenmill.ops.triton.moe.hopper_gemv import ring_experts
+from tokenmill.ops.triton.moe.select import ExpertsKind, ExpertsSizes, takes_ring
 from tokenmill.ops.triton.moe.small_floats import stream_experts
 from tokenmill.ops.triton.moe.topk import choice_of, logit_of, next_choice, ordered_logits, route
 from tokenmill.ops.triton.quant.fp4 import Fp4Matrix
@@ -253,6 +256,15 @@ def _gate_up(
     return inner
 
 
+def _takes_ring(
+    x: torch.Tensor, logits: torch.Tensor, packed: ExpertsWeight, num_active: int, activation: Activation
+) -> bool:
+    is_plain = activation == "silu" and packed.is_gated and not packed.has_bias
+    dtypes = {tensor.dtype for tensor in (x, logits, *packed.packed)}
+    sizes = ExpertsSizes(packed.num_shared, logits.shape[1], num_active, x.shape[1], packed.packed[1].shape[2])
+    return is_plain and dtypes == {torch.bfloat16} and takes_ring(len(x), sizes, capabilities_of(x.device))
+
+
 def is_narrow(num_tokens: int, inter: int, num_shared: int) -> bool:
     """Return whether a single warp computes rows of down: for one token, if the rows fit in a warp's registers."""
     return num_tokens == 1 and inter <= 1024 and num_shared == 0
@@ -279,6 +291,8 @@ def moe_gemv(
     x, logits = x.contiguous(), logits.contiguous()
     if isinstance(gate_up, PackedIntMatrix):
         return moe_gemv_int(x, logits, gate_up, down, num_active, activation, renormalize=renormalize)
+    if _takes_ring(x, logits, packed, num_active, activation):
+        return ring_experts(x, logits, packed, num_active, activation, renormalize=renormalize)
     (num_tokens, hidden), inter, shared, num_routed = x.shape, down.shape[2], packed.num_shared, logits.shape[1]
     inner, out = _gate_up(x, logits, packed, num_active, shared, activation), torch.empty_like(x)
     wide = next_power_of_2(inter)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,8 +27,11 @@ from tokenmill.models.linear import AdapterSlots, Loader
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.triton.batch.decode_inputs import RING_SIZE
 from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.launch import compile_workers
+from tokenmill.ops.triton.launch.kernel import compile_in_parallel
 from tokenmill.runner.decode_graphs import NO_ADAPTERS, DecodeGraphs, DecodeInputs
 from tokenmill.runner.device_sampler import DeviceSampler
+from tokenmill.runner.warmup import WarmUp
 from tokenmill.weights.dummy import dummy_weights
 
 BLOCK, MAX_CONTEXT, CONTEXT = 16, 4096, 512
@@ -55,6 +61,17 @@ class AdaptedSteps:
         self.graphs = DecodeGraphs(self.model, self.storage, draws, rows, MAX_CONTEXT // BLOCK + 1, MAX_CONTEXT)
         ids = torch.arange(1, 1 + rows * per_row, device=device, dtype=torch.int32)
         self.graphs.rows.tables[:, :rows, :per_row] = ids.view(rows, per_row)
+        self._warm_up = WarmUp(self.model, self.storage, self.graphs, rows, MAX_CONTEXT)
+        self._batch = self._warm_up.decoding(rows)
+        with torch.inference_mode():
+            alone = partial(self._warm_up.compute, self._batch)
+            compile_in_parallel(self.graphs.ask_for_kernels, alone).join()
+
+    def compile_adapted(self) -> None:
+        """Compile the kernels of steps with the adapters that were put into slots."""
+        batch = replace(self._batch, adapters=self.graphs.row_slots[: len(self._batch.token_ids)])
+        with torch.inference_mode():
+            compile_in_parallel(partial(self._warm_up.compute, batch)).join()
 
     def ms(self, rows: int, slots: list[int] | None, repeats: int = 30) -> float:
         """Median time of a step; `slots`: of the rows' adapters"""
@@ -92,6 +109,13 @@ def random_adapter(spec: ModelSpec, parts: tuple[str, ...], rank: int) -> dict[s
     return found
 
 
+def mixes(rows: int, num_adapters: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield the slots of a step's rows."""
+    yield "base rows in an adapted graph", [0] * rows
+    yield "one adapter", [1] * rows
+    yield "all adapters", [1 + row % num_adapters for row in range(rows)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
@@ -101,21 +125,20 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS)[:3])
     given = parser.parse_args()
+    compile_workers.enable()  # one kernel after the other would take minutes
     without = AdaptedSteps(given.model, given.quantization, 0, 0, given.rows)
     base = without.ms(given.rows, None)
-    print(f"no slots: {base:.3f} ms", flush=True)
     del without
     torch.cuda.empty_cache()
     steps = AdaptedSteps(given.model, given.quantization, given.adapters, given.rank, given.rows)
-    found = {"no slots": base}
+    found = {"no slots": base, "base rows only": steps.ms(given.rows, None)}
     for title in given.targets:
-        parts = TARGETS[title]
         for slot in range(1, 1 + given.adapters):
-            steps.slots.put(slot, random_adapter(steps.spec, parts, given.rank))
-        each = [1 + row % given.adapters for row in range(given.rows)]
-        for mix, slots in (("base rows only", None), ("one adapter", [1] * given.rows), ("all adapters", each)):
-            found[f"{title}, {mix}"] = ms = steps.ms(given.rows, slots)
-            print(f"{title}, {mix}: {ms:.3f} ms, {ms / base - 1:+.1%}", flush=True)
+            steps.slots.put(slot, random_adapter(steps.spec, TARGETS[title], given.rank))
+        steps.compile_adapted()
+        found |= {f"{title}, {mix}": steps.ms(given.rows, slots) for mix, slots in mixes(given.rows, given.adapters)}
+    for title, ms in found.items():
+        print(f"{title}: {ms:.3f} ms, {ms / base - 1:+.1%}")
     print(json.dumps({"model": given.model.name, **vars(given), "model_folder": None, "ms": found}, default=str))
 
 

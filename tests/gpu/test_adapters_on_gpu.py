@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.support.large_model import relative_error
 from tests.support.peft_cases import CASES, OF_EXPERTS, RECORDED, model_folder
@@ -32,6 +37,69 @@ pytestmark = [
 TRAINED = ("dora_r8_robots", "lora_pattern_reversed", "lora_r8_upper", "rslora_r16_bang")
 SIZES = {"q_proj": (64, 64), "v_proj": (32, 64), "down_proj": (64, 172)}
 ONCE = "Once upon a time"
+MAX_ERROR = 0.12  # of a logprob in bfloat16; an adapter changes it by about 1
+NUM_WIDE_LAYERS = 2
+WIDE = {
+    "q_proj": (1024, 1024), "k_proj": (512, 1024), "v_proj": (512, 1024), "o_proj": (1024, 1024),
+    "gate_proj": (2048, 1024), "up_proj": (2048, 1024), "down_proj": (1024, 2048),
+}  # fmt: skip
+"""Rows and columns of matrices that are large enough for kernels of large models, adapters included"""
+
+
+WAITS_IN_VAIN = """
+import sys
+
+sys.path.insert(0, ".")
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.ops.triton.launch import pdl
+from tokenmill.ops.triton.launch.pdl import wait_for_arrivals
+
+pdl.MAX_POLLS = tl.constexpr(1000)
+
+
+@triton.jit
+def wait(counter, out, num):
+    tl.store(out, wait_for_arrivals(counter, num))
+
+
+counter, out = torch.tensor([2, 0], device="cuda", dtype=torch.int32)
+wait[(1,)](counter, out, 2)
+torch.cuda.synchronize()
+print("compiled, and waits for no more than has arrived", flush=True)
+wait[(1,)](counter, out, 3)
+torch.cuda.synchronize()
+"""
+
+
+def write_wide_model(folder: Path, vocab_size: int = 512) -> Path:
+    """Write a random Llama model whose matrices are `WIDE`."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab_size, "hidden_size": 1024,
+        "intermediate_size": 2048, "num_hidden_layers": NUM_WIDE_LAYERS, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 0.03).bfloat16()
+
+    tensors = {"model.embed_tokens.weight": normal(vocab_size, 1024), "lm_head.weight": normal(vocab_size, 1024)}
+    norms = ["model.norm"]
+    for layer in (f"model.layers.{number}" for number in range(NUM_WIDE_LAYERS)):
+        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
+        for name, shape in WIDE.items():
+            part = "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            tensors[f"{layer}.{part}.{name}.weight"] = normal(*shape)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    ones = {f"{name}.weight": torch.ones(1024).bfloat16() for name in norms}
+    save_file(tensors | ones, folder / "model.safetensors")
+    return folder
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -65,6 +133,7 @@ def test_trained_adapters_answer_as_recorded(deterministic: bool, stories_dir: P
 def test_adapters_below_the_matrices_of_an_8b_model(sizes: tuple[int, ...]) -> None:
     """One product for a matrix and its adapters, captured or not, by every kernel that few rows have."""
     from tokenmill.ops.triton.build import build_ops
+    from tokenmill.ops.triton.launch.pdl import overlaps
 
     torch.manual_seed(0)
     columns, rows, rank, ops = 4096, sum(sizes), 16, build_ops()
@@ -84,11 +153,75 @@ def test_adapters_below_the_matrices_of_an_8b_model(sizes: tuple[int, ...]) -> N
         for slot, parts in enumerate(adapters, start=1):
             mine = x[slots == slot].float()
             exact[slots == slot] += torch.cat([mine @ one.a.float().T @ one.b.float().T for one in parts], dim=1)
-        joined = held.matrix(weight, plan)
-        assert joined.rows > rows
+        whole, joined = held.product(x, weight, plan), held.matrix(weight, plan)
+        assert joined.rows > rows and (whole is not None) == (overlaps() and 1 < num_tokens <= 32)
+        if whole is not None:
+            assert relative_error(whole, exact) < 0.005, num_tokens
+            repeats = [held.product(x, weight, plan) for _ in range(20)]
+            assert all(torch.equal(one, whole) for one in repeats), "it matters which program is first"
         assert relative_error(held.add(x, ops.linear(x, joined, mode), None, plan), exact) < 0.005, (num_tokens, mode)
         found = held.add_gated(x, ops.linear(x, joined, mode), None, plan, "silu")
         assert relative_error(found, REFERENCE_OPS.act_mul(exact, "silu")) < 0.01, (num_tokens, mode)
+
+
+def test_mixed_batches_answer_as_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several adapters and rows without one, in prompts and in captured steps that get smaller: a product and its
+    adapters are one kernel there."""
+    from tokenmill.ops.triton.adapters import low_rank
+    from tokenmill.ops.triton.adapters.adapted_product import Factors
+    from tokenmill.ops.triton.launch.pdl import overlaps
+
+    adapted_product, captured = low_rank.adapted_product, set()
+
+    def noted(x: torch.Tensor, joined: LinearWeight, factors: Factors, *others: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            captured.add((len(x), factors.rows))
+        return adapted_product(x, joined, factors, *others)
+
+    monkeypatch.setattr(low_rank, "adapted_product", noted)
+    model, ranks, folders = write_wide_model(tmp_path / "model"), {"a": 16, "b": 7, "c": 16, "d": 1, "e": 16}, {}
+    for name, rank in ranks.items():
+        config = plain_config(r=rank, lora_alpha=1, target_modules=list(WIDE))
+        folders[name] = write_adapter(tmp_path / name, config, llama_shapes(WIDE, NUM_WIDE_LAYERS, rank))
+    rows = range(24)
+    names = [[None, *ranks][row % 6] for row in rows]
+    prompts = [[5 + row, 7, *range(20, 21 + 2 * row)] for row in rows]
+    settings: dict[str, Any] = {
+        "adapters": folders, "max_running": 24, "token_budget": 96, "num_blocks": 400, "max_context": 128
+    }  # fmt: skip
+    llm = LLM(model, device="cuda", dtype="bfloat16", **settings)
+    scored, drawn = (
+        llm.generate(
+            prompts,
+            [SamplingParams(temperature=0.0, max_tokens=12 + row, ignore_eos=True, logprobs=scores) for row in rows],
+            adapter=names,
+            progress=False,
+        )
+        for scores in (0, None)
+    )
+    if overlaps():
+        assert {size for size, _ in captured} >= {8, 16, 24}
+        assert {matrix for _, matrix in captured} == {2048, 1024, 4096}
+    exact = LLM(model, device="cpu", dtype="float32", **settings)
+    of_prompt = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    for answers in (scored, drawn):
+        found = [answer.outputs[0] for answer in answers]
+        fed = [prompt + one.token_ids for prompt, one in zip(prompts, found, strict=True)]
+        expected = exact.generate(fed, of_prompt, adapter=names, progress=False)
+        for prompt, one, answer in zip(prompts, found, expected, strict=True):
+            wanted = [info for info in (answer.prompt_logprobs or [])[len(prompt) :] if info is not None]
+            assert len(wanted) == len(one.token_ids)
+            assert all(info.top[0][3] - info.logprob < MAX_ERROR for info in wanted), "another token is better"
+            for info, own in zip(wanted, one.logprobs or [], strict=False):
+                assert abs(info.logprob - own.logprob) < MAX_ERROR
+
+
+def test_a_wait_in_vain_fails_the_step(tmp_path: Path) -> None:
+    """A wait that gives up yields no wrong numbers. In a process of its own: its device can't be used afterwards."""
+    program = tmp_path / "program.py"
+    program.write_text(WAITS_IN_VAIN)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode and "CUDA error" in done.stderr and "compiled" in done.stdout, done.stderr[-2000:]
 
 
 def test_few_slots_and_reloading_give_the_tokens_of_each_alone(stories_dir: Path, tmp_path: Path) -> None:

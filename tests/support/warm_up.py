@@ -14,7 +14,7 @@ from tokenmill.arch.tensors import TensorSpec, tensors_of
 from tokenmill.kv.layout import CacheDtypes, KVLayout
 from tokenmill.kv.storage import DTYPES, KVStorage
 from tokenmill.models.decoder import Decoder
-from tokenmill.models.linear import Loader
+from tokenmill.models.linear import AdapterSlots, Loader
 from tokenmill.ops.raw import RawTensor
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.runner.decode_graphs import DecodeGraphs
@@ -103,11 +103,12 @@ def warm_up_for(
     kv_dtype: torch.dtype | None = None,
     blocks: tuple[str, str] | None = None,
     block_size: int = 16,
+    slots: AdapterSlots | None = None,
 ) -> WarmUp:
     spec = spec_from_hf(config)
     source: Any = Shapes(tensors_of(spec), blocks)
     ops = build_ops(quantization, deterministic=deterministic)
-    model = Decoder(spec, Loader(source, ops, dtype, META), MAX_CONTEXT)
+    model = Decoder(spec, Loader(source, ops, dtype, META, slots or AdapterSlots(0)), MAX_CONTEXT)
     names = {kept: name for name, kept in DTYPES.items()}
     layout = KVLayout.from_spec(spec, CacheDtypes(names[kv_dtype or dtype], names[dtype]))
     storage = KVStorage(layout, 2, block_size, META)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +15,15 @@ from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.low_rank import LowRank
 from tokenmill.ops.reference.low_rank import ReferenceLowRankOps
 from tokenmill.ops.triton.adapters import low_rank as low_rank_module
+from tokenmill.ops.triton.adapters.adapted_product import MAX_PRODUCTS, MAX_ROWS
+from tokenmill.ops.triton.adapters.low_rank import TritonLowRank
 from tokenmill.ops.triton.adapters.ops import TritonLowRankOps
 from tokenmill.ops.triton.adapters.token_slots import MAX_SINGLE
 from tokenmill.ops.triton.build import build_ops
+from tokenmill.ops.triton.launch.pdl import split_counters
 
 SIZES, COLUMNS = (40, 24, 8), 72
+ONE = torch.ones(1, dtype=torch.int32)
 
 
 def low_rank(rows: int, columns: int, rank: int, *, has_gain: bool = False) -> LowRank:
@@ -81,6 +86,106 @@ def test_adapters_below_a_plain_matrix(sizes: tuple[int, ...], rank: int) -> Non
     held.put(1, [None] * len(sizes))
     found = held.add(x, plain.linear(x, joined), weight.bias, plan)
     assert_near(found[slots == 1], plain.linear(x, weight)[slots == 1], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns", "rank", "num_tokens", "num_slots"),
+    [((128, 64, 64), 512, 9, 32, 16), ((192, 192), 256, 16, 17, 5), ((64,), 128, 120, 9, 40), ((64,), 1024, 16, 2, 1)],
+)
+def test_adapters_inside_the_product(
+    sizes: tuple[int, ...], columns: int, rank: int, num_tokens: int, num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each adapter's `b` is read once for all of its tokens; more adapters are present than a program holds at once, or
+    one, or none."""
+    monkeypatch.setattr(low_rank_module, "MAX_JOINED", 1000.0)
+    reference, ops, rows = ReferenceLowRankOps(), TritonLowRankOps(), sum(sizes)
+    bias = torch.randn(rows).half() if len(sizes) > 1 else None
+    weight = LinearWeight(rows, columns, (torch.randn(rows, columns) * 0.05).half(), bias)
+    held, expected = (
+        kind.hold(sizes, columns, num_slots, rank, torch.empty(0, dtype=dtype))
+        for kind, dtype in ((ops, torch.half), (reference, torch.float32))
+    )
+    kept = held.adopt(weight)
+    for slot in range(1, 1 + num_slots):
+        parts = [LowRank(torch.randn(rank, columns) * 0.05, torch.randn(size, rank) * 0.2) for size in sizes]
+        parts = [LowRank(part.a.half().float(), part.b.half().float()) for part in parts]
+        held.put(slot, parts)
+        expected.put(slot, parts)
+    x = torch.randn(num_tokens, columns).half()
+    mixes = torch.randint(0, num_slots + 1, (num_tokens,)), torch.zeros(num_tokens), torch.ones(num_tokens)
+    for slots in (mix.int() for mix in mixes):
+        plan, own = ops.plan(slots), None if bias is None else bias.float()
+        exact = x.float() @ weight.packed.float().t() + (0.0 if own is None else own)
+        exact = expected.add(x.float(), exact, own, reference.plan(slots))
+        for _ in range(2):  # products of a plan have counters of their own
+            found = held.product(x, kept, plan)
+            assert found is not None
+            assert_near(found.float(), exact, 0.02)
+        assert not split_counters(x.device).any(), "the next launch would not join its splits"
+
+
+def half_product(rank: int = 16) -> tuple[TritonLowRankOps, TritonLowRank, LinearWeight]:
+    """Return a matrix of 16 bits with two slots, of which the first has an adapter."""
+    ops, rows, columns = TritonLowRankOps(), 64, 128
+    held = ops.hold((rows,), columns, 2, rank, torch.empty(0, dtype=torch.half))
+    weight = held.adopt(LinearWeight(rows, columns, torch.randn(rows, columns).half()))
+    assert held.product(torch.randn(2, columns).half(), weight, ops.plan(ONE.expand(2))) is None, "nothing is loaded"
+    assert held.put(1, [low_rank(rows, columns, rank)]), "other kernels"
+    return ops, held, weight
+
+
+def test_steps_that_no_kernel_adapts_inside_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank_module, "MAX_JOINED", 100.0)
+    ops, held, weight = half_product()
+    some, plan = torch.randn(2, 128).half(), ops.plan(ONE.expand(2))
+    assert held.product(some[:1], weight, ops.plan(ONE)) is None, "one row"
+    assert ops.plan(ONE.expand(MAX_ROWS + 1)).present is None
+    assert TritonLowRankOps(deterministic=True).plan(ONE.expand(2)).present is None
+    with patch("tokenmill.ops.triton.adapters.ops.has_adapted_products", return_value=False):  # an older GPU
+        assert held.product(some, weight, ops.plan(ONE.expand(2))) is None
+    assert held.product(some, weight, plan) is not None and plan.present is not None
+    assert len([*plan.present.numbers]) == MAX_PRODUCTS - 1
+    assert held.product(some, weight, plan) is None, "all counters are used"
+    assert held.put(2, [low_rank(64, 128, 16, has_gain=True)])
+    assert held.product(some, weight, ops.plan(ONE.expand(2))) is None, "DoRA"
+    _, wide, weight = half_product(48)
+    assert wide.product(some, weight, ops.plan(ONE.expand(2))) is None, "48 ranks"
+
+
+def test_plans_that_are_used_in_turns_do_not_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the last layer have a plan of their own, and so has the head; and every step has new ones."""
+    monkeypatch.setattr(low_rank_module, "MAX_JOINED", 100.0)
+    ops, held, weight = half_product()
+    mixes = torch.tensor([[0, 1, 1], [0, 0, 0]], dtype=torch.int32)
+    plans, x = [ops.plan(slots) for slots in mixes], torch.randn(3, 128).half()
+    for _ in range(3):
+        for plan, slots in zip(plans, mixes, strict=True):
+            found, alone = held.product(x, weight, plan), held.product(x, weight, plans[1])
+            assert found is not None and alone is not None
+            exact = held.add(x, build_ops().linear(x, held.matrix(weight, plan)), None, plan)
+            assert_near(found.float(), exact.float(), 0.05)
+            assert torch.equal(found[slots == 0], alone[slots == 0])
+    first, second = (plan.present for plan in plans)
+    assert first is not None and second is not None
+    assert first.ready[:3].all() and not first.ready[3:].any() and not second.ready.any()
+    fresh = ops.plan(mixes[0]).present
+    assert fresh is not None and next(fresh.numbers) == 0 and not fresh.ready.any()
+
+
+def test_infinite_values_of_one_adapter_reach_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank_module, "MAX_JOINED", 100.0)
+    ops, held, weight = half_product()
+    bad, x = low_rank(64, 128, 16), torch.randn(3, 128).half()
+    bad.b[3, 3] = torch.inf
+    plan = ops.plan(torch.tensor([1, 2, 0], dtype=torch.int32))
+    assert held.product(x, weight, plan) is not None
+    assert held.put(2, [bad]), "other kernels"
+    assert held.product(x, weight, plan) is None
+    found = held.add(x, build_ops().linear(x, weight), None, plan)
+    assert found[[0, 2]].isfinite().all() and not found[1].isfinite().all()
+    assert held.put(2, [low_rank(64, 128, 16)])
+    found = held.product(x, weight, plan)
+    assert found is not None and found.isfinite().all()
 
 
 def test_a_slot_that_is_filled_again_forgets_what_it_held() -> None:

@@ -47,6 +47,8 @@ class Projection:
         held = self.adapters
         if adapters is None or held is None:
             out = self.ops.linear(x, self.weight, mode)
+        elif (whole := held.product(x, self.weight, adapters)) is not None:
+            out = whole
         else:
             out = self.ops.linear(x, held.matrix(self.weight, adapters), mode)
             out = held.add(x, out, self.weight.bias, adapters)
@@ -58,6 +60,9 @@ class Projection:
         if held is None or self.outputs is not None:
             return self.ops.act_mul(self(x, mode, adapters), activation)
         x = x if self.inputs is None else self.inputs(x)
+        whole = held.product(x, self.weight, adapters)
+        if whole is not None:
+            return self.ops.act_mul(whole, activation)
         out = self.ops.linear(x, held.matrix(self.weight, adapters), mode)
         return held.add_gated(x, out, self.weight.bias, adapters, activation)
 

@@ -61,6 +61,11 @@ class HeldLowRank(Protocol):
         """Return the matrix by which x is multiplied before `add`: the projection's, possibly with rows of adapters."""
         ...
 
+    def product(self, x: torch.Tensor, weight: Any, plan: Any) -> torch.Tensor | None:
+        """Multiply by the projection's matrix and add each token's update in one kernel: [T, columns] → [T, rows].
+        None: there is no such kernel, and `add` follows the product with `matrix`."""
+        ...
+
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: Any) -> torch.Tensor:
         """x [T, columns], out [T, rows of `matrix`] including the bias → [T, rows] with each token's update added; may
         overwrite `out`."""

@@ -71,6 +71,9 @@ class ReferenceLowRank:
     def matrix(self, weight: LinearWeight, plan: TokensBySlot) -> LinearWeight:
         return weight
 
+    def product(self, x: torch.Tensor, weight: LinearWeight, plan: TokensBySlot) -> None:
+        return None
+
     def add(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, plan: TokensBySlot) -> torch.Tensor:
         for slot, tokens in plan.tokens.items():
             for first, part in self._slots.get(slot, ()):

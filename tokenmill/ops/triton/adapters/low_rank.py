@@ -9,9 +9,15 @@ of their tokens (the tokens of a prompt share one). Every sum has a fixed order,
 the others; but the two ways have different orders, so --deterministic always uses tiles.
 
 For a few tokens either kernel takes a few microseconds whatever it reads; the number of launches matters. So if the `a`
-of all slots have few rows compared with an unquantised matrix, they are stacked below it, and one product computes h of
-every slot; `expand` then reads those of the token's slot. It also applies the activation if gate rows are stacked above
-up rows. It prefetches from the slots before the product has ended.
+of all slots have few rows compared with an unquantised matrix, they are stacked below it. Where it is possible, one
+kernel then computes the product, h and b h (`adapted_product.py`):
+
+    2 to 32 tokens, on Hopper and later GPUs, without --deterministic
+    matrices of 16 bits, each with a multiple of 64 rows, of 128 columns; ranks that are padded to a power of two
+    no DoRA, and no infinite values in a slot
+
+Otherwise one product computes h of every slot; `expand` then reads those of the token's slot. It also applies the
+activation if gate rows are stacked above up rows. It prefetches from the slots before the product has ended.
 
 A projection's matrices are one tensor for all slots, sized for the largest rank; of an adapter with a smaller rank only
 its own ranks are read.
@@ -31,8 +37,12 @@ import triton.language as tl
 from tokenmill.arch.spec import Activation
 from tokenmill.ops.interface import LinearWeight
 from tokenmill.ops.low_rank import LowRank
+from tokenmill.ops.triton.adapters.adapted_product import MATRIX_TILE, Factors, adapted_product
 from tokenmill.ops.triton.adapters.token_slots import RANKS, TokenSlots
 from tokenmill.ops.triton.elementwise.activation import act_mul, gated
+from tokenmill.ops.triton.gemm.product import PLAIN
+from tokenmill.ops.triton.gemm.select import choose
+from tokenmill.ops.triton.launch.capabilities import capabilities_of
 from tokenmill.ops.triton.launch.kernel import cdiv, kernel, kernel_unspecialized, next_power_of_2
 from tokenmill.ops.triton.launch.pdl import launch_dependents, launch_options, wait_for_previous
 
@@ -285,9 +295,12 @@ class TritonLowRank:
         self._ranks = like.new_zeros(num_slots + 1, parts, dtype=torch.int32)
         self._part_starts = torch.tensor(self._starts, dtype=torch.int32, device=like.device)
         self._gains = like.new_zeros(1, dtype=torch.float32)  # [slots, rows] once a DoRA adapter is loaded
+        self._infinite: set[int] = set()  # slots with infinite values or NaN in `b`, which other tokens must not touch
         self._joined: LinearWeight | None = None  # the projection's matrix with `a` of all slots stacked below it
         # If parts begin at whole blocks of rows, a program has rows of one part only.
         self._is_aligned = not any(start % EXPAND_ROWS for start in self._starts[:-1])
+        is_tiled = not is_embedding and not any(start % MATRIX_TILE for start in self._starts)
+        self._fits_inside = is_tiled and self._max_rank in (16, 32, 64, 128) and like.dtype != torch.float32
 
     @property
     def num_values(self) -> int:
@@ -307,8 +320,25 @@ class TritonLowRank:
     def matrix(self, weight: LinearWeight, plan: TokenSlots) -> LinearWeight:
         return weight if self._joined is None or plan.in_tiles or not self.is_active else self._joined
 
+    def product(self, x: torch.Tensor, weight: LinearWeight, plan: TokenSlots) -> torch.Tensor | None:
+        present = plan.present
+        if present is None or self._joined is None or not self._can_add_inside:
+            return None
+        choice = choose(len(x), weight.rows, weight.columns, PLAIN[x.dtype], capabilities_of(x.device))
+        if choice is None or choice.name != "splitk" or (number := next(present.numbers, None)) is None:
+            return None
+        return adapted_product(x, self._joined, self._factors, present, number, choice.product)
+
+    @property
+    def _can_add_inside(self) -> bool:
+        return self._fits_inside and self.is_active and not self._has_gains and not self._infinite
+
+    @property
+    def _factors(self) -> Factors:
+        return Factors(self._b, self._part_starts, len(self._starts) - 1)
+
     def put(self, slot: int, parts: Sequence[LowRank | None]) -> bool:
-        was = self.is_active, self._has_gains
+        was = self.is_active, self._has_gains, bool(self._infinite)
         self.is_active |= any(part is not None for part in parts)
         if not self.is_active:
             return False
@@ -322,7 +352,10 @@ class TritonLowRank:
         for number, part in enumerate(parts):
             if part is not None:
                 self._put_part(slot - 1, number, part)
-        return was != (self.is_active, self._has_gains)
+        self._infinite.discard(slot)
+        if not bool(self._b[slot - 1].isfinite().all()):
+            self._infinite.add(slot)
+        return was != (self.is_active, self._has_gains, bool(self._infinite))
 
     @property
     def _has_gains(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenmill.ops.low_rank import ExpertsShape
+from tokenmill.ops.triton.adapters.adapted_product import MAX_ROWS, find_present, has_adapted_products
 from tokenmill.ops.triton.adapters.experts import TritonLowRankExperts
 from tokenmill.ops.triton.adapters.low_rank import TritonLowRank
 from tokenmill.ops.triton.adapters.token_slots import MAX_SINGLE, TokenSlots
@@ -17,9 +18,12 @@ class TritonLowRankOps:
 
     def plan(self, slots: torch.Tensor) -> TokenSlots:
         slots, in_tiles = slots.contiguous(), self._deterministic or len(slots) > MAX_SINGLE
-        if not in_tiles:
-            settle(slots)
-        return TokenSlots(slots, in_tiles)
+        if in_tiles:
+            return TokenSlots(slots, in_tiles)
+        is_placed = 1 < len(slots) <= MAX_ROWS and has_adapted_products(slots.device)
+        present = find_present(slots) if is_placed else None
+        settle(slots)
+        return TokenSlots(slots, in_tiles, present)
 
     def hold(
         self,

@@ -57,9 +57,17 @@ def split_of_tile(num_columns, TILE_N: tl.constexpr, STRIDE: tl.constexpr, SPLIT
 @triton.jit
 def join_splits(sums, parts, arrived, matrix_tile, TILE_N: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
     """Return the sums of all splits, and True, in the last program to arrive; in others the program's own sums."""
+    return join_split(sums, tl.program_id(1), parts, arrived, matrix_tile, TILE_N, ROWS, SPLITS)
+
+
+@triton.jit
+def join_split(
+    sums, own_split, parts, arrived, matrix_tile, TILE_N: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Do the same in the program of split `own_split`."""
     tile = tl.arange(0, TILE_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     first = parts + matrix_tile.to(tl.int64) * SPLITS * TILE_N * ROWS + tile
-    tl.store(first + tl.program_id(1) * TILE_N * ROWS, sums)
+    tl.store(first + own_split * TILE_N * ROWS, sums)
     is_last = is_last_to_arrive(arrived + matrix_tile, SPLITS)
     if is_last:
         sums = tl.zeros((TILE_N, ROWS), tl.float32)

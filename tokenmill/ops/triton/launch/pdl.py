@@ -18,6 +18,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_SPLIT_COUNTERS = 8192
+# About ten seconds: only a mistake makes a program wait for longer than some microseconds.
+MAX_POLLS = tl.constexpr(15_000_000)
 
 
 @triton.jit
@@ -40,6 +42,45 @@ def is_last_to_arrive(counter, num):
     if is_last:
         tl.store(counter, 0)
     return is_last
+
+
+@triton.jit
+def announce_arrival(counter):
+    """Count this program, whose stores `wait_for_arrivals` makes visible to other programs (loaded with ".cg")."""
+    tl.debug_barrier()  # one thread announces the stores of all threads
+    tl.atomic_add(counter, 1, sem="release")
+
+
+@triton.jit
+def wait_for_arrivals(counter, num):
+    """Wait until `num` programs have arrived, which must have started before this one. Returns 0, for the addresses of
+    what the others have stored: so no compiler moves those loads ahead of the wait.
+
+    After MAX_POLLS polls a program traps: the step fails with a CUDA error, and the engine restarts. Otherwise a
+    mistake would hang the device, or yield wrong numbers that nobody notices. Polls are counted, not seconds, so a
+    device that other processes share may take its time."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred waits, polls_on;
+            .reg .b32 seen, polls;
+            mov.u32 polls, 0;
+        poll:
+            ld.acquire.gpu.global.u32 seen, [$1];
+            add.u32 polls, polls, 1;
+            setp.lt.s32 waits, seen, $2;
+            setp.lt.and.u32 polls_on, polls, $3, waits;
+            @polls_on bra poll;
+            @waits trap;
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r,r",
+        [counter.to(tl.int64), num, num * 0 + MAX_POLLS],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -212,8 +212,8 @@ def _whole_units(num_tokens: int) -> int:
 
 
 def _nearest_units(num_tokens: int) -> int:
-    """Round to units, if it is not much less than one."""
-    return num_tokens if 2 * num_tokens < CHUNK_UNIT else (num_tokens + CHUNK_UNIT // 2) // CHUNK_UNIT * CHUNK_UNIT
+    """Round to units, if it is more than one."""
+    return num_tokens if num_tokens <= CHUNK_UNIT else (num_tokens + CHUNK_UNIT // 2) // CHUNK_UNIT * CHUNK_UNIT
 
 
 def _answers_and_start(groups: Iterable[SequenceGroup]) -> tuple[list[Sequence], int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,16 +29,22 @@ LLAMA = {
     "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
     "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
+MIXTURE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 ROWS, BLOCK, CONTEXT = 48, 16, 4096
 
 
+# Rounding to bfloat16 would let the two ways choose different experts.
+@pytest.mark.parametrize(("config", "dtype"), [(LLAMA, "bfloat16"), (MIXTURE, "float32")], ids=["dense", "mixture"])
 @torch.inference_mode()
-def test_replayed_steps_compute_what_launched_ones_do() -> None:
+def test_replayed_steps_compute_what_launched_ones_do(config: dict[str, Any], dtype: str) -> None:
     device = torch.device("cuda")
-    spec = spec_from_hf(LLAMA)
-    model = Decoder(spec, Loader(dummy_weights(spec), build_ops(), torch.bfloat16, device), CONTEXT)
+    spec = spec_from_hf(config)
+    model = Decoder(spec, Loader(dummy_weights(spec), build_ops(), getattr(torch, dtype), device), CONTEXT)
     assert can_mix(model.spec)
-    layout = KVLayout.from_spec(spec, CacheDtypes("bfloat16", "bfloat16"))
+    layout = KVLayout.from_spec(spec, CacheDtypes(dtype, dtype))
     num_blocks = CONTEXT // BLOCK
     storage = KVStorage(layout, 1 + ROWS * num_blocks, BLOCK, device)
     graphs = DecodeGraphs(model, storage, DeviceSampler(spec.vocab_size, ROWS, device), ROWS, num_blocks, CONTEXT)
@@ -52,7 +60,8 @@ def test_replayed_steps_compute_what_launched_ones_do() -> None:
     for number in range(spec.num_layers):
         for part in (storage.layer(number).keys, storage.layer(number).values):
             part.normal_()
-    for num_single, chunks in ((3, [20]), (30, [100, 40]), (33, [5]), (3, [31]), (30, [128])):
+    steps = ((3, [20]), (30, [100, 40]), (33, [5]), (3, [31]), (30, [128]), (0, [100]), (0, [17, 40]))
+    for num_single, chunks in steps:
         plans = [RowPlan(row=row, start=50 * row, token_ids=ids(1), sample=True) for row in range(num_single)]
         plans += [
             RowPlan(row=ROWS - 1 - number, start=3000 * (number == 0), token_ids=ids(count))
@@ -60,8 +69,9 @@ def test_replayed_steps_compute_what_launched_ones_do() -> None:
         ]
         wanted = [[len(plan.token_ids) - 1] for plan in plans]
         plain = model.forward(build_batch(plans, wanted, tables.numpy(), BLOCK, device), storage)
-        graphs.newest[1] = plans[1].token_ids[0]
-        plans[1] = RowPlan(row=1, start=50, token_ids=[PENDING], sample=True)  # what only the device knows
+        if num_single:
+            graphs.newest[1] = plans[1].token_ids[0]
+            plans[1] = RowPlan(row=1, start=50, token_ids=[PENDING], sample=True)  # what only the device knows
         found = mixed.hidden(plans)
         error = (found.float() - plain.float()).norm(dim=1) / plain.float().norm(dim=1)
         assert float(error.max()) < 0.03, (num_single, chunks, error.tolist())

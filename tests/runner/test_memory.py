@@ -108,7 +108,7 @@ def test_steps_of_chunks_beside_answers_are_planned_where_they_are_captured() ->
     with patch("tokenmill.runner.memory.can_mix", lambda spec: False):
         without, rank = runner_bytes(LLAMA, limits), runner_bytes(LLAMA, limits, share=0.5)
     assert (found.rows, found.step) == (without.rows, without.step)
-    num_tokens, num_graphs = 64 + 768, 4 * 11
+    num_tokens, num_graphs = 64 + 768, 4 * 11 + 8
     assert mixed_step_bytes(LLAMA, limits) > num_tokens * (5 * 4096 + 3 * 14_336) * 2
     room = mixed_step_bytes(LLAMA, limits) - 64 * 128_256 * 6  # or of the logits of decoding rows, whichever is more
     assert room < found.graphs - without.graphs - num_graphs * GRAPH_BYTES < room + (16 << 20), "and hidden states"

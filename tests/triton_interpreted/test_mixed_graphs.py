@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from tests.support.triton_inputs import assert_near
 from tokenmill.arch.hf_config import spec_from_hf
+from tokenmill.arch.spec import MoeSpec
 from tokenmill.kv.layout import KVLayout
 from tokenmill.kv.storage import KVStorage
 from tokenmill.models.decoder import Decoder
@@ -18,7 +20,7 @@ from tokenmill.models.linear import Loader
 from tokenmill.ops.triton.build import build_ops
 from tokenmill.runner.inputs import build_batch
 from tokenmill.runner.mixed_graphs import MixedGraphs
-from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, can_mix
+from tokenmill.runner.mixed_sizes import CHUNKS, MAX_ALONE, MAX_PROMPTS, can_mix
 from tokenmill.types import PENDING, RowPlan
 from tokenmill.weights.dummy import dummy_weights
 
@@ -28,6 +30,11 @@ LLAMA = {
     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
     "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+MIXTURE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }  # fmt: skip
 ROWS, BLOCK, MAX_BLOCKS = 12, 16, 20
 
@@ -52,9 +59,10 @@ def replayed(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], to
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["dense", "mixture"])
 @torch.inference_mode()
-def test_a_padded_step_computes_what_a_plain_one_does(is_deterministic: bool) -> None:
-    model = model_of(LLAMA, deterministic=is_deterministic)
+def test_a_padded_step_computes_what_a_plain_one_does(config: dict[str, Any], is_deterministic: bool) -> None:
+    model = model_of(config, deterministic=is_deterministic)
     layout = KVLayout.from_spec(model.spec)
     tables = torch.arange(1, 1 + ROWS * MAX_BLOCKS, dtype=torch.int32).view(1, ROWS, MAX_BLOCKS)
     newest = torch.arange(ROWS) + 40
@@ -78,18 +86,44 @@ def test_a_padded_step_computes_what_a_plain_one_does(is_deterministic: bool) ->
     assert_near(ours.values[1:], theirs.values[1:])
 
 
+@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["dense", "mixture"])
+@torch.inference_mode()
+def test_prompts_without_decoding_rows_compute_what_a_plain_step_does(config: dict[str, Any]) -> None:
+    model = model_of(config)
+    layout = KVLayout.from_spec(model.spec)
+    tables = torch.arange(1, 1 + ROWS * MAX_BLOCKS, dtype=torch.int32).view(1, ROWS, MAX_BLOCKS)
+    plans = [RowPlan(row=4, start=0, token_ids=list(range(20))), RowPlan(row=2, start=37, token_ids=[7, 8, 9])]
+    expected_storage, storage = filled_storage(layout), filled_storage(layout)
+    wanted = [[len(plan.token_ids) - 1] for plan in plans]
+    expected = model.forward(build_batch(plans, wanted, tables.numpy(), BLOCK, CPU), expected_storage)
+
+    rows = SimpleNamespace(tables=tables)
+    graphs: Any = SimpleNamespace(newest=torch.zeros(ROWS, dtype=torch.int64), rows=rows, recorded_step=replayed)
+    mixed = MixedGraphs(model, storage, graphs, ROWS, MAX_BLOCKS * BLOCK)
+    assert not mixed.takes(plans), "not captured yet"
+    next(capture for capture in mixed.captures() if capture.args == (0, 32))()  # type: ignore[attr-defined]
+    assert mixed.takes(plans)
+    assert_near(mixed.hidden(plans), expected, tolerance=1e-4)
+    ours, theirs = storage.layer(0), expected_storage.layer(0)
+    assert_near(ours.keys[1:], theirs.keys[1:])
+    assert_near(ours.values[1:], theirs.values[1:])
+
+
 def test_which_steps_and_models_have_graphs() -> None:
     graphs: Any = None
     mixed = MixedGraphs(graphs, graphs, graphs, 12, 64)
     single = RowPlan(row=0, start=3, token_ids=[1], sample=True)
     chunk = RowPlan(row=1, start=0, token_ids=[1] * 40)
     assert mixed.takes([single, chunk])
-    assert not mixed.takes([chunk]), "for a prompt alone nobody waits"
+    assert not mixed.takes([chunk]), "for a prompt alone nobody waits, so that nothing is captured for it"
     assert not mixed.takes([single, *[chunk] * (MAX_PROMPTS + 1)])
     assert not mixed.takes([single, RowPlan(row=1, start=0, token_ids=[1] * 1000)])
     captures = [one.args for one in mixed.captures()]  # type: ignore[attr-defined]
-    assert captures == [(singles, tokens) for tokens in CHUNKS for singles in (8, 16)]
-    assert can_mix(model_of(LLAMA).spec)
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16}
-    assert not can_mix(model_of({**LLAMA, **family, **experts, "decoder_sparse_step": 1, "mlp_only_layers": []}).spec)
+    assert captures == [
+        (singles, tokens) for tokens in CHUNKS for singles in (0, 8, 16) if singles or tokens <= MAX_ALONE
+    ]
+    dense, mixture = model_of(LLAMA).spec, model_of(MIXTURE).spec
+    assert can_mix(dense) and can_mix(mixture)
+    experts = mixture.layers[0].mlp
+    assert isinstance(experts, MoeSpec)
+    assert not can_mix(replace(dense, layers=(replace(dense.layers[0], side_experts=experts),)))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.startup.garbage_collection import relaxed_gc
 from tokenmill.errors import RequestFailed
 from tokenmill.params import SamplingParams
 from tokenmill.types import Request, SequenceOutput
@@ -122,8 +123,13 @@ def drive(core: EngineCore, requests: Sequence[Request], clock: Clock | None = N
     """Run the requests to their end.
 
     A step lasts from the end of the one before to its own end: a GPU computes already while the host processes the
-    outputs of the step before.
+    outputs of the step before. Garbage is collected as seldom as in `LLM.generate` and in a server's core.
     """
+    with relaxed_gc():
+        return _run_steps(core, requests, clock)
+
+
+def _run_steps(core: EngineCore, requests: Sequence[Request], clock: Clock | None) -> StepRun:
     run = StepRun(waiting={request.request_id for request in requests}, alive=len(requests))
     began = time.perf_counter()
     for request in requests:

@@ -34,7 +34,7 @@ from tokenmill.arch.tensors import tensors_of
 from tokenmill.errors import InvalidConfig
 from tokenmill.kv.layout import KVLayout
 from tokenmill.params import DEVICE_PARAM_SLOTS
-from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, can_mix, largest_mixed_step, singles_for
+from tokenmill.runner.mixed_sizes import MAX_PROMPTS, can_mix, largest_mixed_step, mixed_sizes, singles_for
 
 LIVE_HIDDEN = 5  # hidden states: residual and addend of this layer and of the previous one, and the norm of their sum
 LIVE_STREAMS = 3  # the same of models with several residual streams: before a layer, predicted, and corrected
@@ -113,9 +113,9 @@ def mixed_step_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
 
 def _mixed_graph_bytes(spec: ModelSpec, limits: RunnerLimits) -> int:
     """Return the bytes that captured steps of chunks and decoding rows keep: the driver's, and hidden states."""
-    singles = singles_for(limits.max_running)
-    rows = sum(singles) + len(singles) * MAX_PROMPTS
-    return len(CHUNKS) * (len(singles) * GRAPH_BYTES + rows * spec.hidden_size * limits.value_bytes)
+    sizes = mixed_sizes(limits.max_running)
+    rows = sum(singles + MAX_PROMPTS for singles, _ in sizes)
+    return len(sizes) * GRAPH_BYTES + rows * spec.hidden_size * limits.value_bytes
 
 
 def _split_bytes(spec: ModelSpec) -> int:

@@ -1,4 +1,4 @@
-"""Steps of short prompt chunks together with rows that decode, as CUDA graphs.
+"""Steps of short prompt chunks, alone or together with rows that decode, as CUDA graphs.
 
 Launching the kernels of such a step one by one takes the host longer than computing them takes the device: 17 ms for 32
 layers, while 128 prompt tokens and 32 rows of an 8B model are computed in 7 ms. So these steps are captured, padded to
@@ -28,11 +28,11 @@ from tokenmill.models.protocol import Model
 from tokenmill.ops.batch import ForwardBatch, GroupTables
 from tokenmill.runner.decode_graphs import DecodeGraphs
 from tokenmill.runner.memory import RunnerLimits, mixed_step_bytes
-from tokenmill.runner.mixed_sizes import CHUNKS, MAX_PROMPTS, SINGLES, can_mix, singles_for
+from tokenmill.runner.mixed_sizes import CHUNKS, MAX_ALONE, MAX_PROMPTS, SINGLES, can_mix, mixed_sizes
 from tokenmill.types import PENDING, RowPlan
 
 NO_ROW = -1
-COMPILED_SINGLES, COMPILED_CHUNKS = (8, 32, 64), (16, 32, 64, 256)  # these sizes launch the kernels of all sizes
+COMPILED_SINGLES, COMPILED_CHUNKS = (0, 8, 32, 64), (16, 32, 64, 256)  # these sizes launch the kernels of all sizes
 
 Replay = Callable[[], object]
 
@@ -65,18 +65,20 @@ class MixedGraphs:
         self._captured: dict[tuple[int, int], MixedGraph] = {}
 
     def takes(self, plans: Sequence[RowPlan]) -> bool:
-        """Tell whether a step is small enough and has rows that decode. A step of prompts alone delays no other row."""
+        """Tell whether a step is small enough. A step of prompts alone delays no other row, so that no size is captured
+        for it while requests wait."""
         num_single = num_singles(plans)
         num_tokens = sum(len(plan.token_ids) for plan in plans) - num_single
-        return 0 < num_single <= SINGLES[-1] and len(plans) - num_single <= MAX_PROMPTS and num_tokens <= CHUNKS[-1]
+        if num_single > SINGLES[-1] or len(plans) - num_single > MAX_PROMPTS or num_tokens > CHUNKS[-1]:
+            return False
+        return num_single > 0 or (num_tokens <= MAX_ALONE and _padded(0, num_tokens) in self._captured)
 
     def hidden(self, plans: Sequence[RowPlan]) -> torch.Tensor:
         """Launch a step, its single rows first; return hidden states [R, H] of each row's last token, which the next
         step of the same size overwrites."""
         num_single = num_singles(plans)
         num_tokens = sum(len(plan.token_ids) for plan in plans) - num_single
-        singles = next(size for size in SINGLES if size >= num_single)
-        tokens = next(size for size in CHUNKS if size >= num_tokens)
+        singles, tokens = _padded(num_single, num_tokens)
         graph = self._captured.get((singles, tokens)) or self._capture(singles, tokens)
         numbers = torch.from_numpy(packed(plans, singles, tokens))
         is_pinned = graph.sent.device.type == "cuda"
@@ -95,10 +97,9 @@ class MixedGraphs:
     def captures(self) -> Iterator[Callable[[], object]]:
         """Yield a task for each size that is not captured yet, those of short chunks first. Otherwise a size is
         captured when it first occurs."""
-        for tokens in CHUNKS:
-            for singles in singles_for(self._max_rows):
-                if (singles, tokens) not in self._captured:
-                    yield partial(self._capture, singles, tokens)
+        for singles, tokens in mixed_sizes(self._max_rows):
+            if (singles, tokens) not in self._captured:
+                yield partial(self._capture, singles, tokens)
 
     def ask_for_kernels(self, model: Model) -> None:
         """Launch steps of some sizes with `model`, so that `compile_in_parallel` compiles the kernels of all sizes."""
@@ -144,6 +145,12 @@ class MixedGraphs:
             num_single=singles,
             mode="captured",
         )
+
+
+def _padded(num_single: int, num_tokens: int) -> tuple[int, int]:
+    """Return the captured size of a step."""
+    singles = next(size for size in (0, *SINGLES) if size >= num_single)
+    return singles, next(size for size in CHUNKS if size >= num_tokens)
 
 
 def num_singles(plans: Sequence[RowPlan]) -> int:

@@ -28,6 +28,8 @@ MIN_CHUNK_SHARE = 0.125  # share of a step's time that prompts always get, besid
 MAX_STRETCH = 0.4  # what that share and the reading may add to a step, relative to the time of decoding alone
 LATE_SHARE = 0.5  # first tokens expected later than this share of the limit are used to correct the estimate
 CHUNK_UNIT = 16  # tokens: longer chunks are rounded to a multiple, because kernels compute tiles of this size
+LONG_UNIT = 32  # tokens: behind a long context, where attention is most of the cost, 48 take as long as 64 on a GPU
+LONG_CONTEXT = 16_384  # tokens
 FIRST_CHUNK = 64  # prompt tokens in the first step that also decodes, if there is a tpot objective
 MEAN_LENGTH_STEPS = 20  # moving average of answer lengths: the newest answer has a weight of 1/20
 
@@ -80,7 +82,7 @@ class Promises:
             return all_tokens
         answers_s = self._step_time.seconds(_size(answers))
         num_fitting = self._step_time.tokens_in(self._left_s(answers_s, self.step_limit_s, start), start)
-        num_tokens = max(_whole_units(num_fitting), self._least_tokens(answers_s, self.step_limit_s, start))
+        num_tokens = max(_whole_units(num_fitting, start), self._least_tokens(answers_s, self.step_limit_s, start))
         if self.level.tpot_s is not None:
             # Steps of prompts only say little about the time of small chunks, so the chunk size grows step by step.
             num_tokens = min(num_tokens, 2 * self._largest_chunk)
@@ -96,7 +98,7 @@ class Promises:
         tokens is added, since fewer would take nearly as long."""
         num_shared = self._step_time.tokens_in(self._share_s(answers_s, limit_s, start), start)
         num_stretched = self._step_time.tokens_in(self._stretch_s(answers_s, start), start)
-        return min(_nearest_units(num_shared), max(CHUNK_UNIT, _whole_units(num_stretched)))
+        return min(_nearest_units(num_shared, start), max(CHUNK_UNIT, _whole_units(num_stretched, start)))
 
     def _share_s(self, answers_s: float, limit_s: float, start: int) -> float:
         """Return an eighth of a step, which prompts get beside the reading of their contexts."""
@@ -206,14 +208,22 @@ class Promises:
         return total_s, num_groups
 
 
-def _whole_units(num_tokens: int) -> int:
-    """Round down to units, if it is more than one."""
-    return num_tokens if num_tokens <= CHUNK_UNIT else num_tokens // CHUNK_UNIT * CHUNK_UNIT
+def _whole_units(num_tokens: int, start: int) -> int:
+    """Round down to units, if it is more than one; `start`: the tokens before the chunk."""
+    unit = _unit(num_tokens, start)
+    return num_tokens // unit * unit
 
 
-def _nearest_units(num_tokens: int) -> int:
+def _nearest_units(num_tokens: int, start: int) -> int:
     """Round to units, if it is more than one."""
-    return num_tokens if num_tokens <= CHUNK_UNIT else (num_tokens + CHUNK_UNIT // 2) // CHUNK_UNIT * CHUNK_UNIT
+    unit = _unit(num_tokens, start)
+    return (num_tokens + unit // 2) // unit * unit
+
+
+def _unit(num_tokens: int, start: int) -> int:
+    if num_tokens <= CHUNK_UNIT:
+        return 1
+    return LONG_UNIT if num_tokens >= LONG_UNIT and start >= LONG_CONTEXT else CHUNK_UNIT
 
 
 def _answers_and_start(groups: Iterable[SequenceGroup]) -> tuple[list[Sequence], int]:

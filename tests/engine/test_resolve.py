@@ -234,8 +234,9 @@ def test_ranks_have_a_gpu_each_and_its_memory(monkeypatch: pytest.MonkeyPatch) -
     assert 0.3 * blocks[1] < blocks[2] < 0.5 * blocks[1], "both have their weights and their pool on one GPU"
 
 
-def test_ranks_that_have_been_run_on_one_gpu_need_no_switch() -> None:
-    parallel = ParallelConfig(tp=8, rank_gpus=",".join("0" * 8))
+@pytest.mark.parametrize(("tp", "pp"), [(8, 1), (2, 4), (1, 2)])
+def test_ranks_that_have_been_run_on_one_gpu_need_no_switch(tp: int, pp: int) -> None:
+    parallel = ParallelConfig(tp=tp, pp=pp, rank_gpus=",".join("0" * (tp * pp)))
     machine = replace(gpu_with(100 << 30), num_gpus=1)
     assert settle(EngineConfig(parallel=parallel), machine).config.parallel.link == "ipc"
 
@@ -250,7 +251,7 @@ def test_ranks_that_have_been_run_on_one_gpu_need_no_switch() -> None:
         ({"tp": 2}, "only up to 8 ranks on one GPU have been tested"),
         ({"tp": 9, "rank_gpus": ",".join("0" * 9)}, "only up to 8 ranks on one GPU have been tested"),
         ({"tp": 2, "link": "gloo"}, "through ipc, not through gloo"),
-        ({"pp": 2}, "pipelines on GPUs have not been tested"),
+        ({"pp": 2}, "only up to 8 ranks on one GPU have been tested"),
         ({"pp": 2, "stages_at": "localhost:1"}, "must be on one machine"),
         ({"rank_gpus": "0"}, "needs several ranks"),
     ],

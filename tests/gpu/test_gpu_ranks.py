@@ -17,7 +17,6 @@ import torch
 from tests.support.gpu_rank_program import params_of
 from tests.support.tiny_models import VOCAB, make_reference
 from tokenmill import LLM
-from tokenmill.arch.unproven import VARIABLE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,8 +107,7 @@ def test_adapters_are_cut_like_their_matrices(mps: dict[str, str], stories_dir: 
     names = [None, *trained]
     params: list[dict[str, Any]] = [{"temperature": 0.0}] * len(names)
     settings = {"adapters": trained, "adapter_slots": 2}  # fewer slots than adapters: they are exchanged
-    env = {**mps, VARIABLE: "gpu_rank_adapters"}
-    found = answers(stories_dir, env, params, {"adapter": names}, tp=2, rank_gpus="0,0", **settings)
+    found = answers(stories_dir, mps, params, {"adapter": names}, tp=2, rank_gpus="0,0", **settings)
     reference = LLM(str(stories_dir), device="cpu", backend="reference", **{**SETTINGS, **settings})
     expected = reference.generate(prompts(len(names)), list(map(params_of, params)), adapter=names, progress=False)
     assert found["tokens"] == [one.outputs[0].token_ids for one in expected]
@@ -120,7 +118,7 @@ def test_two_stages_draw_the_tokens_of_the_reference(tmp_path: Path, mps: dict[s
     make_reference("qwen3").save_pretrained(tmp_path)
     params = [*PARAMS, *PARAMS[:2]]
     stages = {"pp": 2, "rank_gpus": "0,0", "deterministic": deterministic}
-    found = answers(tmp_path, {**mps, VARIABLE: "gpu_stages"}, params, **stages)
+    found = answers(tmp_path, mps, params, **stages)
     reference = LLM(str(tmp_path), device="cpu", backend="reference", **SETTINGS)
     expected = reference.generate(prompts(len(params)), list(map(params_of, params)), progress=False)
     assert found["tokens"] == [one.outputs[0].token_ids for one in expected]

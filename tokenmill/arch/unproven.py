@@ -18,8 +18,7 @@ from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
 KernelSet = Literal[
-    "gpu_ranks", "gpu_rank_adapters", "gpu_stages", "gpu_sums", "gpu_expert_adapters", "gpu_iq4", "gpu_reorder",
-    "gpu_recurrent_only",
+    "gpu_ranks", "gpu_sums", "gpu_expert_adapters", "gpu_iq4", "gpu_reorder", "gpu_recurrent_only",
 ]  # fmt: skip
 
 
@@ -33,10 +32,8 @@ class KernelTrial(NamedTuple):
 
 TRIALS: dict[KernelSet, KernelTrial] = {
     "gpu_ranks": KernelTrial(
-        "ranks on several GPUs, or more than eight on one (--tp): up to eight on one H200 are proven", "refused"
+        "ranks on several GPUs, or more than eight on one (--tp, --pp): up to eight on one H200 are proven", "refused"
     ),
-    "gpu_rank_adapters": KernelTrial("adapters on several ranks with GPUs", "refused"),
-    "gpu_stages": KernelTrial("pipelines of stages on GPUs (--pp)", "refused"),
     "gpu_sums": KernelTrial(
         "all-reduce of partial products between ranks on GPUs, two exchanges per layer, unquantised matrices only",
         "all-gather without sums, four exchanges per layer",

@@ -55,9 +55,6 @@ def resolve_parallel(
         if backend.name == "reference" and spec.experts:
             problem = "adapters for models with experts on several ranks need the native kernels"
             raise InvalidConfig(problem, param="tp" if tp > 1 else "pp", hint="--backend cpu")
-        if device.name == "cuda" and not is_chosen("gpu_rank_adapters"):
-            problem = "adapters on several GPU ranks have not been tested on a GPU yet"
-            raise InvalidConfig(problem, param="adapter", hint=f"{VARIABLE}=gpu_rank_adapters turns them on anyway")
         if parallel.ep:
             raise InvalidConfig("adapters can't be combined with expert parallelism (ep)", param="ep")
     if pp > 1 and (limit := stage_limits(spec, pp)) is not None:
@@ -111,9 +108,6 @@ def _on_gpus(parallel: ParallelConfig, spec: ModelSpec, num_gpus: int, reasons: 
     if parallel.stages_at is not None:
         problem = "pipeline stages on GPUs must be on one machine: they map each other's memory"
         raise InvalidConfig(problem, param="stages_at")
-    if parallel.pp > 1 and not is_chosen("gpu_stages"):
-        problem = "pipelines on GPUs have not been tested on a GPU yet"
-        raise InvalidConfig(problem, param="pp", hint=f"{VARIABLE}=gpu_stages turns them on anyway")
     if parallel.link not in ("auto", "ipc"):
         problem = f"ranks on GPUs exchange through ipc, not through {parallel.link}"
         raise InvalidConfig(problem, param="link", hint="--link ipc, which is the default")
@@ -131,7 +125,7 @@ def _on_gpus(parallel: ParallelConfig, spec: ModelSpec, num_gpus: int, reasons: 
         problem = f"only up to {MAX_RANKS_ON_ONE_GPU} ranks on one GPU have been tested"
         raise InvalidConfig(
             f"{len(gpus)} ranks on GPUs {', '.join(map(str, gpus))}: {problem}",
-            param="tp",
+            param="tp" if parallel.tp > 1 else "pp",
             hint=f"{VARIABLE}=gpu_ranks turns them on anyway",
         )
     where = "a GPU each" if len(set(gpus)) == len(gpus) else f"GPUs {', '.join(map(str, gpus))}"

@@ -2,8 +2,8 @@
 
 start         kernels of the first steps are compiled in parallel ─► widest step ─► largest graph; all memory is taken
 first token   from here on, kernels of decoding steps of every size are compiled while requests run
-idle          a graph of each size; the end of a long prompt; graphs of prompt chunks, alone and with decoding rows; long
-              prompts, whose attention library takes a second to load
+idle          a graph of each size; the end of a long prompt; graphs of prompt chunks, alone and with decoding rows;
+              long prompts, whose attention library takes a second to load
 
 All but the graphs run with one layer of each kind, which launches the same kernels and uses the same memory as all
 layers do.

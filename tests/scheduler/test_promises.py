@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 import pytest
 
@@ -276,6 +277,25 @@ def test_the_least_chunk_does_not_make_steps_much_longer_at_the_end_of_a_long_pr
     assert quantile(seen.gaps, 0.99) <= 1.46 * undisturbed_s
     assert min(seen.chunks[:-1]) >= 12, "a prompt always makes progress"
     assert seen.beside_s <= 10.0 * seen.alone_s
+
+
+class TiledDevice(SimulatedDevice):
+    """Attention of chunks is computed in tiles of 32 tokens."""
+
+    def seconds(self, size: StepSize) -> float:
+        prompt = size.tokens - size.samples
+        tiled = -(-prompt // 32) * 32
+        return super().seconds(size._replace(pairs=size.pairs * tiled // prompt if prompt else 0))
+
+
+def test_chunks_behind_a_long_context_fill_tiles() -> None:
+    """A chunk of 48 tokens would take as long as one of 64."""
+    device = TiledDevice(base_s=4.2e-3, token_s=2.4e-5, sample_s=0.0, context_s=2e-8, pair_s=1e-9, prompts_s=3e-4)
+    promised = ServiceLevel(tpot_s=0.0085)
+    seen = long_prompt_on_gpu(depth=2, device=device, num_tokens=40_000, step_limit_s=0.0085, promised=promised)
+    starts = accumulate(seen.chunks, initial=0)
+    late = [count for start, count in zip(starts, seen.chunks[:-1], strict=False) if start >= 16_384]
+    assert len(set(late)) > 1 and all(count <= 16 or count % 32 == 0 for count in late)
 
 
 def test_the_time_of_decoding_alone_is_not_forgotten_beside_a_long_prompt() -> None:

@@ -19,7 +19,6 @@ from tests.support.random_adapters import llama_shapes, plain_config, write_adap
 from tests.support.small_floats import raw_matrix
 from tests.support.trained_models import GREEDY, golden_cases, num_equal_tokens
 from tokenmill import LLM, SamplingParams
-from tokenmill.arch.unproven import VARIABLE
 from tokenmill.ops.compose import MODES
 from tokenmill.ops.interface import LinearWeight, Routing
 from tokenmill.ops.low_rank import ExpertsShape, LowRank
@@ -297,11 +296,8 @@ def test_experts_of_any_mix_of_adapters(quant: str | None, deterministic: bool) 
 
 
 @pytest.mark.parametrize("title", OF_EXPERTS)
-def test_models_with_adapters_of_experts_answer_as_on_a_cpu(
-    title: str, shared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_with_adapters_of_experts_answer_as_on_a_cpu(title: str, shared_dir: Path, tmp_path: Path) -> None:
     """Scores of a prompt, and tokens drawn in captured graphs, beside rows without an adapter"""
-    monkeypatch.setenv(VARIABLE, "gpu_expert_adapters")
     case = CASES[title]
     adapter = write_adapter(tmp_path, case["config"], case["shapes"])
     prompt, params = (

@@ -18,7 +18,7 @@ from tokenmill.errors import InvalidConfig
 
 VARIABLE = "TOKENMILL_UNPROVEN_KERNELS"
 KernelSet = Literal[
-    "gpu_ranks", "gpu_sums", "gpu_expert_adapters", "gpu_iq4", "gpu_reorder", "gpu_recurrent_only",
+    "gpu_ranks", "gpu_sums", "gpu_iq4", "gpu_reorder", "gpu_recurrent_only",
 ]  # fmt: skip
 
 
@@ -38,7 +38,6 @@ TRIALS: dict[KernelSet, KernelTrial] = {
         "all-reduce of partial products between ranks on GPUs, two exchanges per layer, unquantised matrices only",
         "all-gather without sums, four exchanges per layer",
     ),
-    "gpu_expert_adapters": KernelTrial("adapters of routed experts on a GPU", "refused"),
     "gpu_iq4": KernelTrial("IQ4_NL and IQ4_XS matrices in 4 bits on Hopper", "stored as 8-bit integers with scales"),
     "gpu_recurrent_only": KernelTrial("models of recurrent layers alone (Mamba-2) on a GPU", "refused"),
     "gpu_reorder": KernelTrial(

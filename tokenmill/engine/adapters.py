@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenmill.arch.unproven import VARIABLE
 from tokenmill.engine.status import FailedAdapter, LoadedAdapter
 from tokenmill.errors import TokenmillError, UnknownModel, UnsupportedModel
 
@@ -121,7 +120,7 @@ class AdapterStore:
         if missing:
             hint = None
             if ".experts." in missing[0]:
-                hint = f"on a GPU set {VARIABLE}=gpu_expert_adapters and name the adapter when the model is started"
+                hint = "on a GPU name the adapter when the model is started; on several GPUs experts can't be adapted"
             raise UnsupportedModel(f"{path}: the adapter slots have no room for {missing[0]}", hint=hint)
         if adapter.rank > self._max_rank:
             hint = f"start with --max-adapter-rank {adapter.rank}"

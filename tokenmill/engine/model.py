@@ -14,7 +14,6 @@ import torch
 from tokenmill.arch.mtp import mtp_head
 from tokenmill.arch.packed_formats import dummy_formats, stored_formats
 from tokenmill.arch.spec import ModelSpec
-from tokenmill.arch.unproven import is_chosen
 from tokenmill.config import EngineConfig
 from tokenmill.engine.adapter_room import named_expert_rank
 from tokenmill.errors import InvalidConfig
@@ -60,8 +59,7 @@ def build_decoder(
     """Build a model that computes layer by layer with a table of ops; `shard`: this rank's part of it."""
     dtype, device = DTYPES[config.model.dtype], torch.device(config.ops.device)
     model = config.model
-    expert_rank = named_expert_rank(model, spec) if is_chosen("gpu_expert_adapters") else 0
-    slots = AdapterSlots(model.adapter_slots or 0, model.max_adapter_rank or 0, expert_rank)
+    slots = AdapterSlots(model.adapter_slots or 0, model.max_adapter_rank or 0, named_expert_rank(model, spec))
     return Decoder(spec, Loader(source, ops, dtype, device, slots, shard), config.model.max_context)
 
 

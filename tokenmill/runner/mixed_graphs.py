@@ -95,8 +95,8 @@ class MixedGraphs:
         return mixed_step_bytes(self._model.spec, limits)
 
     def captures(self) -> Iterator[Callable[[], object]]:
-        """Yield a task for each size that is not captured yet, those of short chunks first. Otherwise a size is
-        captured when it first occurs."""
+        """Yield a task for each size that is not captured yet, those of short chunks first. Otherwise a size with
+        decoding rows is captured when it first occurs."""
         for singles, tokens in mixed_sizes(self._max_rows):
             if (singles, tokens) not in self._captured:
                 yield partial(self._capture, singles, tokens)
